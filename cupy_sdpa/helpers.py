@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .arrays.argument import arrays_on_gpu, check_separate, read_array
+from .arrays.argument import arrays_on_gpu, check_arrays, read_array
 from .arrays.conversion import Conversion
 from .arrays.layouts import other_layout
 from .calls.arguments import read_forward
@@ -19,8 +19,7 @@ from .device.interpreted import plain
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
 from .problem.bucket import Bucket
-from .problem.problem import row_stats_shape
-from .problem.tensor_spec import check_writable, make_spec
+from .problem.validation import expected_arrays
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -227,32 +226,18 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
         raise ValueError(
             f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
         )
-    parts = [read_array(f"outs[{i}]", x) for i, x in enumerate(outs)]
-    rows = [read_array(f"stats[{i}]", x) for i, x in enumerate(stats)]
-    others = [read_array(name, x) for name, x in (("sinks", sinks), ("out", out)) if x is not None]
-    on_gpu = arrays_on_gpu([*parts, *rows, *others])
+    arrays = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
+    arrays |= {"sinks": sinks, "out": out}
+    on_gpu = arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None])
     dtype, shape = outs[0].dtype, outs[0].shape
     allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
     if dtype.name not in allowed:
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    row_shape = row_stats_shape(shape)
-    row_dtype = dtype if stats[0].dtype == dtype == np.float64 else np.dtype(np.float32)
-    wanted = [(part, shape, dtype) for part in parts] + [(row, row_shape, row_dtype) for row in rows]
-    for other in others:
-        wanted.append((other, shape, dtype) if other.name == "out" else (other, shape[1:2], np.dtype(np.float32)))
-    for argument, right_shape, right_dtype in wanted:
-        if argument.array.shape != right_shape:
-            raise ValueError(
-                f"{argument.name} has shape {argument.array.shape}; with outs[0] of shape {shape} it must be {right_shape}"
-            )
-        if argument.array.dtype != right_dtype:
-            raise TypeError(
-                f"{argument.name} has dtype {argument.array.dtype}, and outs[0] has dtype {dtype}; it must be {right_dtype}: "
-                f"convert with .astype({right_dtype.name!r})"
-            )
-    if out is not None:
-        result = others.pop()
-        check_writable(make_spec("out", result.signature))
-        check_separate([result], [*parts, *rows, *others])
+    like = outs[0]
+    table = expected_arrays(like, like, like, stats="float64" if stats[0].dtype == dtype == np.float64 else "float32")
+    legend = f"the shape and dtype of outs[0], {shape} {dtype}"
+    wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, len(outs))]
+    wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(len(stats))]
+    check_arrays([*wanted, table["sinks"], table["out"]._replace(legend=legend, writable=True)], arrays)

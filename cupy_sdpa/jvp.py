@@ -117,7 +117,8 @@ def attention_jvp(
     kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic), *key_of(mask))
     if widened is not None and isinstance(widened, Widened):
         given, names, kind = (*given, *widened[:-1]), (*_NAMES, *_WIDENED), (*kind, widened.form)
-    results = run_cached(kind, given, others) if cupy_runtime.is_array(q) else None
+    # On the CPU the elements of widened are compared with those of q, k and v in every call.
+    results = run_cached(kind, given, others) if widened is None or cupy_runtime.is_array(q) else None
     if results is None:
         form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
         check_results(out, dout, stats, q, v)

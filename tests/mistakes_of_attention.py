@@ -151,9 +151,9 @@ MERGE = [
     merged("statistics in a list", lambda o, s: merge([o], [[0.0]]), TypeError, "stats[0] is a list"),
     merged("packed statistics of another order", lambda o, s: merge([o[..., 0]], [s[..., 0]]), ValueError, "(3, 2)", "(2, 3)"),
     merged("float64 statistics of float32 outputs", lambda o, s: merge([o], [s.astype("f8")]), TypeError, "float64", "astype('float32')"),
-    merged("sinks in float16", lambda o, s: merge([o], [s], sinks=np.zeros(2, "f2")), TypeError, "sinks has dtype float16"),
+    merged("sinks in float16", lambda o, s: merge([o], [s], sinks=np.zeros(2, "f2")), TypeError, "sinks is float16", "float32"),
     merged("out of another shape", lambda o, s: merge([o], [s], out=o[:4]), ValueError, "out has shape (4, 2, 3, 1)", "(8, 2, 3, 1)"),
-    merged("out of another dtype", lambda o, s: merge([o], [s], out=o.astype("f2")), TypeError, "out has dtype float16"),
+    merged("out of another dtype", lambda o, s: merge([o], [s], out=o.astype("f2")), TypeError, "out is float16", "float32", "pass a new array"),
     merged("an out over the sinks", lambda o, s: merge([o + 0], [s], out=o, sinks=o[:2, 0, 0, 0]), ValueError, "out overlaps sinks"),
     merged("an out whose elements share memory", lambda o, s: merge([o, o], [s, s], out=np.lib.stride_tricks.as_strided(
         np.zeros(8, "f4"), o.shape, (4, 0, 0, 0))), ValueError, "elements share memory"),

@@ -50,7 +50,7 @@ TESTS = {
     "cupy_sdpa/forward_mode": ("jvp",),
     "cupy_sdpa/fp8": ("fp8",),
     "cupy_sdpa/graph": ("graph", "attention"),
-    "cupy_sdpa/helpers.py": ("attention/test_merge.py", "boundary/test_mistakes.py"),
+    "cupy_sdpa/helpers.py": ("attention", "boundary"),
     "cupy_sdpa/inference": ("kv_cache", "fp8"),
     "cupy_sdpa/integrations": ("boundary",),
     "cupy_sdpa/jvp.py": ("jvp",),

@@ -149,25 +149,25 @@ def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -
                 )
 
 
-def check_results(results: Sequence[tuple[Any, Expected]], inputs: Mapping[str, Any]) -> None:
-    """Check arrays that the caller passed for results, if the call does not read them as arrays of its problem.
+def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
+    """Check arrays that a call does not read as arrays of its problem.
 
     Args:
-        results: the arrays, which may be None, and what the call needs.
-        inputs: the other arrays by name, which may be None.
+        expected: what the call needs. :func:`~cupy_sdpa.problem.validation.expected_arrays` is the table of all calls.
+        arrays: all arrays of the call by name; those that are None are not passed.
 
     Raises:
-        TypeError, ValueError: a result has another type, device, dtype or shape, is read-only, or overlaps another array.
+        TypeError, ValueError: an array has another type, device, dtype or shape, or a result is read-only or overlaps another
+            array.
     """
-    passed = [(read_array(expected.name, array), expected) for array, expected in results if array is not None]
-    if not passed:
-        return
-    arguments = [read_array(name, array) for name, array in inputs.items() if array is not None]
-    arguments += [result for result, _ in passed]
-    arrays_on_gpu(arguments)
-    for result, expected in passed:
-        check_spec(make_spec(result.name, result.signature), expected)
-        check_separate([result], arguments)
+    arguments = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
+    passed = [(arguments[one.name], one) for one in expected if one.name in arguments]
+    if passed:
+        arrays_on_gpu(arguments.values())
+    for argument, one in passed:
+        check_spec(make_spec(argument.name, argument.signature), one)
+        if one.writable:
+            check_separate([argument], list(arguments.values()))
 
 
 class _Layout:

@@ -17,9 +17,9 @@ import numpy as np
 from ..device import cupy_runtime
 from ..device.interpreted import plain
 from ..problem.problem import CU_SEQLENS
-from ..problem.tensor_spec import Expected
+from ..problem.validation import expected_arrays
 from . import compute, layouts
-from .argument import check_results
+from .argument import check_arrays
 from .engine import interpreted, read_engine
 from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
@@ -29,11 +29,6 @@ OWN_TYPES: set[type] = {np.ndarray}
 CONVERTING_OPTIONS = frozenset(("compute_dtype", "engine", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
-#: The shapes of the results that are converted, for messages.
-_LEGENDS = {
-    **dict.fromkeys(("out", "dout"), "the heads and lengths of q with the head dim of v"),
-    **{f"d{name}": f"the shape of {name}" for name in "qkv"},
-}
 #: Options that are computed by calls on parts of the arrays.
 _OF_PARTS = ("block_mask", "mask_mod")
 
@@ -185,13 +180,10 @@ class Conversion:
             inputs: q, k and v in the form of this package; others than arrays with these axes are refused by the call.
         """
         if all(getattr(x, "ndim", 0) in (3, 4) for x in inputs):
-            shapes, own = _result_shapes(*inputs), {name: self._own(name, x) for name, x in arrays.items() if x is not None}
-            written = [
-                (own.pop(name), Expected(name, shapes[name], str(self._own_dtype), _LEGENDS[name], writable=True))
-                for name in results
-                if name in own and name in shapes
-            ]
-            check_results(written, own)
+            own = {name: self._own(name, x) for name, x in arrays.items() if x is not None}
+            table = expected_arrays(*inputs)
+            written = [table[name] for name in results if name in _result_shapes(*inputs)]
+            check_arrays([one._replace(dtype=str(self._own_dtype), writable=True) for one in written], own)
 
     def _temporary_results(self, given: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
         """Memory for the results that are converted, which belongs to the CUDA graph that is being captured."""

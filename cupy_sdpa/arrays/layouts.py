@@ -161,6 +161,8 @@ def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
 
 #: Whether the caller of a converted call named the layout.
 _is_named: ContextVar[bool] = ContextVar("layout_is_named", default=False)
+#: Whether it is so; a function of C, because every call of numpy arrays calls it.
+is_named = _is_named.get
 
 
 @contextlib.contextmanager

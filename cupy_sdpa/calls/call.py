@@ -19,11 +19,11 @@ from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
 from ..graph.nodes import Graph
 from ..problem.bucket import Policy
-from ..problem.problem import Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
 from ..problem.subproblems import subproblems
 from ..score_fn.recorded import Access
 from ..staging.split_stage import SplitStage
-from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results
+from ..staging.stage import Fill, Stage, allocate_results, create_inputs, fill_trivial_results, is_plain
 from ..support.engine_problem import engine_problem
 from ..support.why_not import Reason, why_not
 
@@ -276,12 +276,30 @@ class Call:
         if device is None:
             stage = self.stage()
             graph = graph_of(self.engine_problem)
-            evaluate(graph, stage.arrays, self.scalars, check=self._row_check(graph, stage.arrays))
+            self._evaluate(graph, stage.arrays)
             stage.finish()
             return None
         if active_tunings.get() is not None:
             self._tune(device)
         return with_plan(self.engine_problem, device, lambda session, plan: self._launch(plan, keep))
+
+    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
+        """The problem if it has lengths, offsets or page tables of the caller, and their names among the arrays."""
+        passed = [name for name in (*LENGTHS, *CU_SEQLENS, "page_table") if name in self.arrays and name not in self.fills]
+        return [(self.problem, dict(zip(passed, passed, strict=True)))] if passed else []
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        parts = subproblems(self.problem)
+        if self.problem.trivial or self.fills or self.gradients or len(parts) > 1:
+            return None
+        if not is_plain(self.problem, self.engine_problem):
+            return None
+        return functools.partial(self._evaluate, graph_of(self.engine_problem))
+
+    def _evaluate(self, graph: Graph, arrays: Mapping[str, Any]) -> None:
+        """Evaluate the graph of the call on numpy arrays."""
+        evaluate(graph, arrays, self.scalars, check=self._row_check(graph, arrays))
 
     def _row_check(self, graph: Graph, arrays: Mapping[str, Any]) -> RowCheck | None:
         """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..device import cupy_runtime, memory
+from ..problem.problem import Problem
 from ..score_fn.identity import identity
 from .call import LaunchRecord
 from .user_functions import FUNCTIONS
@@ -60,6 +61,12 @@ class Repeatable(Protocol):
     def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
         """Compute the results."""
 
+    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
+        """The problems with lengths, offsets or page tables of the caller, and the names of these among the arrays."""
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes a call of numpy arrays, if it is one graph."""
+
     def enqueue(self) -> None:
         """Enqueue the work again, in a capture."""
 
@@ -67,8 +74,8 @@ class Repeatable(Protocol):
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
-#: A key, the arrays that the caller passed, and their addresses.
-Arguments = tuple[tuple[Any, ...], list[Any], list[int]]
+#: A key, and the arrays that the caller passed.
+Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
 class ArrayFunctions:
@@ -86,7 +93,20 @@ class ArrayFunctions:
         self.array = cupy_runtime.array_function(self.ndarray)
 
 
-def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
+class HostFunctions(NamedTuple):
+    """:class:`ArrayFunctions` of numpy's arrays, as far as a key needs them."""
+
+    ndarray: Any = np.ndarray
+    has_flag: bool = False
+
+
+#: Reads the keys of calls of numpy arrays.
+HOST = HostFunctions()
+
+
+def read_key(
+    functions: ArrayFunctions | HostFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
+) -> Arguments | None:
     """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
@@ -94,7 +114,7 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
     of axes of length 1, on which no address depends, may then differ.
 
     Args:
-        functions: the functions of CuPy's arrays; other arrays have no key.
+        functions: the functions of the arrays of CuPy or numpy; other arrays have no key.
         kind: the part of the key besides arrays and options, hashable.
         arrays: the array arguments, which may be None.
         options: the options.
@@ -103,14 +123,12 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
     # Every repeated call runs this: the branches repeat code instead of calling a function.
     key: list[Any] = [kind]
     passed: list[Any] = []
-    addresses: list[int] = []
     for array in arrays:
         if type(array) is ndarray:
             key.append(array.dtype)
             key.append(array.shape)
             key.append((has_flag and array._f_contiguous) or array.strides)
             passed.append(array)
-            addresses.append(array.data.ptr)
         elif array is None:
             key.append(None)
         else:
@@ -124,7 +142,6 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
         elif value_type is ndarray:
             key += (value.dtype, value.shape, (has_flag and value._f_contiguous) or value.strides)
             passed.append(value)
-            addresses.append(value.data.ptr)
         elif value_type is tuple:
             key.append(repr(value))
         elif name in FUNCTIONS:
@@ -139,10 +156,11 @@ def read_key(functions: ArrayFunctions, kind: Any, arrays: tuple[Any, ...], opti
                     return None
                 key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
                 passed.append(array)
-                addresses.append(array.data.ptr)
+        elif hasattr(value_type, "cache_key"):
+            key.append(value.cache_key)
         else:
             return None
-    return tuple(key), passed, addresses
+    return tuple(key), passed
 
 
 #: The shape, the dtype and the bytes of a result that a call creates.
@@ -212,11 +230,7 @@ class Template:
         #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
         self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
         where: dict[str, tuple[int, int]] = {}
-        for name, array in call.arrays.items():
-            source = tensor_name(call.captured[name].name) if name in call.captured else name
-            if source not in names:
-                continue
-            position = names.index(source)
+        for name, array, position in passed_arrays(call, names):
             passed = arrays[position]
             where[name] = position, array.data.ptr - passed.data.ptr
             if array is passed:
@@ -250,6 +264,14 @@ class Template:
         for name, position, offset, shape, dtype, strides in self._views:
             found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
         return self._call.on(found)
+
+
+def passed_arrays(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
+    """The arrays of a call that the caller passed, or views of these: name, array and position among ``names``."""
+    for name, array in call.arrays.items():
+        source = tensor_name(call.captured[name].name) if name in call.captured else name
+        if source in names:
+            yield name, array, names.index(source)
 
 
 def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:

@@ -27,20 +27,37 @@ write to the same memory. Two unordered launches of one graph would also race fo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import heapq
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays.argument import check_separate, read_array
+from ..arrays.layouts import is_named
+from ..arrays.view import View, part_of
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
+from .arguments import check_lengths
 from .call import active_tunings
-from .call_key import Arguments, ArrayFunctions, Repeatable, Template, array_names, create_sorted, equal_runs, read_key
+from .call_key import (
+    HOST,
+    Arguments,
+    ArrayFunctions,
+    Repeatable,
+    Template,
+    array_names,
+    create_sorted,
+    equal_runs,
+    passed_arrays,
+    read_key,
+)
 from .user_functions import function_identities
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -143,13 +160,12 @@ class CachedCall:
         for plan in self.plans:
             plan.dependents.add(self)
 
-    def run(self, runtime: _Runtime, arrays: Sequence[Any], addresses: list[int]) -> list[Any] | None:
-        """Launch the graph for these addresses, execute the plan, or run the parsed call on these arrays.
+    def run(self, runtime: _Runtime, arrays: Sequence[Any]) -> list[Any] | None:
+        """Launch the graph for the addresses of arrays, execute the plan, or run the parsed call on these arrays.
 
         Args:
             runtime: the functions of CuPy.
             arrays: the caller's arrays, in the order of the names.
-            addresses: their addresses; the list is modified.
 
         Returns:
             The results; None if the call must be parsed.
@@ -158,6 +174,9 @@ class CachedCall:
         stream = runtime.current_stream().ptr
         if stream and runtime.is_capturing(stream):
             return None
+        addresses: list[int] = []
+        for array in arrays:  # a comprehension takes longer
+            addresses.append(array.data.ptr)
         created: list[Any] = []
         if self._runs:
             create_sorted(runtime, self._runs, created, addresses)
@@ -332,18 +351,20 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     Returns:
         The results; None if the call must be parsed.
     """
+    if type(arrays[0]) is np.ndarray:
+        return _run_on_host(kind, arrays, options)
     runtime = _runtime
     if runtime is None or active_tunings.get() is not None:
         return None
     arguments = read_key(runtime, kind, arrays, options)
     if arguments is None:
         return None
-    key, passed, addresses = arguments
+    key, passed = arguments
     status, context = runtime.context_id(0)
     if status or (session := runtime.session(context)) is None:
         return None
     cached: CachedCall | None = session.cached_calls.get(key)
-    return None if cached is None else cached.run(runtime, passed, addresses)
+    return None if cached is None else cached.run(runtime, passed)
 
 
 def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable) -> None:
@@ -355,7 +376,10 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         call: the call, after it ran.
     """
     global _runtime
-    if not call.on_gpu or call.problem.trivial or active_tunings.get() is not None:
+    if not call.on_gpu:
+        _cache_on_host(kind, names, arrays, options, call)
+        return
+    if call.problem.trivial or active_tunings.get() is not None:
         return
     if call.launched is None:
         return  # the stream is being captured
@@ -370,14 +394,17 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         return  # a function changed while the call ran
     passed_names = array_names(runtime.ndarray, names, arrays, options)
     try:
-        _cached(session, arguments, call, passed_names).validated(call, arguments[2])
+        addresses = [array.data.ptr for array in arguments[1]]
+        _cached(session, arguments, call, passed_names, addresses).validated(call, addresses)
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
 
 
-def _cached(session: Session, arguments: Arguments, call: Repeatable, names: Sequence[str]) -> CachedCall:
+def _cached(
+    session: Session, arguments: Arguments, call: Repeatable, names: Sequence[str], addresses: Sequence[int]
+) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
-    key, arrays, addresses = arguments
+    key, arrays = arguments
     assert call.launched
     cached: CachedCall | None = session.cached_calls.get(key)
     if cached is not None and cached.plans == call.launched.plans and cached.accepts(arrays, addresses):
@@ -392,6 +419,97 @@ def _cached(session: Session, arguments: Arguments, call: Repeatable, names: Seq
     forget = functools.partial(session.cached_calls.pop, key, None)
     new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, forget)
     return new
+
+
+# Calls of numpy arrays
+
+
+class HostCall:
+    """A call of numpy arrays that was parsed: calls with the same key differ from it only in the elements of their arrays.
+
+    Args:
+        call: the call, after it ran.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
+    """
+
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_lengths", "_names", "_results", "_views")
+
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
+        self._call, self._names, self._lengths = call.on({}), call.result_names, call.lengths()
+        self._direct: list[tuple[str, int]] = []
+        #: For views of the caller's arrays: name, position and view.
+        self._views: list[tuple[str, int, View]] = []
+        for name, array, position in passed_arrays(call, names):
+            passed = arrays[position]
+            if array is passed:
+                self._direct.append((name, position))
+            else:
+                offset = array.__array_interface__["data"][0] - passed.__array_interface__["data"][0]
+                whole = View.of(names[position], array)
+                self._views.append((name, position, dataclasses.replace(whole, offset=offset)))
+        passed_names = {name for name, *_ in (*self._direct, *self._views)}
+        #: The results that the caller passed.
+        self._results = [name for name in self._names if name in passed_names]
+        #: The shapes and dtypes of the other results.
+        self._created = [(name, call.arrays[name].shape, call.arrays[name].dtype) for name in self._names
+                         if name not in passed_names]  # fmt: skip
+        #: Computes the call, if it does nothing but evaluate a graph on the caller's arrays and the results.
+        self._evaluate = self._call.evaluation()
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Check the elements of lengths, and that results overlap no other array; then compute.
+
+        Args:
+            arrays: the caller's arrays, in the order of the names.
+        """
+        found: dict[str, Any] = {}
+        for name, position in self._direct:
+            found[name] = arrays[position]
+        for name, position, view in self._views:
+            found[name] = part_of(arrays[position], view)
+        for problem, lengths in self._lengths:
+            check_lengths(problem, {name: found[source] for name, source in lengths.items()})
+        if self._results:
+            arguments = {name: read_array(name, array) for name, array in found.items()}
+            check_separate([arguments[name] for name in self._results], list(arguments.values()))
+        for name, shape, dtype in self._created:
+            found[name] = np.empty(shape, dtype, order="F")
+        if self._evaluate is None:
+            return self._call.on(found).run()
+        self._evaluate(found)
+        results = []
+        for name in self._names:
+            results.append(found[name])
+        return results
+
+
+#: The latest calls of numpy arrays, by their keys; the oldest are removed first.
+_on_host: dict[Any, HostCall] = {}
+_host_lock = threading.Lock()
+
+
+def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """:func:`run_cached` for numpy arrays."""
+    arguments = read_key(HOST, (kind, is_named()), arrays, options)
+    if arguments is None or (cached := _on_host.get(arguments[0])) is None:
+        return None
+    return cached.run(arguments[1])
+
+
+def _cache_on_host(
+    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable
+) -> None:
+    """:func:`cache_call` for numpy arrays."""
+    arguments = read_key(HOST, (kind, is_named()), arrays, options)
+    if arguments is None or (call.identities and call.identities != function_identities(options)):
+        return
+    key, passed = arguments
+    new = HostCall(call, array_names(np.ndarray, names, arrays, options), passed)
+    with _host_lock:
+        _on_host[key] = new
+        if len(_on_host) > MAX_CALLS:
+            del _on_host[next(iter(_on_host))]
 
 
 def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:

@@ -150,7 +150,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     sizes = dict(zip(AXES, (b, hq, sq, skv), strict=True))
     identities = function_identities(options)
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
-    band = _intersect(settings.band, traced.band and Band(*traced.band))
+    band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
     arrays = {name: _with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
     settings = settings._replace(program=traced.program, band=band)
     return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
@@ -240,15 +240,6 @@ def requested_gradients(
             )
     specs = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
     return Gradients(specs, functions.captured if functions else {})
-
-
-def _intersect(one: Band | None, other: Band | None) -> Band | None:
-    """The intersection of two bands with the same diagonal."""
-    if one is None or other is None:
-        return one or other
-    sides = zip(one[:2], other[:2], strict=True)
-    left, right = (min((side for side in pair if side is not None), default=None) for pair in sides)
-    return Band(left, right)
 
 
 def _with_score_axes(array: Any, access: Access) -> Any:

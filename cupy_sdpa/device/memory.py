@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import driver
 from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
 
-Key = TypeVar("Key")
 #: The C types in which kernels copy memory, by their size in bytes.
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 
@@ -127,10 +126,8 @@ def _differs_kernel() -> Any:
     )
 
 
-#: The constant arrays of equal integers in each CUDA context, by the context's id and the integer.
-_equal: dict[tuple[int, int], Any] = {}
-#: The constant arrays of multiples in each CUDA context, by the context's id, the step and the dtype.
-_multiples: dict[tuple[int, int, str], Any] = {}
+#: The constant arrays ``start, start + step, start + 2 step, ...`` by the id of the CUDA context, start, step and dtype.
+_constants: dict[tuple[int, int, int, str], Any] = {}
 #: Every constant array that was created. Those of one content together take at most twice the memory of the longest one.
 _all_constants: list[Any] = []
 #: The maximum number of arrays of equal integers in a context; further ones are created anew in every call.
@@ -139,39 +136,42 @@ MAX_EQUAL = 64
 
 def multiples(step: int, length: int, dtype: str) -> Any:
     """An array that begins with ``0, step, 2 step, ...`` and has at least ``length`` elements; see :func:`_constant`."""
-    shortest = 1 << 16 if step == 1 else 64
-    return _constant(
-        _multiples, (driver.context_id(), step, dtype), max(length, shortest), lambda size: step * np.arange(size, dtype=dtype)
-    )
+    return _constant(0, step, dtype, max(length, 1 << 16 if step == 1 else 64))
 
 
 def equal_integers(value: int, length: int) -> Any:
     """An int32 array whose elements are all ``value``. It is usually constant (:func:`_constant`): do not write to it."""
-    key = context, _ = driver.context_id(), value
-    found = _equal.get(key)
-    if (found is None or found.size < length) and (sum(of == context for of, _ in _equal) >= MAX_EQUAL or capturing()):
+    context = driver.context_id()
+    found = _constants.get((context, value, 0, "int32"))
+    if (found is None or found.size < length) and (capturing() or _count_equal(context) >= MAX_EQUAL):
         array = empty((length,), np.dtype(np.int32))
         fill_int32(array, value)
         return array
-    return _constant(_equal, key, max(length, 1 << 10), lambda size: np.full(size, value, np.int32))[:length]
+    return _constant(value, 0, "int32", max(length, 1 << 10))[:length]
 
 
 def is_constant(array: Any) -> bool:
     """Whether an array is the beginning of a constant array of equal integers."""
-    return any(array.data.ptr == constant.data.ptr for constant in _equal.values())
+    return any(array.data.ptr == constant.data.ptr for (_, _, step, _), constant in _constants.items() if not step)
 
 
-def _constant(constants: dict[Key, Any], key: Key, length: int, make: Callable[[int], Any]) -> Any:
-    """An array of at least ``length`` elements that is never written to and never freed: plans may store its address.
+def _count_equal(context: int) -> int:
+    """The number of arrays of equal integers in a context."""
+    return sum(not step and of == context for of, _, step, _ in _constants)
 
-    There is one such array for each content in each context; a longer one is at least twice as long. The array is filled when
-    this function returns, so work on any stream may read it.
+
+def _constant(start: int, step: int, dtype: str, length: int) -> Any:
+    """An array ``start, start + step, ...`` of at least ``length`` elements: plans may store its address.
+
+    It is never written to and never freed. There is one such array for each content in each context; a longer one is at least
+    twice as long. The array is filled when this function returns, so work on any stream may read it.
     """
-    array = constants.get(key)
+    key = driver.context_id(), start, step, dtype
+    array = _constants.get(key)
     if array is None or array.size < length:
         with cupy().cuda.Stream(non_blocking=True) as new_stream:
-            array = cupy().asarray(make(1 << (length - 1).bit_length()))
+            array = cupy().asarray(start + step * np.arange(1 << (length - 1).bit_length(), dtype=dtype))
             new_stream.synchronize()
         _all_constants.append(array)
-        constants[key] = array
+        _constants[key] = array
     return array

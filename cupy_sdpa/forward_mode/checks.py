@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.argument import arrays_on_gpu, read_array
+from ..arrays.argument import check_arrays, read_array
 from ..arrays.layouts import check_strides_of
 from ..calls.arguments import read_forward
 from ..device import cupy_runtime
 from ..errors import Unsupported
-from ..problem.problem import row_stats_shape
-from ..problem.tensor_spec import Expected, check_spec, make_spec
+from ..problem.tensor_spec import Expected
+from ..problem.validation import expected_arrays
 from ..sparse.method import check as check_mask
 from .form import Form, Widened, form_of
 
@@ -93,13 +93,8 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
     Raises:
         TypeError, ValueError: it has not; the message contains both values.
     """
-    if type(array) is not type(like) or (cupy_runtime.is_array(array) and array.data.device_id != like.data.device_id):
-        arrays_on_gpu([read_array(of, like), read_array(name, array)])
-    if array.dtype != like.dtype:
-        remedy = "pass a mask as mask=" if array.dtype == bool else "convert with .astype"
-        raise TypeError(f"{name} is {array.dtype} and {of} is {like.dtype}; the dtypes must be equal: {remedy}")
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}; with {of} of shape {like.shape} it must be {shape}")
+    legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
+    check_arrays([Expected(name, shape, read_array(of, like).signature[0], legend)], {of: like, name: array})
 
 
 def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any) -> None:
@@ -108,19 +103,8 @@ def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any) -> None:
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
-    shape = v.shape[0], *q.shape[1:]
-    for name, array in (("out", out), ("dout", dout), ("stats", stats)):
-        if array is None:
-            continue
-        result = read_array(name, array)
-        spec = make_spec(name, result.signature)
-        if name == "stats":
-            arrays_on_gpu([read_array("q", q), result])
-            needed = Expected(name, row_stats_shape(q.shape), "float32", "(Sq, Hq, B)", writable=True)
-        else:
-            check_like(name, array, "q", q, shape)
-            needed = Expected(name, shape, spec.dtype, "(Dv, Hq, Sq, B)", writable=True)
-        check_spec(spec, needed)
+    given, table = {"out": out, "dout": dout, "stats": stats}, expected_arrays(q, v, v)
+    check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
 
 
 def _may_copy(q: Any, k: Any, v: Any) -> bool:

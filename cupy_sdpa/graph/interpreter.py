@@ -210,7 +210,7 @@ def _block_select(node: BlockSelect, tile: Tile) -> None:
 def _softmax(node: Softmax, tile: Tile) -> None:
     x, xp = tile[node.x], tile.run.xp
     # m = max(x), with the sink
-    top = _row_maxima(x)
+    top = x.max(axis=1, keepdims=True, initial=-np.inf) if xp is np else _row_maxima(x)
     sink = None if node.sink is None else tile[node.sink]
     if sink is not None:
         if node.rows is not None:
@@ -244,9 +244,7 @@ def _softmax(node: Softmax, tile: Tile) -> None:
 
 
 def _row_maxima(x: Array) -> Array:
-    """The largest element of each row, -inf for rows without elements; CuPy's reductions have no initial value."""
-    if isinstance(x, np.ndarray):
-        return x.max(axis=1, keepdims=True, initial=-np.inf)  # type: ignore[no-any-return]
+    """The largest element of each row of a CuPy array, -inf without elements: CuPy's reductions have no initial value."""
     return x.max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True) - np.inf
 
 
@@ -301,7 +299,12 @@ def _gen_index(node: Pointwise, tile: Tile) -> Array:
 
 
 def _operands(node: Pointwise, tile: Tile) -> list[Any]:
-    return [tile[tensor] for tensor in (node.x, node.b, node.t) if tensor is not None]
+    operands = [tile[node.x]]
+    if node.b is not None:
+        operands.append(tile[node.b])
+        if node.t is not None:
+            operands.append(tile[node.t])
+    return operands
 
 
 def _select(node: Pointwise, tile: Tile) -> Array:

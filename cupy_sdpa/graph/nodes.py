@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..device.blocks import BLOCK
 
@@ -220,11 +220,13 @@ class Graph:
         nodes: the steps.
         compute_dtype: the dtype of intermediate results, ``float32`` or ``float64``.
         no_split: whether to exclude cuDNN's kernel that splits the keys.
+        notes: what an engine derived from the graph; no part of it.
     """
 
     nodes: tuple[Node, ...]
     compute_dtype: str
     no_split: bool = False
+    notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

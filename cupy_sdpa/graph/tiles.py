@@ -26,6 +26,47 @@ TILE_ELEMENTS = 1 << 20
 GPU_TILE_ELEMENTS = 1 << 22
 
 
+class Analysis:
+    """What all evaluations of a graph have in common.
+
+    Args:
+        graph: the graph.
+
+    Attributes:
+        views: name, axes and the index that adds new axes, of the arrays of the caller.
+        constants: the arrays that do not depend on the call, by name.
+        scalars: the tensors of the scalars.
+        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
+        steps: every node with the names of the tensors that no later node reads.
+        sums: the shapes of the sums over tiles, by the name of the result.
+        packed: the names of the tensors of packed sequences.
+        lengths: the lengths of each batch entry, if only these are computed.
+        separable: whether a block of rows can be computed without the other rows.
+        shape: batch, heads, rows and columns.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.views = [(t.name, *_axes(t)) for t in graph.by_role("input", "output")]
+        self.constants = {t.name: _constant(t) for t in graph.by_role("constant")}
+        self.scalars = graph.by_role("scalar")
+        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
+        self.steps = _last_reads(graph)
+        self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
+        self.packed = {t.name for t in graph.tensors if _is_packed(t)}
+        self.lengths = _packed_lengths(graph)
+        self.separable = _is_separable(graph, self.right_operands)
+        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
+        self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
+
+
+def analyze(graph: Graph) -> Analysis:
+    """The analysis of a graph; the graph keeps it."""
+    found: Analysis | None = graph.notes.get("analysis")
+    if found is None:
+        found = graph.notes["analysis"] = Analysis(graph)
+    return found
+
+
 class Evaluation:
     """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
 
@@ -35,8 +76,7 @@ class Evaluation:
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
         exact: whether intermediate results are not rounded.
-        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
-        steps: every node with the names of the tensors that no later node reads.
+        right_operands, packed, steps: as for :class:`Analysis`.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
         largest: the largest magnitudes so far, by the name of the result.
@@ -44,33 +84,38 @@ class Evaluation:
     """
 
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
-        self.graph, self.exact = graph, exact
-        self.views = {t.name: _view(plain(arrays[t.name]), t) for t in graph.by_role("input", "output")}
-        self.xp = np if all(isinstance(view, np.ndarray) for view in self.views.values()) else cupy()
-        self.views |= {t.name: _constant(t) for t in graph.by_role("constant")}
-        self.scalars = {t.name: scalars[t.name] if t.value is None else t.value for t in graph.by_role("scalar")}
+        analysis = self._analysis = analyze(graph)
+        self.exact, self.right_operands, self.packed = exact, analysis.right_operands, analysis.packed
+        self.steps, self.heads = analysis.steps, analysis.shape[1]
+        self.views = dict(analysis.constants)
+        self.xp: Any = np
+        for name, axes, new_axes in analysis.views:
+            array = arrays[name]
+            if type(array) is not np.ndarray:
+                array = plain(array)
+                self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
+            view = array.transpose(axes)
+            self.views[name] = view[new_axes] if new_axes else view
+        self.scalars: dict[str, Any] = {}
+        for t in analysis.scalars:
+            self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
         self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
-        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-        self.steps = _last_reads(graph)
-        sums = (node.out for node in graph.nodes if _sums_over_tiles(node))
-        self.totals = {out.name: self.xp.zeros(out.shape, self.dtype) for out in sums}
+        self.totals: dict[str, Array] = {}
+        for name, shape in analysis.sums.items():
+            self.totals[name] = self.xp.zeros(shape, self.dtype)
         self.group_sums: dict[str, Array] = {}
         self.largest: dict[str, Any] = {}
-        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
-        self._shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
-        self.heads = self._shape[1]
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles, in the order of batch entries, heads and rows."""
-        batch, heads, rows, max_columns = self._shape
-        lengths, columns = _packed_lengths(self.graph), None
-        separable = _is_separable(self.graph, self.right_operands)
+        batch, heads, rows, max_columns = self._analysis.shape
+        lengths, columns = self._analysis.lengths, None
         elements = TILE_ELEMENTS if self.xp is np else GPU_TILE_ELEMENTS
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
             width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, elements // width) if separable else rows)
+            step = max(1, min(rows, elements // width) if self._analysis.separable else rows)
             for h in range(heads):
                 cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
                 for start in range(0, max(1, rows), step):
@@ -121,7 +166,7 @@ class Tile:
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
-        if tensor.role == "output" and not _is_packed(tensor):
+        if tensor.role == "output" and tensor.name not in self.run.packed:
             self.rows_of(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
@@ -172,7 +217,7 @@ class Tile:
     def rows_of(self, tensor: Tensor) -> Array:
         """The part of an array that the tile reads or writes: its rows, or all rows of a right operand."""
         rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
-        if _is_packed(tensor):
+        if tensor.name in self.run.packed:
             matrix = self._sequence(tensor)
             if self.columns is None:
                 missing = [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)]
@@ -182,7 +227,8 @@ class Tile:
         if view.shape[2] == 1:  # a single row, broadcast
             rows = slice(None)
         b = self.batch if view.shape[0] > 1 else 0
-        return view[b, self.head_of(view)][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+        head = self.head * view.shape[1] // self.run.heads  # as in head_of
+        return view[b, head][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _sequence(self, tensor: Tensor) -> Array:
         """The part of a packed tensor that is the sequence of this batch entry."""
@@ -207,23 +253,18 @@ class TileSize(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        size = f"{self.nbytes / 1e6:.3g} MB at once"
-        return (
-            f"tiles of {self.rows} of {self.of} queries of a head, {size}"
-            if self.rows < self.of
-            else f"one head at a time, {size}"
-        )
+        part = f"tiles of {self.rows} of {self.of} queries of a head" if self.rows < self.of else "one head at a time"
+        return f"{part}, {self.nbytes / 1e6:.3g} MB at once"
 
 
 def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
-    right = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-    shapes = [node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad)]
-    (*_, of, width), itemsize = map(max, zip(*shapes, strict=True)), np.dtype(graph.compute_dtype).itemsize
-    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if _is_separable(graph, right) else of
+    analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
+    right, (*_, of, width) = analysis.right_operands, analysis.shape
+    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if analysis.separable else of
     alive: dict[str, int] = {}
     most = 0
-    for node, last_reads in _last_reads(graph):
+    for node, last_reads in analysis.steps:
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
                 alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))
@@ -245,10 +286,11 @@ def _constant(tensor: Tensor) -> Array:
     return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
-def _view(array: Array, tensor: Tensor) -> Array:
-    """The caller's array with the axes of the tensor."""
-    view = array.transpose([axis for axis in tensor.axes if axis >= 0])
-    return view[tuple(None if axis < 0 else slice(None) for axis in tensor.axes)]
+def _axes(tensor: Tensor) -> tuple[list[int], tuple[slice | None, ...]]:
+    """The axes of the caller's array in the order of the tensor, and the index that adds new axes; empty if there are none."""
+    axes = [axis for axis in tensor.axes if axis >= 0]
+    index = tuple(None if axis < 0 else slice(None) for axis in tensor.axes)
+    return axes, index if None in index else ()
 
 
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:

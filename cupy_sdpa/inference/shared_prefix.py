@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import check_results, read_array
+from ..arrays.argument import check_arrays, read_array
 from ..attention import attention
 from ..calls.arguments import read_forward
 from ..calls.options import Options, check_names, is_one_of, takes_options
@@ -22,7 +22,8 @@ from ..fp8.array import Fp8Array
 from ..helpers import merge
 from ..problem.problem import OTHER_RESULTS
 from ..problem.split import MAX_ROWS
-from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
+from ..problem.tensor_spec import Expected, check_spec, make_spec
+from ..problem.validation import expected_arrays
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
@@ -105,11 +106,8 @@ def shared_prefix_attention(
         shared = {"page_table": shared_pages, "seq_lens_kv": shared_length, **parts, "causal": False}
         merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
         if out is not None and not merges_once:
-            result = (
-                out,
-                Expected("out", (dv, hq, sq, b), dtype_name(q.dtype), "(Dv, Hq, Sq, B), the dtype of q", writable=True),
-            )
-            check_results([result], {"q": q, "k": k, "v": v, **{name: options.get(name) for name in _READ}})
+            of_call = {"q": q, "k": k, "v": v, "out": out, **{name: options.get(name) for name in _READ}}
+            check_arrays([expected_arrays(q, k, v)["out"]._replace(writable=True)], of_call)
         in_parallel = merges_once and cupy_runtime.capturing()
         with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
             attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)

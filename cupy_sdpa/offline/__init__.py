@@ -1,1 +1,1 @@
-"""Planning for GPUs that are not present, and the survey that compares the support table with cuDNN's plans."""
+"""Planning for GPUs that are not present, and the named problems of the support table."""

@@ -210,8 +210,11 @@ def _attention(graph: Graph, lowered: OperationGraph, handle: int | None) -> Non
 def _matmul(node: Matmul, lowered: OperationGraph) -> None:
     padding = None if node.n is None else 0.0
     kind = lowered.make("MATMUL", {"COMP_TYPE": DataType.FLOAT, "PADDING_VALUE": padding}, f"describe {node.formula}")
-    lengths = {f"GEMM_{name}_OVERRIDE_DESC": tensor for name, tensor in (("M", node.m), ("N", node.n), ("K", node.k))}
-    lowered.operation("MATMUL", {"DESC": kind, "ADESC": node.a, "BDESC": node.b, "CDESC": node.out, **lengths}, node.formula)
+    tensors = {
+        "ADESC": node.a, "BDESC": node.b, "CDESC": node.out,
+        "GEMM_M_OVERRIDE_DESC": node.m, "GEMM_N_OVERRIDE_DESC": node.n, "GEMM_K_OVERRIDE_DESC": node.k,
+    }  # fmt: skip
+    lowered.operation("MATMUL", {"DESC": kind, **tensors}, node.formula)
 
 
 def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:

@@ -44,6 +44,33 @@ class Band(NamedTuple):
             return None
         return Band(left, right, bottom_right)
 
+    def intersected(self, other: Band | None) -> Band:
+        """The keys of both bands, which have the same diagonal; None is no other band.
+
+        >>> Band(left=5, right=3).intersected(Band(right=0))
+        Band(left=5, right=0, bottom_right=False)
+        """
+        if other is None:
+            return self
+        pairs = (self.left, other.left), (self.right, other.right)
+        left, right = (min((side for side in pair if side is not None), default=None) for pair in pairs)
+        return Band(left, right, self.bottom_right)
+
+    def moved(self, shift: int) -> Band:
+        """The band whose diagonal is ``shift`` keys before this one, with the same mask.
+
+        Raises:
+            ValueError: the band excludes that diagonal.
+
+        >>> Band(left=5, right=0).moved(2)
+        Band(left=3, right=2, bottom_right=False)
+        """
+        left = None if self.left is None else self.left - shift
+        right = None if self.right is None else self.right + shift
+        if (left is not None and left < 0) or (right is not None and right < 0):
+            raise ValueError(f"the band ({left}, {right}) excludes the diagonal")
+        return Band(left, right, self.bottom_right)
+
     def __str__(self) -> str:
         corner = "bottom right" if self.bottom_right else "top left"
         if self.left is None and self.right == 0:

@@ -217,8 +217,10 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
     """
     if spec.dtype != expected.dtype:
         remedy = "pass a new array" if expected.writable else f"convert with .astype({expected.dtype!r})"
-        if spec.dtype == "bool" and spec.name.startswith("seq_lens"):
-            remedy = "pass the number of True in each batch entry; or pass a bool array, True where the query attends, as mask="
+        if spec.dtype == "bool":
+            remedy = "a bool array, True where the query attends, is passed as mask="
+            if spec.name.startswith("seq_lens"):
+                remedy = f"pass the number of True in each batch entry; or {remedy}"
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: {remedy}")
     if spec.shape != expected.shape:
         wanted, legend = in_callers_axes(spec.name, expected.shape), legend_in_callers_axes(spec.name, expected.legend)

@@ -12,7 +12,18 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_PROGRAM
-from .problem import CU_SEQLENS, DEFAULT_SETTINGS, FP8_FACTORS, LENGTHS, OTHER_RESULTS, SCORE_INPUTS, SEEDS, Problem, Settings
+from .problem import (
+    CU_SEQLENS,
+    DEFAULT_SETTINGS,
+    FP8_FACTORS,
+    LENGTHS,
+    OTHER_RESULTS,
+    SCORE_INPUTS,
+    SEEDS,
+    Problem,
+    Settings,
+    row_stats_shape,
+)
 from .split import obstacle
 from .tensor_spec import (
     FLOAT_DTYPES,
@@ -24,6 +35,7 @@ from .tensor_spec import (
     check_equal,
     check_spec,
     dense_spec,
+    dtype_name,
     has_callers_axes,
     in_callers_axes,
     legend_in_callers_axes,
@@ -302,11 +314,11 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     _, _, hq, _, sq, skv, b = problem.sizes
     scores = (skv, sq, hq, b)
     expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
-    expected += [Expected(name, (hq,), "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
     expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
     expected += [Expected(name, (1,), "float32", "one number") for name in FP8_FACTORS]
     expected.append(Expected("block_bits", (-(-skv // 1024), -(-sq // 128), hq, b), "uint8", "8 blocks of 128 keys per byte"))
-    for option in expected:
+    table = expected_arrays(problem.q, problem.k, problem.v)
+    for option in (*expected, table["alibi_slopes"], table["sinks"]):
         if option.name in arrays:
             check_spec(arrays[option.name], option)
     for name in SCORE_INPUTS:
@@ -317,31 +329,40 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
         raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
 
 
-def _out(problem: Problem, name: str, *, writable: bool, dtype: str = "") -> Expected:
-    """The shape and dtype of out and dout."""
-    _, dv, hq, _, sq, _, b = problem.sizes
-    shape, legend = ((dv, hq, problem.q.shape[2]), "(Dv, Hq, Tq)") if problem.packed else ((dv, hq, sq, b), "(Dv, Hq, Sq, B)")
-    return Expected(name, shape, dtype or problem.dtype, f"{legend}, the dtype of q", writable)
+def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32") -> dict[str, Expected]:
+    """What the other arrays of a call must be, by their names: the results, the inputs of the backward pass, and some options.
+
+    Args:
+        q, k, v: the arrays, or their specs; ``(D, H, S, B)``, or packed ``(D, H, T)``.
+        stats: the dtype of the row statistics. Default float32.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
+    dtype, packed = dtypes["q"], len(q.shape) == 3
+    out, of_out = (v.shape[0], *q.shape[1:]), "(Dv, Hq, Tq)" if packed else "(Dv, Hq, Sq, B)"
+    rows, of_rows = row_stats_shape(q.shape), "(Hq, Tq)" if packed else "(Sq, Hq, B)"
+    found = [Expected(name, out, dtype, f"{of_out}, the dtype of q") for name in ("out", "dout")]
+    found += [Expected(name, rows, stats, of_rows) for name in ("stats", "max", "sum_exp")]
+    found += [Expected(f"d{name}", x.shape, dtypes[name], f"the shape and dtype of {name}") for name, x in inputs.items()]
+    found += [Expected(name, q.shape[1:2], "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
+    return {expected.name: expected for expected in found}
 
 
-def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec], *, writable: bool) -> Expected:
-    """The shape and dtype of the row statistics: float32; also float64 if q is float64 and such an array is passed."""
-    _, _, hq, _, sq, _, b = problem.sizes
-    shape, legend = ((hq, problem.q.shape[2]), "(Hq, Tq)") if problem.packed else ((sq, hq, b), "(Sq, Hq, B)")
+def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec]) -> Expected:
+    """The row statistics: float32; also float64 if q is float64 and such an array is passed."""
     is_double = problem.dtype == "float64" and name in arrays and arrays[name].dtype == "float64"
-    return Expected(name, shape, "float64" if is_double else "float32", legend, writable)
+    return expected_arrays(problem.q, problem.k, problem.v, stats="float64" if is_double else "float32")[name]
 
 
 def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The results of a forward pass."""
-    yield _out(problem, "out", writable=True, dtype=requested.out_dtype)
+    out = expected_arrays(problem.q, problem.k, problem.v)["out"]
+    yield out._replace(dtype=requested.out_dtype or out.dtype, writable=True)
     if problem.fp8:
         yield Expected("amax_out", (1,), "float32", "one number", True)
-    if requested.stats or "stats" in arrays:
-        yield _row_stats(problem, "stats", arrays, writable=True)
-    if requested.max_sumexp:
-        yield _row_stats(problem, "max", arrays, writable=True)
-        yield _row_stats(problem, "sum_exp", arrays, writable=True)
+    rows = [*(["stats"] if requested.stats or "stats" in arrays else []), *(["max", "sum_exp"] if requested.max_sumexp else [])]
+    for name in rows:
+        yield _row_stats(problem, name, arrays)._replace(writable=True)
     if requested.rng_dump:
         _, _, hq, _, sq, skv, b = problem.sizes
         yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
@@ -349,11 +370,9 @@ def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mappi
 
 def _backward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The additional inputs and the results of a backward pass."""
-    yield _out(problem, "out", writable=False)
-    yield _row_stats(problem, "stats", arrays, writable=False)
-    yield _out(problem, "dout", writable=False)
-    for x in (problem.q, problem.k, problem.v):
-        yield Expected(f"d{x.name}", x.shape, x.dtype, f"the shape and dtype of {x.name}", True)
+    table = expected_arrays(problem.q, problem.k, problem.v)
+    yield from (table["out"], _row_stats(problem, "stats", arrays), table["dout"])
+    yield from (table[name]._replace(writable=True) for name in ("dq", "dk", "dv"))
     for name, option, is_requested in (("bias", problem.bias, requested.dbias), ("sinks", problem.sinks, requested.dsinks)):
         if is_requested and option is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")

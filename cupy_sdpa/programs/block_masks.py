@@ -114,7 +114,7 @@ class _Parts:
             index = stored(self.mask, (*key, "index", layout), lambda make=make: Constant(make()))  # type: ignore[misc]
             tensors[name] = self.builder.temporary(index.array.shape, array.dtype)
             self.builder.run(copy_elements, tensors[name], array, self.builder.constant(index), writes=(tensors[name],))
-        located = self.scores.located(names, found, {name: constant.array.ndim for name, constant in places.items()})
+        located = self.scores.located(names, {name: constant.array.ndim for name, constant in places.items()})
         return {**options, "score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
     def _places(self, positions: Positions) -> tuple[Positions, dict[str, Constant]]:

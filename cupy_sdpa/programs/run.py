@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,12 +12,12 @@ from ..arrays.argument import check_separate, read_array
 from ..arrays.view import View, part_of
 from ..calls.arguments import check_lengths
 from ..calls.call import LaunchRecord
-from ..calls.call_key import read_key, tensor_name
+from ..calls.call_key import HOST, read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import function_identities
 from ..device import cupy_runtime
 from ..device.interpreted import InterpretedArray
-from ..problem.problem import CU_SEQLENS, LENGTHS
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
 from .program import Builder, Program
 
@@ -104,6 +103,13 @@ class ProgramCall:
     def results(self) -> list[Any]:
         """The results, in the order of :attr:`result_names`."""
         return [self.arrays[name] for name in self.result_names]
+
+    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
+        """The problems of the steps that read lengths of the caller, and the names of these among the arrays."""
+        return lengths_of(self.program, self.arrays)
+
+    def evaluation(self) -> None:
+        """Nothing: the call has several steps."""
 
     def enqueue(self) -> None:
         """Enqueue the work again, on the same arrays, in a capture of the package."""
@@ -248,21 +254,24 @@ def _check(program: Program, inputs: Inputs, results: Sequence[str]) -> None:
     """
     arguments = {name: read_array(name, array) for name, array in inputs.arrays.items()}
     check_separate([arguments[name] for name in results], list(arguments.values()))
-    if inputs.device is not None:
-        return
+    if inputs.device is None:
+        for problem, lengths in lengths_of(program, inputs.arrays):
+            check_lengths(problem, {name: inputs.arrays[source] for name, source in lengths.items()})
+
+
+def lengths_of(program: Program, arrays: Mapping[str, Any]) -> list[tuple[Problem, dict[str, str]]]:
+    """The problems of the steps that read lengths or offsets of the caller, and the names of these among the arrays."""
+    found = []
     for step in program.steps:
         views = {name: step.call.arrays.get(name) for name in (*LENGTHS, *CU_SEQLENS)} if step.call else {}
-        lengths = {name: inputs.arrays[x.storage.name] for name, x in views.items() if x and x.storage.name in inputs.arrays}
+        lengths = {name: view.storage.name for name, view in views.items() if view and view.storage.name in arrays}
         if step.call and lengths:
-            check_lengths(step.call.problem, lengths)
+            found.append((step.call.problem, lengths))
+    return found
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
     """What a program depends on; None if an option cannot be compared."""
     others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
-    found = read_key(_HOST, kind, (), others)
+    found = read_key(HOST, kind, (), others)
     return found and (found[0], *inputs.views.values())
-
-
-#: :func:`.read_key` without arrays needs nothing of CuPy.
-_HOST: Any = SimpleNamespace(ndarray=np.ndarray, has_flag=False)

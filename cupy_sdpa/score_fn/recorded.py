@@ -87,21 +87,12 @@ class Recorded:
         """Compute, as the function did: on traced values, or on arrays of positions."""
         parameters = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
 
+        results: list[Any] = []
+        line = self._line  # read by line_of_function() of .ufuncs
+
         def read(access: Access) -> Any:
             index = tuple(parameters[axis] if isinstance(axis, str) else axis for axis in access.axes)
             return tensors[access.name][index] if index else tensors[access.name]
-
-        return self.on(parameters, read)
-
-    def on(self, parameters: Mapping[str, Any], read: Callable[[Access], Any]) -> Any:
-        """Compute.
-
-        Args:
-            parameters: the values of the parameters, by name.
-            read: returns an element of an array.
-        """
-        results: list[Any] = []
-        line = self._line  # read by line_of_function() of .ufuncs
 
         def value(operand: Any) -> Any:
             if isinstance(operand, str):
@@ -162,6 +153,31 @@ def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: A
     texts = tuple((call.function, call.line, *map(_type_and_value, call.operands)) for call in kept)
     key = name, texts, _type_and_value(made.result)
     return _known.setdefault(key, made)
+
+
+def relocated(
+    function: Recorded, reads: Mapping[Access, Access], *, starts: Mapping[str, Any], places: Mapping[str, Access]
+) -> Recorded:
+    """The function for a call at other positions: a function of the indices in the call.
+
+    Args:
+        function: the function.
+        reads: the elements of arrays of the call, in place of those that the function reads.
+        starts: what is added to an index of the call, by its axis: a number, or an element of an array.
+        places: the element of an array that contains the position, for other axes.
+    """
+    shifts = [NumpyCall(np.add, (axis, start), function.name[2]) for axis, start in starts.items()]
+    indices = {**places, **{axis: Result(number) for number, axis in enumerate(starts)}}
+
+    def moved(operand: Any) -> Any:
+        if isinstance(operand, Result):
+            return Result(operand.call + len(shifts))
+        if isinstance(operand, Access):
+            return reads[operand]
+        return indices.get(operand, operand) if isinstance(operand, str) else operand
+
+    calls = [call._replace(operands=tuple(map(moved, call.operands))) for call in function.calls]
+    return recorded(function, [*shifts, *calls], moved(function.result))
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:

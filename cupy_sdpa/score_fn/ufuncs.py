@@ -51,7 +51,7 @@ def line_of_function() -> str:
     """The line of the function that is being traced; of a recorded function, the line that was recorded."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
-        if frame.f_code is Recorded.on.__code__:
+        if frame.f_code is Recorded.__call__.__code__:
             return frame.f_locals["line"]  # type: ignore[no-any-return]
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..score_fn.expression import AXES
@@ -16,7 +14,7 @@ from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .entries import Sizes
 from .masks.block_mask import BlockMask, block_mask
-from .method import SUPPORTED, method_of
+from .method import SUPPORTED, blocks_of_band, method_of
 
 #: The least number of blocks of 128 queries and keys that a call without a block mask computes: 2048 x 2048. With fewer, one
 #: kernel takes less time than the launches of several.
@@ -117,15 +115,7 @@ def _evaluated(function: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
         mask = block_mask(function, sq, skv)
     except Exception as error:  # functions that use h or b, or that arrays cannot evaluate
         return Decision(None, f"the function was not evaluated: {error}")
-    left, right = traced.band or (None, None)
-    key_blocks, query_blocks, *_ = mask.kinds.shape
-    offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
-    computed = np.ones(offsets.shape, bool)
-    if left is not None:
-        computed &= offsets < left + BLOCK
-    if right is not None:
-        computed &= -offsets < right + BLOCK
-    now, blocks = FUNCTION_COST * float(computed.sum()), method_of(mask, sizes).cost
+    now, blocks = FUNCTION_COST * float(blocks_of_band(mask, traced.band)), method_of(mask, sizes).cost
     text = f"{mask.blocks} of {mask.kinds.size} blocks, at an estimated {blocks / max(now, 1.0):.2f} of the time of all blocks"
     if LEAST_GAIN * blocks > now:
         return Decision(None, f"{text}; they are used below {1 / LEAST_GAIN:.2f}")

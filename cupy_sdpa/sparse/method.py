@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import arrays_on_gpu, read_array
+from ..arrays.argument import check_arrays as check_array_arguments
 from ..arrays.layouts import check_strides_of
 from ..arrays.view import View
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
-from ..problem.problem import row_stats_shape
-from ..problem.tensor_spec import Expected, check_spec, dtype_name, make_spec
+from ..problem.validation import expected_arrays
 from ..score_fn.expression import AXES
+from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
 from .entries import (
     MASKED_COST,
@@ -99,13 +99,8 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
         if mask.function is None or not all(listed.any(axis=axis).all() for axis in (0, 1)):
             return None
         band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
-        key_blocks, query_blocks, *_ = mask.kinds.shape
-        left, right = band or (None, None)
-        offsets = np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None]  # of query blocks from key blocks
-        computed = np.ones((key_blocks, query_blocks), bool)
-        if right == 0:
-            computed = (offsets >= 0) & (True if left is None else offsets * BLOCK < left + BLOCK)
-        cost = MASKED_GRADIENT_COST * computed.sum() * sizes.batch * mask.heads
+        at_diagonal = band is not None and band[1] == 0
+        cost = MASKED_GRADIENT_COST * blocks_of_band(mask, band if at_diagonal else None) * sizes.batch * mask.heads
         of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
         return mask.function if cost < of_copies else None
 
@@ -114,6 +109,19 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
     return found if found is None or mask.has_its_function else None
+
+
+def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
+    """The number of blocks with pairs within a band, which cuDNN computes for a mask function; of one head and batch entry."""
+    key_blocks, query_blocks, *_ = mask.kinds.shape
+    left, right = band or (None, None)
+    offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
+    computed = np.ones(offsets.shape, bool)
+    if left is not None:
+        computed &= offsets < left + BLOCK
+    if right is not None:
+        computed &= -offsets < right + BLOCK
+    return int(computed.sum())
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
@@ -201,21 +209,11 @@ def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) 
         TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
     """
     q, k, v = (arrays[name] for name in "qkv")
-    own, shape = dtype_name(q.dtype), (v.shape[0], *q.shape[1:])
-    passed = {name: array for name, array in {**arrays, "sinks": sinks}.items() if array is not None}
-    arguments = {name: read_array(name, array) for name, array in passed.items()}
-    arrays_on_gpu(arguments.values())
-    row_dtype = "float32"
-    if "stats" in passed and "stats" not in results and own == "float64" == arguments["stats"].signature[0]:
-        row_dtype = own  # gradients of float64 arrays also take float64 statistics
-    needed = [
-        Expected("sinks", q.shape[1:2], "float32", "(Hq,)"),
-        Expected("stats", row_stats_shape(q.shape), row_dtype, "(Sq, Hq, B)"),
-        *(Expected(name, shape, own, "(Dv, Hq, Sq, B), the dtype of q") for name in ("dout", "out")),
-        *(Expected(f"d{name}", x.shape, own, f"the shape of {name}") for name, x in (("q", q), ("k", k), ("v", v))),
-    ]
-    needed = [one._replace(writable=one.name in results) for one in needed if one.name in passed]
-    for one in needed:
-        check_spec(make_spec(one.name, arguments[one.name].signature), one)
-        if one.name != "stats":
-            check_strides_of(one.name, passed[one.name], required=cupy_runtime.is_array(q))
+    given = {**arrays, "sinks": sinks}
+    # gradients of float64 arrays also take float64 statistics
+    doubles = "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
+    table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
+    check_array_arguments([one._replace(writable=one.name in results) for one in table.values()], given)
+    for name in table:
+        if name != "stats" and given.get(name) is not None:
+            check_strides_of(name, given[name], required=cupy_runtime.is_array(q))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..device.blocks import BLOCK
 from ..score_fn.expression import AXES
-from ..score_fn.recorded import Access, Recorded
+from ..score_fn.recorded import Access, Recorded, relocated
 from ..score_fn.tracer import record, trace
 from .entries import Entries, PackedCopies, Sizes
 from .masks.block_mask import BlockMask
@@ -161,16 +161,19 @@ class ScoreFunction:
         kept = tuple(slice(None) if axis in used else 0 for axis in ("kv_idx", "q_idx", "h", "b"))
         return np.asfortranarray(offsets[kept])
 
-    def located(self, names: Mapping[Access, str], positions: Positions, axes: Mapping[str, int]) -> Located:
+    def located(self, names: Mapping[Access, str], axes: Mapping[str, int]) -> Recorded:
         """The function at positions.
 
         Args:
-            names: the names of the copied arrays of each access.
-            positions: the positions.
+            names: the name of the copied array of each access.
             axes: the number of axes of the arrays of :meth:`places`.
         """
-        consecutive = frozenset(axis for axis in ("q_idx", "kv_idx") if axes[_POSITIONS[axis]] == 1)
-        return Located(self._function, names, consecutive, positions.heads is not None)
+        one_head = _POSITIONS["h"] in axes
+        reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
+        first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}
+        starts = {axis: first.pop(axis) for axis in AXES[2:] if axis in first}
+        every = {axis: Access(name, (axis, "b")) for axis, name in _POSITIONS.items() if axes.get(name) == 2}
+        return relocated(self._function, reads, starts=starts, places={**first, **every})
 
 
 def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
@@ -191,36 +194,3 @@ def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
     if one_head:
         used.discard("h")
     return tuple(axis for axis in ("kv_idx", "q_idx", "h", "b") if axis in used)
-
-
-class Located:
-    """A score function at the original positions.
-
-    Args:
-        function: the score function.
-        names: the name of the copied array of each access.
-        consecutive: the axes of which each batch entry has consecutive positions.
-        one_head: whether each batch entry has one head.
-    """
-
-    def __init__(self, function: Recorded, names: Mapping[Access, str], consecutive: frozenset[str], one_head: bool) -> None:
-        self._function, self._names, self._consecutive, self._one_head = function, names, consecutive, one_head
-
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **arrays: Any) -> Any:
-        """The score."""
-        moved = {
-            "score": score,
-            "b": arrays[_POSITIONS["b"]][b],
-            "h": arrays[_POSITIONS["h"]][b] if self._one_head else h,
-        }
-        for axis, index in (("q_idx", q_idx), ("kv_idx", kv_idx)):
-            array = arrays[_POSITIONS[axis]]
-            moved[axis] = index + array[b] if axis in self._consecutive else array[index, b]
-        local = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
-
-        def read(access: Access) -> Any:
-            axes = _axes_of(access, self._one_head)
-            array = arrays[self._names[access]]
-            return array[tuple(local[axis] for axis in axes)] if axes else array
-
-        return self._function.on(moved, read)

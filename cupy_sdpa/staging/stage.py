@@ -140,6 +140,11 @@ def _fill_rows_on_gpu(
     kernels.prepare_sequences(queries, queries._replace(max_length=0), None, results)
 
 
+def is_plain(problem: Problem, engine_problem: Problem) -> bool:
+    """Whether the CPU engine's arrays are the caller's, and nothing runs besides the engine."""
+    return engine_problem == problem and not problem.ragged and not _may_mask_rows(problem) and problem.max is None
+
+
 class Stage:
     """The arrays of one call in the form that the engine needs.
 

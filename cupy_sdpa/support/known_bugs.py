@@ -8,9 +8,10 @@ To add a bug:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug is refused, a problem of ``PROBES`` or a pair of ``OPTIONS`` in offline/problems.py must be affected; add one.
+4. If the bug is refused, a problem of ``PROBES`` in offline/problems.py or a pair of ``OPTIONS`` in tools/support_table.py must
+   be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
-6. Regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
 those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, staging/stage.py), the others change the graph
@@ -64,7 +65,7 @@ class Bug:
         guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems are refused.
         remedy: how the user can avoid a refusal.
         link: the report, or ``docs/cudnn.md`` for a bug that is described there.
-        planned: whether cuDNN plans affected problems, so that ``support --measure`` cannot confirm the bug. Default True.
+        planned: whether cuDNN plans affected problems, so that the tool cannot confirm the bug. Default True.
     """
 
     name: str

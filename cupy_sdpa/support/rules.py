@@ -5,7 +5,7 @@ the value, the limit and the remedy, in terms of the caller's arguments. Wrong r
 bugs (:mod:`.known_bugs`), not rules.
 
 To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to ``DOUBTS`` if
-the rule does not refuse), and regenerate docs/support.md: ``python -m cupy_sdpa support --markdown > docs/support.md``.
+the rule does not refuse), and regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rule:
         link: the source. Default: measured.
         refuses: whether a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
         planned: whether cuDNN plans what the rule refuses, with wrong or irreproducible results, so that
-            ``support --measure`` cannot confirm the rule. Default False.
+            ``tools/support_table.py measure`` cannot confirm the rule. Default False.
     """
 
     name: str

@@ -10,10 +10,11 @@ from planner import plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, get_plan_cache
-from cupy_sdpa.offline.problems import ONE_DIRECTION, OPTIONS, PROBES, pair
+from cupy_sdpa.offline.problems import PROBES
 from cupy_sdpa.support import gpus, padding
 from cupy_sdpa.support.why_not import why_not
 from cupy_sdpa.version import RELEASES
+from tools.support_table import ONE_DIRECTION, OPTIONS, pair
 
 EITHER_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 

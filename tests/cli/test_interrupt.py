@@ -18,7 +18,6 @@ COMMANDS = [
     "run in.npz -o out.npz",
     pytest.param("check --engine cpu", marks=pytest.mark.slow),
     pytest.param("plan shapes.toml --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
-    pytest.param("support --measure", marks=[pytest.mark.cudnn, pytest.mark.slow]),
 ]
 #: What the child runs: it writes a file once the command has begun.
 CODE = """

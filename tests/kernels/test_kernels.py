@@ -271,7 +271,7 @@ def test_resizing(name, engine):
 
 def test_equal_integers(engine, monkeypatch):
     """A constant array has one address for one value; too many values, and captures, get new arrays."""
-    monkeypatch.setattr(memory, "_equal", {})
+    monkeypatch.setattr(memory, "_constants", {})
     three = memory.equal_integers(3, 5)
     assert three.get().tolist() == [3] * 5
     assert memory.equal_integers(3, 700).data.ptr == three.data.ptr

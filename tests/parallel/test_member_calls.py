@@ -127,11 +127,11 @@ def test_the_example_runs():
 
 def test_the_pictures_of_groups_are_those_of_the_layouts():
     """Each equals the output of its script."""
-    found = runpy.run_path(str(ROOT / "docs" / "parallel_pictures.py"))
+    found = runpy.run_path(str(ROOT / "tools" / "parallel_pictures.py"))
     pictures = found["drawn"]()
     assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(pictures)
     for name, text in pictures.items():
-        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python docs/parallel_pictures.py"
+        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python tools/parallel_pictures.py"
 
 
 @pytest.mark.slow

@@ -83,12 +83,12 @@ def test_tables(path):
 @pytest.mark.slow
 def test_pictures():
     """Each picture of the options equals the output of its script."""
-    found = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    found = runpy.run_path(str(ROOT / "tools" / "pictures.py"))
     drawn = found["drawn"]()
     for folder, pictures in ((found["FOLDER"], drawn), (found["BLOCKS_FOLDER"], found["drawn_masks"]())):
         assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
         for name, text in pictures.items():
-            assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python3 docs/pictures.py"
+            assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python tools/pictures.py"
     assert (found["FOLDER"].parent / "overview.svg").read_text(encoding="utf-8") == found["overview"](drawn)
 
 

@@ -77,7 +77,6 @@ COMMANDS = {
     "check --engine cpu --problems 2 --seed 1 --json report.json": 0,
     "bench --trace problems.jsonl --json": 0,
     "check --trace problems.jsonl --engine cpu": 0,
-    "support --measure": 2,
 }
 RUN = """
 import contextlib, io, sys

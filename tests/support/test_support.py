@@ -12,9 +12,7 @@ from planner import Died, child_environment, library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
-from cupy_sdpa.offline import survey
-from cupy_sdpa.offline.page import page
-from cupy_sdpa.offline.problems import PROBES, pairs
+from cupy_sdpa.offline.problems import PROBES
 from cupy_sdpa.plans.plan import PlanInfo
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
@@ -27,6 +25,7 @@ from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
 from cupy_sdpa.support.rules import RULES
 from cupy_sdpa.support.why_not import GENERATIONS, guards, staging_guards, unverified, unverified_rules, why_not, workarounds
 from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
+from tools import support_table
 
 
 def asked(d=64, dv=None, hq=4, hkv=4, sq=16, skv=16, b=2, dtype="bfloat16", itemsize=2, strides=None, alignment=16, **outputs):
@@ -451,8 +450,8 @@ def run(code, names):
 def test_a_refusal_for_a_bug_names_what_runs_the_problem(bug):
     """The problem has no reason against it with that version or on that GPU. A bug that was fixed names a version."""
     capability = bug.capabilities.start
-    affected = [p for p in (PROBES | pairs()).values() if bug.affects(p, bug.first, capability)]
-    assert affected, "no problem in offline/problems.py is affected by this bug"
+    affected = [p for p in (PROBES | support_table.pairs()).values() if bug.affects(p, bug.first, capability)]
+    assert affected, "no problem of offline/problems.py or tools/support_table.py is affected by this bug"
     lifts = []
     for problem in affected:
         (reason,) = [r for r in why_not(problem, bug.first, capability) if r.rule == bug.name]
@@ -468,9 +467,11 @@ def test_a_refusal_for_a_bug_names_what_runs_the_problem(bug):
 
 
 def test_the_page_is_the_table():
-    """docs/support.md is the output of the command."""
+    """docs/support.md is the output of the tool."""
     text = (Path(__file__).parents[2] / "docs" / "support.md").read_text(encoding="utf-8")
-    assert text == "\n".join(page(RELEASES[-1])) + "\n", "run python -m cupy_sdpa support --markdown > docs/support.md"
+    assert text == "\n".join(support_table.page(RELEASES[-1])) + "\n", (
+        "run python tools/support_table.py page > docs/support.md"
+    )
     for name in (*(rule.name for rule in RULES), *(bug.name for bug in BUGS)):
         assert f"| {name} |" in text
 
@@ -498,14 +499,14 @@ class Accepting:
 @pytest.fixture
 def accepting(planner, monkeypatch):
     """The survey compiles no kernels."""
-    monkeypatch.setattr(survey, "Planner", lambda workers, cudnn: Accepting(planner))
+    monkeypatch.setattr(support_table, "Planner", lambda workers, cudnn: Accepting(planner))
 
 
 @pytest.mark.cudnn
 @pytest.mark.slow
 def test_the_table_is_what_cudnn_accepts(accepting):
     """The real cuDNN accepts a problem for a described GPU exactly if the table does."""
-    _, findings = survey.measure(PROBES)
+    _, findings = support_table.measure(PROBES)
     assert len(findings) == len(PROBES) * len(gpus.REPRESENTATIVES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {"engine 1", "engine 2", "engine 6", "engine 7"}
@@ -519,7 +520,7 @@ def test_the_table_is_what_cudnn_accepts(accepting):
 def test_the_table_matches_cudnn(gpu, engines, monkeypatch):
     """Every problem for every described GPU, planned by the real cuDNN, is supported or refused as in the table."""
     monkeypatch.setattr(gpus, "REPRESENTATIVES", (gpu,))
-    _, findings = survey.measure(PROBES)
+    _, findings = support_table.measure(PROBES)
     assert len(findings) == len(PROBES)
     assert [finding for finding in findings if not finding.agree] == []
     assert {finding.measured for finding in findings} >= {f"engine {number}" for number in engines}
@@ -551,6 +552,6 @@ def test_a_wrong_table_is_detected(accepting, monkeypatch):
     title = "gradients, head dim 256"
     more = why_not(asked(d=60), 91900, 90)
     for reasons, wrong in (([], {"a100", "l40s", "rtx5090"}), (more, {"h200"})):
-        monkeypatch.setattr(survey, "why_not", lambda *_, reasons=reasons: reasons)
-        _, findings = survey.measure({title: PROBES[title]})
+        monkeypatch.setattr(support_table, "why_not", lambda *_, reasons=reasons: reasons)
+        _, findings = support_table.measure({title: PROBES[title]})
         assert {finding.gpu for finding in findings if not finding.agree} >= wrong

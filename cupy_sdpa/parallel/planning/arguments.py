@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ...arrays.argument import read_array
+from ...arrays.argument import check_arrays, read_array
 from ...arrays.layouts import check_strides_of
 from ...calls.options import ARRAYS, check_names, read_scale, read_settings
 from ...calls.user_functions import FUNCTIONS, check_tensors, function_identities
@@ -18,7 +18,7 @@ from ...device.interpreted import InterpretedArray
 from ...errors import Unsupported
 from ...problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem
 from ...problem.tensor_spec import Signature, dense_signature, dtype_name
-from ...problem.validation import make_problem
+from ...problem.validation import expected_arrays, make_problem
 from .configuration import Configuration
 from .layout import Layout
 from .positions import functions_of
@@ -80,7 +80,10 @@ def configure(
             "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
             "than one GPU: omit dropout_p"
         )
-    _check_gradient_inputs(given, problem, queries, rank)
+    own = {name: argument.array for name, argument in given.items()}
+    doubles = problem.dtype == "float64" == getattr(own.get("stats"), "dtype", None)
+    table = expected_arrays(*(own[name] for name in "qkv"), stats="float64" if doubles else "float32")
+    check_arrays([table[name] for name in ("dout", "out", "stats")], own)
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
@@ -195,16 +198,6 @@ def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layo
     tau = read_scale(options.get("scale"), given["q"].array.shape[0])
     settings, _ = read_settings(known, tau)
     return make_problem(tuple(signatures.items()), settings)
-
-
-def _check_gradient_inputs(given: Mapping[str, Any], problem: Problem, queries: Layout, rank: int) -> None:
-    """Check dout, out and stats of a member."""
-    _, dv, hq, *_ = problem.sizes
-    share, batch = queries.share(rank), () if queries.packed else problem.q.shape[3:]
-    stats = (hq, share) if queries.packed else (share, hq, *batch)
-    for name, shape in (("dout", (dv, hq, share, *batch)), ("out", (dv, hq, share, *batch)), ("stats", stats)):
-        if name in given and given[name].array.shape != shape:
-            raise ValueError(f"{name} has shape {given[name].array.shape}; it must be {shape}")
 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from ...device.merge import accumulate
 from ...helpers import merge_unchecked
 from ...problem.band import Band
 from ...problem.problem import row_stats_shape
+from ...programs.program import Constant
 from ..groups.channel import copy
 from .layout import Interval, Layout
 from .tiles import Tile, tiles
@@ -37,7 +39,6 @@ class Selection:
                 joined.append((start, stop))
         self.ranges = joined
         self.length = sum(stop - start for start, stop in joined)
-        self._indices: dict[int | None, Any] = {}
 
     def of(self, x: Any, axis: int) -> Any:
         """The elements of an array along an axis: a view of a range, else a copy, for which the axis must be the last one."""
@@ -62,19 +63,11 @@ class Selection:
 
     def _index(self, x: Any) -> Any:
         """The indices, on the device of an array."""
-        device = x.data.device_id if cupy_runtime.is_array(x) else None
-        if device not in self._indices:
-            index = np.concatenate([np.arange(*pair) for pair in self.ranges])
-            self._indices[device] = index if device is None else _constant(index)
-        return self._indices[device]
+        return self._indices.on_device() if cupy_runtime.is_array(x) else self._indices.array
 
-
-def _constant(x: Any) -> Any:
-    """A copy of a numpy array on the current GPU that is complete when this returns: work on any stream may read it."""
-    with cupy_runtime.cupy().cuda.Stream(non_blocking=True) as stream:
-        array = cupy_runtime.cupy().asarray(x)
-        stream.synchronize()
-    return array
+    @functools.cached_property
+    def _indices(self) -> Constant:
+        return Constant(np.concatenate([np.arange(*pair) for pair in self.ranges]))
 
 
 def as_bits(x: Any) -> Any:
@@ -108,21 +101,24 @@ class Part:
     buffer: int = 0
     work: float = 0.0
     known: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _offsets: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def packing(self, like: Any) -> dict[str, Any]:
         """The options that describe packed sequences."""
         if self.lengths is None:
             return {}
-        device = like.data.device_id if cupy_runtime.is_array(like) else None
-        if device not in self._offsets:
-            sides = {"q": [n for n, _ in self.lengths], "kv": [m for _, m in self.lengths]}
-            made: dict[str, Any] = {f"max_seqlen_{side}": max(of, default=0) for side, of in sides.items()}
-            for side, of in sides.items():
-                starts = np.cumsum([0, *of], dtype=np.int32)
-                made[f"cu_seqlens_{side}"] = starts if device is None else _constant(starts)
-            self._offsets[device] = made
-        return self._offsets[device]
+        on_gpu = cupy_runtime.is_array(like)
+        offsets = {name: starts.on_device() if on_gpu else starts.array for name, starts in self._offsets.items()}
+        return {**offsets, **{f"max_seqlen_{side}": max(of, default=0) for side, of in self._sides.items()}}
+
+    @property
+    def _sides(self) -> dict[str, list[int]]:
+        """The numbers of queries and keys of every packed sequence."""
+        lengths = self.lengths or ()
+        return {"q": [n for n, _ in lengths], "kv": [m for _, m in lengths]}
+
+    @functools.cached_property
+    def _offsets(self) -> dict[str, Constant]:
+        return {f"cu_seqlens_{side}": Constant(np.cumsum([0, *of], dtype=np.int32)) for side, of in self._sides.items()}
 
 
 def parts(

@@ -15,7 +15,7 @@ from ...calls.user_functions import FUNCTIONS
 from ...device import cupy_runtime
 from ...problem.problem import LENGTHS, SCORE_INPUTS
 from ...score_fn.expression import AXES
-from ...score_fn.recorded import PARAMETERS, Access, Recorded
+from ...score_fn.recorded import Access, Recorded, relocated
 from ...score_fn.tracer import record, trace
 
 #: The options that are the same for every part.
@@ -85,13 +85,14 @@ def options_at(options: Mapping[str, Any], recorded: Mapping[str, Recorded], win
     known = list(dict.fromkeys(access for function in functions.values() for access in function.reads))
     if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
         return made | functions | ({"tensors": tensors} if tensors else {})
-    local, views = {}, {}
+    local, reads = {}, {}
     for number, access in enumerate(known):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
         array = tensors[access.name]
         local[f"t{number}"] = _taken_from(array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes))
-        views[access] = f"t{number}"
-    made |= {name: _shifted(function, window.first, views) for name, function in functions.items()}
+        reads[access] = access._replace(name=f"t{number}")
+    starts = {axis: start for axis, start in zip(AXES, window.first, strict=True) if start}
+    made |= {name: relocated(function, reads, starts=starts, places={}) for name, function in functions.items()}
     return made | ({"tensors": local} if local else {})
 
 
@@ -136,25 +137,3 @@ def _with_alibi(score_mod: Recorded | None, cap: float | None, diagonal: int) ->
         return score - tensors[_SLOPES][h] * abs(q_idx + diagonal - kv_idx if diagonal else q_idx - kv_idx)
 
     return modified
-
-
-def _shifted(function: Recorded, first: Sequence[int], views: Mapping[Access, str]) -> Callable[..., Any]:
-    """A function of local positions that computes a function of positions in the whole sequence.
-
-    Args:
-        function: the function.
-        first: the first batch entry, head, query and key.
-        views: the names of the arrays from which it reads elements.
-    """
-
-    def shifted(*arguments: Any, **tensors: Any) -> Any:
-        local = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
-        whole = local | {axis: local[axis] + start for axis, start in zip(AXES, first, strict=True) if start}
-
-        def read(access: Access) -> Any:
-            index = tuple(local[axis] if isinstance(axis, str) else axis for axis in access.axes)
-            return tensors[views[access]][index] if index else tensors[views[access]]
-
-        return function.on(whole, read)
-
-    return shifted

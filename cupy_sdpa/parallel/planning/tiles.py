@@ -77,13 +77,10 @@ def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, al
 
 def _local_band(n: int, m: int, shift: int, left: int | None, right: int | None, aligned: bool) -> Band | None:
     """The band of n queries and m keys: query i attends to keys ``i + shift - left`` to ``i + shift + right``."""
-    right = None if right is None or right + shift >= m - 1 else right + shift
-    left = None if left is None or left - shift >= n - 1 else left - shift
-    if left is None and right is None:
-        return None
-    if aligned and right == m - n and right > 0:  # the last query attends to the last key
-        return Band(None if left is None else left + m - n, 0, bottom_right=True)
-    return Band(left, right)
+    band = Band(left, right).moved(shift).simplified(n, m, lengths=False)
+    if aligned and band and band.right == m - n and band.right > 0:  # the last query attends to the last key
+        return band.moved(n - m)._replace(bottom_right=True)
+    return band
 
 
 def tiles(

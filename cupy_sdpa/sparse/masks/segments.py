@@ -144,10 +144,7 @@ def local_band(segment: Segment, left: int | None, right: int | None, bottom_rig
     if left is None and right is None:
         return None
     shift = segment.q1 - segment.end.key if bottom_right else segment.q0 - segment.first.key
-    left, right = (None if n is None else n + sign * shift for n, sign in ((left, -1), (right, 1)))
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise ValueError(f"the band ({left}, {right}) excludes the diagonal")
-    return Band(left, right, bottom_right)
+    return Band(left, right, bottom_right).moved(shift)
 
 
 def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:

@@ -1,4 +1,4 @@
-"""Draw who holds and computes what in a group: ``python docs/parallel_pictures.py`` writes ``docs/_static/parallel/*.svg``.
+"""Draw who holds and computes what in a group: ``python tools/parallel_pictures.py`` writes ``docs/_static/parallel/*.svg``.
 
 The pictures are made from the layouts and calls that the package uses, for four members.
 """
@@ -13,7 +13,7 @@ from cupy_sdpa.parallel.planning.layout import Layout
 from cupy_sdpa.parallel.planning.tiles import tiles
 from cupy_sdpa.problem.band import Band
 
-FOLDER = Path(__file__).parent / "_static" / "parallel"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "_static" / "parallel"
 MEMBERS, LENGTH, CELL = 4, 16, 22
 #: The colors of the members.
 COLORS = ("#1b6ca8", "#d1603d", "#3a8f5c", "#8458a8")

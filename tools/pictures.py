@@ -1,4 +1,4 @@
-"""Draw what each option lets a query see: ``python docs/pictures.py`` writes ``docs/_static/options/*.svg``, and pictures of
+"""Draw what each option lets a query see: ``python tools/pictures.py`` writes ``docs/_static/options/*.svg``, and pictures of
 block masks to ``docs/_static/sparsity``.
 
 The pictures are of the engine's own weights, on numpy arrays: with an identity for the values the output is the weights. A row
@@ -13,7 +13,7 @@ import numpy as np
 
 import cupy_sdpa
 
-FOLDER = Path(__file__).parent / "_static" / "options"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "_static" / "options"
 QUERIES, KEYS, CELL = 12, 12, 8
 #: Keys that are not seen: a translucent grey, which is visible on light and dark pages.
 EMPTY = 'fill="#888888" fill-opacity="0.13"'

@@ -1,0 +1,204 @@
+"""Repeated calls of numpy arrays: they are not parsed again, have the same bits, and the elements of arrays are checked again."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from engines import Engine, numbers
+from not_parsed import not_parsed
+from replayed_calls import CASES, Calls, functions_run
+
+import cupy_sdpa
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp
+from cupy_sdpa.check.verify.execute import CaseRunner
+
+ENGINE = Engine("numpy", np)
+
+
+def arrays(*shape, count=3, dtype=np.float32):
+    """Random arrays in Fortran order."""
+    return [ENGINE.normal(n, *(shape or (8, 2, 12, 2)), dtype=dtype) for n in range(count)]
+
+
+def test_a_plain_call_enters_few_functions():
+    """At most 40 with one head and one batch entry; each further one is a tile, which takes less than 30."""
+    for heads, most in ((1, 40), (2, 70)):
+        x = arrays(8, heads, 4, 1)
+        attention(*x)
+        assert functions_run(attention, *x) <= most
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_repeated_calls_are_not_parsed(name):
+    """With other arrays of the same shapes; the bits are those of a call that is parsed."""
+    calls = Calls(ENGINE, name, preallocated=False, max_workspace=1)
+    calls.run()
+    for other in (calls, calls.elsewhere()):
+        other.load(1)
+        with not_parsed():
+            got = other.host(other.launch())
+        parsed = Calls(ENGINE, name, preallocated=False, max_workspace=2)  # a key of its own
+        parsed.load(1)
+        want = parsed.host(parsed.launch())
+        assert all(got[key].tobytes() == want[key].tobytes() for key in want)
+
+
+@pytest.mark.parametrize("number", numbers(40, quick=15))
+def test_random_calls_have_the_same_bits(number):
+    """Of all options: the first call and the next ones, on other memory, with results that the caller passes, too."""
+    runner = CaseRunner(ENGINE.draw((), number, most=4))
+    found = []
+    for _ in range(3):
+        memory = runner.allocate()
+        runner.load(memory, 0)
+        results = runner.call(memory, 0)
+        found.append({name: np.asarray(x).tobytes() for name, x in results.items()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_composed_calls_are_not_parsed():
+    """Block masks in both passes, and derivatives."""
+    mask = BlockMask.from_blocks(np.tri(3, 3, dtype=bool).T[:, :, None, None], 300, 300)
+    x = arrays(8, 1, 300, 1)
+    out, stats = attention(*x, block_mask=mask, return_stats=True)
+    calls = (
+        lambda x: attention(*x, block_mask=mask),
+        lambda x: attention_backward(out, *x, out, stats, block_mask=mask),
+        lambda x: attention_jvp(*x, *x, block_mask=mask),
+        lambda x: attention_jvp(*x, *x),
+    )
+    for call in calls:
+        want = call(x)
+        with not_parsed():
+            got = call([y.copy("K") for y in x])
+        for a, b in zip(np.broadcast_arrays(got), np.broadcast_arrays(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_values_are_checked_in_every_call():
+    """Lengths, offsets and page tables, which are values of arrays."""
+    q, k, v = arrays()
+    lengths = np.array([3, 12], np.int32)
+    for good, bad in (([3, 12], [3, 13]), ([0, 1], [-1, 1])):
+        lengths[:] = good
+        attention(q, k, v, seq_lens_kv=lengths)
+        lengths[:] = bad
+        with pytest.raises(ValueError, match="seq_lens_kv has lengths from"):
+            attention(q, k, v, seq_lens_kv=lengths)
+    packed = [x[..., 0] for x in (q, k, v)]
+    starts = np.array([0, 5, 12], np.int32)
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 7, "max_seqlen_kv": 7}
+    attention(*packed, **options)
+    starts[1] = 1
+    with pytest.raises(ValueError, match="a sequence of 11"):
+        attention(*packed, **options)
+    table, used = np.array([[0, 1]], np.int32).T, np.array([20], np.int32)
+    pages = {"page_table": table, "seq_lens_kv": used}
+    attention(q[..., :1], k, v, **pages)
+    table[1] = 2
+    with pytest.raises(ValueError, match="entries from 0 to 2"):
+        attention(q[..., :1], k, v, **pages)
+
+
+def test_results_are_checked_in_every_call():
+    """A result that overlaps an input, or that is read-only."""
+    q, k, v = arrays()
+    memory = np.zeros((2, *q.shape[::-1]), np.float32)
+    first, out = memory[0].T, memory[1].T
+    assert attention(q, k, v, out=out) is out
+    with not_parsed():
+        assert attention(q, k, v, out=first) is first
+    with pytest.raises(ValueError, match="out overlaps q"):
+        attention(first, k, v, out=first)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        attention(q, k, v, out=out)
+
+
+def test_statistics_of_another_call_are_refused_in_every_call():
+    """The backward pass checks them on the CPU."""
+    q, k, v = arrays()
+    out, stats = attention(q, k, v, return_stats=True)
+    attention_backward(out, q, k, v, out, stats)
+    with pytest.raises(ValueError, match="stats"):
+        attention_backward(out, q, k, v, out, stats - 1)
+    with pytest.raises(ValueError, match="out"):
+        attention_backward(out, q, k, v, 2 * out, stats)
+
+
+def test_functions_that_change_are_seen():
+    """A closure, a global and a default; a function that cannot be compared is called every time."""
+    q, k, v = arrays()
+    cap = [2.0]
+
+    def score(s, b, h, q_idx, kv_idx):
+        return cap[0] * np.tanh(s / cap[0])
+
+    for value in (2.0, 0.1, 2.0):
+        cap[0] = value
+        np.testing.assert_allclose(attention(q, k, v, score_mod=score), attention(q, k, v, softcap=value), rtol=1e-5)
+    with not_parsed():
+        attention(q, k, v, score_mod=score)
+
+    calls = []
+
+    def counted(s, b, h, q_idx, kv_idx):
+        calls.append(1)
+        return s
+
+    attention(q, k, v, score_mod=counted)
+    before = len(calls)
+    attention(q, k, v, score_mod=counted)
+    assert len(calls) > before
+
+
+def test_numbers_of_options_are_part_of_the_key():
+    """Calls that differ in a number, or in its type, are different calls."""
+    q, k, v = arrays()
+    for option, values in {"scale": (1.0, 2.0, True), "softcap": (1, 1.5), "window": ((1, 0), (2, 0))}.items():
+        found = []
+        for value in values:
+            if value is True:
+                with pytest.raises(TypeError, match="scale is a bool"):
+                    attention(q, k, v, **{option: value})
+            else:
+                found.append(attention(q, k, v, **{option: value}).tobytes())
+        assert len({*found}) == len(found)
+
+
+def test_a_layout_that_was_named_is_named_in_every_call():
+    """A call without it is refused, as if it were the first."""
+    x = [np.random.default_rng(0).standard_normal((2, 12, 2, 8), np.float32).transpose(3, 2, 1, 0) for _ in range(3)]
+    x = [np.ascontiguousarray(y) for y in x]  # strides that a GPU cannot read
+    out = attention(*x, layout="dhsb")
+    attention(*x, layout="dhsb", compute_dtype=None)
+    with pytest.raises(ValueError, match="layout="):
+        attention(*x)
+    np.testing.assert_array_equal(attention(*x, layout="dhsb"), out)
+
+
+def test_prepared_calls_compare_problems_once():
+    """A second call is not parsed; arrays of another problem are refused."""
+    q, k, v = arrays()
+    call = cupy_sdpa.prepare(q, k, v, causal=True)
+    want = call(q, k, v)
+    with not_parsed():
+        np.testing.assert_array_equal(call(q, k, v), want)
+    with pytest.raises(ValueError, match="differs from the prepared one"):
+        call(*arrays(8, 2, 13, 2))
+
+
+def test_the_cache_is_bounded():
+    """It keeps no array, and the oldest calls are parsed again after many others."""
+    first = arrays(8, 1, 4, 1)
+    attention(*first)
+    few = functions_run(attention, *first)
+    kept = [weakref.ref(x) for x in first]
+    for length in range(1100):
+        x = np.zeros((1 + length // 32, 1, length % 32, 1), np.float32, order="F")
+        attention(x, x, x)
+    assert functions_run(attention, *first) > 2 * few
+    del first
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None, None]
