@@ -245,7 +245,7 @@ def _softmax(node: Softmax, tile: Tile) -> None:
 
 def _row_maxima(x: Array) -> Array:
     """The largest element of each row of a CuPy array, -inf without elements: CuPy's reductions have no initial value."""
-    return x.max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True) - np.inf
+    return x.max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True) - np.inf  # type: ignore[no-any-return]
 
 
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
