@@ -94,8 +94,9 @@ def stream() -> int:
 
 def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
-    pointer = stream()
-    return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
+    pointer, runtime = stream(), cupy().cuda.runtime
+    # the default stream cannot be captured, nor, by CuPy, one of ROCm
+    return bool(pointer) and not runtime.is_hip and bool(runtime.streamIsCapturing(pointer))
 
 
 def array_function(ndarray: Any) -> Callable[[tuple[int, ...], Any, Any], Any]:

@@ -265,7 +265,8 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     else:
         numbers = philox((seed, offset), (first, 0, tile.head, tile.batch), rows * words)
     bits = numbers.view(np.uint32).reshape(rows, 2 * words)[:, :columns]
-    tile[node.out] = (bits[:, : tile.columns] < round(node.probability * 2**32)).astype(tile.run.dtype)
+    kept = bits[:, : tile.columns] < np.uint64(round(node.probability * 2**32))
+    tile[node.out] = kept.astype(tile.run.dtype)
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:

@@ -379,6 +379,7 @@ def _query(stream: int) -> int:
 
 
 runtime = SimpleNamespace(
+    is_hip=False,
     CUDARuntimeError=CUDARuntimeError, getDevice=_get_device, getDeviceCount=lambda: 1, setDevice=lambda device: None,
     free=lambda pointer: driver.make_current(), memGetInfo=lambda: (64 << 30, 141 << 30), getDeviceProperties=_properties,
     memcpyDeviceToDevice=3, memcpy2DAsync=_memcpy_2d, memsetAsync=_memset,
