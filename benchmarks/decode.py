@@ -1,11 +1,11 @@
 """Decoding with a paged key/value cache: one and four queries, and a shared prefix, against PyTorch and FlashInfer.
 
-    python -m benchmarks decode [results.csv] [--flex] [--only BATCH,KEYS ...]
+    python -m benchmarks decode [results.csv] [--only BATCH,KEYS ...]
 
 bfloat16, 32 query and 8 key/value heads, head dim 128, pages of 64 keys. Every contender is captured in a CUDA graph of several
 calls on different keys, so that no key is in the L2 cache. Times are medians over rounds in shuffled order. The rate is the
 bytes of the keys and values by the time, relative to a copy on the device in the same run. PyTorch reads dense keys and values;
-FlashInfer and this package read pages in random order. The last rows are the host's time of a call.
+FlashInfer and this package read pages in random order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
-from .common.captured import CapturedCalls
-from .common.device import copy_gbs, free_memory, input_sets
-from .common.machine import versions
-from .common.script import add_csv, check_gpu, listed, parser, write_csv
-from .common.timing import host_us, interleaved, ratio
+from . import runner
+from .device import copy_gbs, input_sets
+from .timing import CapturedCalls, interleaved, ratio
 
 HEADS, KEY_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64
 #: (batch, keys)
@@ -97,23 +95,6 @@ def pytorch(sets: Sequence[Keys], queries: int, backend: Any) -> list[Call]:
     return [functools.partial(call, torch.randn(shape, dtype=torch.bfloat16, device="cuda"), *keys.dense) for keys in sets]
 
 
-def flex(sets: Sequence[Keys], queries: int) -> list[Call]:
-    """Compiled FlexAttention on dense keys and values, with a causal mask aligned bottom right: it splits keys by the mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.compiler.reset()  # the number of compiled shapes of a function is limited
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    length = sets[0].dense[0].shape[2]
-    mask = create_block_mask(lambda b, h, i, j: j <= i + length - queries, None, None, queries, length, device="cuda")
-    shape = (sets[0].lengths.size, HEADS, queries, HEAD_DIM)
-    return [
-        functools.partial(
-            compiled, torch.randn(shape, dtype=torch.bfloat16, device="cuda"), *keys.dense, block_mask=mask, enable_gqa=True
-        )
-        for keys in sets
-    ]
-
-
 def flashinfer(sets: Sequence[Keys], queries: int) -> list[Call]:
     """FlashInfer's kernels for paged keys and values; the plan on the host is made before."""
     library: Any = importlib.import_module("flashinfer")
@@ -140,7 +121,7 @@ def flashinfer(sets: Sequence[Keys], queries: int) -> list[Call]:
     return calls
 
 
-def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, CapturedCalls]:
+def timers(batch: int, keys: int) -> dict[str, CapturedCalls]:
     """The timer of every contender that runs here."""
     size = 4 * batch * keys * KEY_HEADS * HEAD_DIM
     sets = [Keys(batch, keys) for _ in range(min(8, input_sets(size)))]
@@ -153,8 +134,6 @@ def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, CapturedCalls
             f"PyTorch flash, {queries}": ("torch", functools.partial(pytorch, sets, queries, SDPBackend.FLASH_ATTENTION)),
             f"FlashInfer, {queries}": ("torch", functools.partial(flashinfer, sets, queries)),
         }
-        if with_flex:
-            contenders[f"FlexAttention, {queries}"] = ("torch", functools.partial(flex, sets, queries))
     contenders["ours, 1, num_splits"] = ("cupy", functools.partial(ours, sets, 1, num_splits=max(1, 16 // batch)))
     for name, (captured_by, make) in contenders.items():
         try:
@@ -164,9 +143,9 @@ def timers(batch: int, keys: int, *, with_flex: bool) -> dict[str, CapturedCalls
     return made
 
 
-def decode_rows(batch: int, keys: int, *, with_flex: bool) -> Iterator[dict[str, Any]]:
+def decode_rows(batch: int, keys: int) -> Iterator[dict[str, Any]]:
     """A row for every contender of one problem."""
-    times = interleaved(timers(batch, keys, with_flex=with_flex), ROUNDS)
+    times = interleaved(timers(batch, keys), ROUNDS)
     copy_rate = copy_gbs() * 1e3  # bytes per microsecond
     size = 4 * batch * keys * KEY_HEADS * HEAD_DIM
     for name, measured in times.items():
@@ -208,28 +187,6 @@ def prefix_rows(batch: int, prefix: int, rest: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def host_rows() -> Iterator[dict[str, Any]]:
-    """The host's time of a repeated call: dense, paged, and split."""
-    keys = Keys(2, 256, dense=False)
-    q = cupy.asfortranarray(_normal(HEAD_DIM, HEADS, 1, 2))
-    k, v = (cupy.asfortranarray(_normal(HEAD_DIM, KEY_HEADS, 256, 2)) for _ in range(2))
-    calls: dict[str, Call] = {
-        "dense, one query": functools.partial(cupy_sdpa.attention, q, k, v, out=cupy.empty_like(q)),
-        "paged, one query": ours([keys], 1)[0],
-        "paged, four queries": ours([keys], 4)[0],
-    }
-    times = {}
-    for name, call in calls.items():
-        for _ in range(5):
-            call()
-        times[name] = host_us(call)
-    for name, us in times.items():
-        yield {
-            "problem": "host", "batch": 2, "keys": 256, "queries": "", "contender": "ours", "option": name, "us": round(us, 2),
-            "of_copy": "", "of_one_query": "", "of_ours": round(us / times["dense, one query"], 2),
-        }  # fmt: skip
-
-
 def _problem(text: str) -> tuple[int, int]:
     """Parse a batch size and a number of keys."""
     try:
@@ -239,26 +196,19 @@ def _problem(text: str) -> tuple[int, int]:
     return batch, keys
 
 
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all problems and of shared prefixes."""
+    for problem in given.only or PROBLEMS:
+        yield from decode_rows(*problem)
+    for prefix in PREFIXES:
+        yield from prefix_rows(*prefix)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--only", nargs="+", type=_problem, metavar="BATCH,KEYS", help="only these problems")
+
+
 def main(words: Sequence[str]) -> int:
-    """Measure, print the rows and write them."""
-    arguments = parser("decode", __doc__)
-    add_csv(arguments)
-    arguments.add_argument("--flex", action="store_true", help="also FlexAttention, which is compiled for every problem")
-    arguments.add_argument("--only", nargs="+", type=_problem, metavar="BATCH,KEYS", help="only these problems")
-    given = arguments.parse_args(words)
-    check_gpu("decode")
-    problems = given.only or PROBLEMS
-    rows: list[dict[str, Any]] = []
-    sources: list[Callable[[], Iterator[dict[str, Any]]]] = [
-        functools.partial(decode_rows, *problem, with_flex=given.flex) for problem in problems
-    ]
-    sources += [functools.partial(prefix_rows, *prefix) for prefix in PREFIXES]
-    sources.append(host_rows)
-    for source in sources:
-        for row in source():
-            rows.append({**row, **versions()})
-            print(listed(row), flush=True)
-        free_memory()
-        if given.csv:
-            write_csv(given.csv, rows)
-    return 0
+    """Run the benchmark."""
+    return runner.run("decode", __doc__, words, rows, add_options)

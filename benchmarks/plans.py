@@ -2,13 +2,17 @@
 
     python -m benchmarks plans [results.csv] [--ahead FOLDER]
 
-Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine by ``python -m cupy_sdpa
-plan --gpu h200 benchmarks/ahead.toml``; the benchmark checks that they give the same bits as plans built here. The case
-"nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
+Every first call runs in a new process. ``--ahead`` names a folder of plans built on another machine for the problem of this
+benchmark, attention of Llama 3.1 8B; the benchmark checks that they give the same bits as plans built here:
+
+    python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --causal --backward --gpu h200 -o FOLDER
+
+The case "nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -17,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cupy
@@ -25,10 +29,9 @@ import cupy
 import cupy_sdpa.store
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
 
-from .common.device import random_normal
-from .common.machine import versions
-from .common.script import add_csv, check_gpu, parser, write_csv
-from .common.timing import device_ms
+from . import runner
+from .device import random_normal
+from .timing import device_ms
 
 #: Query heads, key/value heads and head dim of Llama 3.1 8B.
 HQ, HKV, D = 32, 8, 128
@@ -84,7 +87,7 @@ def first_call(folder: str, environment: dict[str, str] | None = None) -> dict[s
     return result
 
 
-def starts(add: Callable[..., None], ahead: str | None) -> None:
+def starts(ahead: str | None) -> Iterator[dict[str, Any]]:
     """First calls in new processes: without a disk cache, with one, and with plans built ahead; medians of 5."""
     with tempfile.TemporaryDirectory() as folder:
         first_call(f"{folder}/warm")  # loads all files into the page cache
@@ -100,22 +103,17 @@ def starts(add: Callable[..., None], ahead: str | None) -> None:
             runs = [first_call(cache, environment) for _ in range(5)]
             assert all(all(run["loaded"]) == (cache != "0") for run in runs), (kind, runs)
             sums[kind] = tuple(runs[0]["sums"])
-            add(
-                "start",
-                kind,
-                "cuDNN's libraries loaded, handle created",
-                statistics.median(run["libraries"] for run in runs),
-                "ms",
-            )
+            loaded = statistics.median(run["libraries"] for run in runs)
+            yield value("start", kind, "cuDNN's libraries loaded, handle created", loaded, "ms")
             times = [statistics.median(every) for every in zip(*(run["times"] for run in runs), strict=True)]
             got = [statistics.median(every) for every in zip(*(run["got"] for run in runs), strict=True)]
             for number, what in enumerate(("forward", "backward")):
-                add("start", kind, f"first {what} call returns", times[2 * number], "ms")
-                add("start", kind, f"first {what} call done", times[2 * number + 1], "ms")
-                add("start", kind, f"of which the {what} plan", got[number], "ms")
-            add("start", kind, "second forward call returns", times[4], "ms")
+                yield value("start", kind, f"first {what} call returns", times[2 * number], "ms")
+                yield value("start", kind, f"first {what} call done", times[2 * number + 1], "ms")
+                yield value("start", kind, f"of which the {what} plan", got[number], "ms")
+            yield value("start", kind, "second forward call returns", times[4], "ms")
         assert len(set(sums.values())) == 1, sums
-        add("start", "all", "give the same bits of out, dk, dv", len(sums), "kinds")
+        yield value("start", "all", "give the same bits of out, dk, dv", len(sums), "kinds")
 
 
 def gpu_us(call: Callable[..., Any], *arguments: Any, count: int = 20, **options: Any) -> float:
@@ -124,7 +122,7 @@ def gpu_us(call: Callable[..., Any], *arguments: Any, count: int = 20, **options
     return statistics.median([device_ms(calls) * 1e3 for _ in range(8)][1:])
 
 
-def lengths(add: Callable[..., None]) -> None:
+def lengths() -> Iterator[dict[str, Any]]:
     """Forty new lengths: the time of the first call of each, and the time of a call afterwards."""
     new = [3000 + 17 * n for n in range(40)]
     for bucket in (None, 512, "power_of_two"):
@@ -143,18 +141,18 @@ def lengths(add: Callable[..., None]) -> None:
             waits["forward"].append((middle - start) * 1e3)
             waits["backward"].append((time.perf_counter() - middle) * 1e3)
         kind = f"bucket {bucket}"
-        add("new lengths", kind, "plans built for 40 lengths, both passes", get_plan_cache().size, "plans")
+        yield value("new lengths", kind, "plans built for 40 lengths, both passes", get_plan_cache().size, "plans")
         for what, every in waits.items():
-            add("new lengths", kind, f"{what}: median time of a first call", statistics.median(every), "ms")
-            add("new lengths", kind, f"{what}: total time of the first calls", sum(every), "ms")
+            yield value("new lengths", kind, f"{what}: median time of a first call", statistics.median(every), "ms")
+            yield value("new lengths", kind, f"{what}: total time of the first calls", sum(every), "ms")
     for length in (1000, 3000, 4000, 8000):
         q, k, v = random_normal(D, HQ, length, 1), random_normal(D, HKV, length, 1), random_normal(D, HKV, length, 1)
         for causal in (False, True):
             for bucket in (None, 512):
                 out, pullback = attention_vjp(q, k, v, causal=causal, bucket=bucket)
                 case = f"{length} {'causal' if causal else 'full'}, bucket {bucket}"
-                add("cost of a bucket", case, "forward", gpu_us(attention, q, k, v, causal=causal, bucket=bucket), "us")
-                add("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
+                yield value("cost of a bucket", case, "forward", gpu_us(attention, q, k, v, causal=causal, bucket=bucket), "us")
+                yield value("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
 
 
 #: Ten problems to autotune: (name, batch, query heads, key/value heads, queries, keys, head dim, causal, backward).
@@ -172,7 +170,7 @@ TUNED = (
 )
 
 
-def tuning(add: Callable[..., None]) -> None:
+def tuning() -> Iterator[dict[str, Any]]:
     """The gain and the time of autotuning ten problems."""
     for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
         q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
@@ -182,61 +180,31 @@ def tuning(add: Callable[..., None]) -> None:
         seconds = time.perf_counter() - start
         assert result
         print(result, file=sys.stderr)
-        add("tuning", case, "before", result.before, "us")
-        add("tuning", case, "after", result.after, "us")
-        add("tuning", case, "gain", result.gain, "times")
-        add("tuning", case, "configs measured", len(result.trials), "configs")
-        add("tuning", case, "configs with wrong results", sum(trial.us is None for trial in result.trials), "configs")
-        add("tuning", case, "tuning took", seconds, "s")
+        yield value("tuning", case, "before", result.before, "us")
+        yield value("tuning", case, "after", result.after, "us")
+        yield value("tuning", case, "gain", result.gain, "times")
+        yield value("tuning", case, "configs measured", len(result.trials), "configs")
+        yield value("tuning", case, "configs with wrong results", sum(trial.us is None for trial in result.trials), "configs")
+        yield value("tuning", case, "tuning took", seconds, "s")
 
 
-def graphs(add: Callable[..., None]) -> None:
-    """Ten calls, launched one by one and replayed as a captured CUDA graph."""
-    q, k, v = random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8), random_normal(64, 16, 128, 8)
-    out = attention(q, k, v)
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.begin_capture()
-        for _ in range(10):
-            attention(q, k, v, out=out)
-        graph = stream.end_capture()
-        case = "8 x 16 heads x 128 x 64"
-        add("CUDA graph", case, "ten calls, launched", 10 * gpu_us(attention, q, k, v, out=out), "us")
-        add("CUDA graph", case, "ten calls, replayed", gpu_us(graph.launch, stream), "us")
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all parts."""
+    os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
+    yield from starts(given.ahead)
+    yield from lengths()
+    get_plan_cache().clear()
+    cupy_sdpa.store.kept().clear()
+    yield from tuning()
 
 
-def second_gpu(add: Callable[..., None]) -> None:
-    """A second GPU of the same kind loads the plan that was built for the first one."""
-    for device in (0, 1):
-        with cupy.cuda.Device(device):
-            q, k, v = random_normal(D, HQ, 2222, 1), random_normal(D, HKV, 2222, 1), random_normal(D, HKV, 2222, 1)
-            plan = cupy_sdpa.explain(q, k, v, causal=True).plan
-            assert plan
-            assert plan.loaded == (device == 1)
-            add("two GPUs", f"GPU {device}", "plan loaded" if plan.loaded else "plan built", plan.build_ms, "ms")
+def value(part: str, case: str, what: str, number: float, unit: str) -> dict[str, Any]:
+    """A row."""
+    return {"part": part, "case": case, "what": what, "value": f"{number:.4g}", "unit": unit}
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure, print the values and write them."""
-    options = parser("plans", __doc__)
-    add_csv(options)
-    options.add_argument("--ahead", metavar="FOLDER", help="a folder of plans built ahead of time for benchmarks/ahead.toml")
-    arguments = options.parse_args(words)
-    check_gpu("plans")
-    os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
-    used, rows = versions(), []
-
-    def add(part: str, case: str, what: str, value: float, unit: str) -> None:
-        rows.append({"part": part, "case": case, "what": what, "value": f"{value:.4g}", "unit": unit, **used})
-        print(f"{part}: {case}: {what}: {value:.4g} {unit}", flush=True)
-
-    starts(add, arguments.ahead)
-    if cupy.cuda.runtime.getDeviceCount() > 1:
-        second_gpu(add)
-    lengths(add)
-    graphs(add)
-    get_plan_cache().clear()
-    cupy_sdpa.store.kept().clear()
-    tuning(add)
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
-    return 0
+    """Run the benchmark."""
+    return runner.run("plans", __doc__, words, rows, lambda parser: parser.add_argument(
+        "--ahead", metavar="FOLDER", help="a folder of plans built ahead of time, see above"
+    ))  # fmt: skip

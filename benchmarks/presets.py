@@ -90,6 +90,18 @@ class Preset:
         d, h, s, b = self.out_shape
         return self.input_bytes + BYTES * d * h * s * b
 
+    def columns(self) -> dict[str, Any]:
+        """The columns of a row that describe the problem."""
+        names = ("b", "hq", "hkv", "sq", "skv", "d", "dv", "causal")
+        return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": "bfloat16"}
+
+    def described(self) -> str:
+        """The problem in words."""
+        lengths = f"{self.sq}" if self.sq == self.skv else f"{self.sq} x {self.skv}"
+        dims = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
+        mask = f"{'causal' if self.causal else 'full'}{'' if self.left is None else f', window {self.left + 1}'}"
+        return f"batch {self.b}, {self.hq}/{self.hkv} heads, {lengths}, {dims}, {mask}: {', '.join(self.directions)}"
+
     def problems(self, direction: str) -> tuple[Problem, ...]:
         """The problems of cupy_sdpa's calls, in their order."""
         q, k, v = self.shapes

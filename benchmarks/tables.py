@@ -1,35 +1,29 @@
 """The tables of the documentation, made from the files in ``benchmarks/results``.
 
     python -m benchmarks tables plans > docs/plans_table.md
+    python -m benchmarks tables figures                         # docs/_static/fp8_errors.svg and parallel_scaling.svg
 
 ``tables speed`` takes the paths of other CSV files of ``compare``.
 """
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cupy_sdpa._cli.helpers.console import CommandError, output_file
 
-from .common.script import parser
-from .compare import table
-from .compare.plots import draw_decode
+from . import figures, table
+from .figures import RESULTS, read
+from .plots import draw_decode
+from .runner import parser
 
-RESULTS = Path(__file__).parent / "results"
 PASSES = ("forward", "backward")
 #: Shorter names of contenders, for table cells.
 ABBREVIATIONS = {"cudnn-frontend": "fe"}
 DECODE_FILE = "h200_cudnn919_decode.csv"
 PLAN_FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
-
-
-def read(name: str) -> list[dict[str, str]]:
-    """The rows of a file."""
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def digits(row: dict[str, str]) -> str:
@@ -97,8 +91,8 @@ def functions() -> Iterator[str]:
     rows = read("h200_cudnn919_functions.csv")
     head = rows[0]
     yield (
-        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']} by "
-        "`python -m benchmarks functions`: bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. "
+        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}: "
+        "bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. "
         "A ratio is our time divided by FlexAttention's. "
         "An error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
     )
@@ -182,8 +176,8 @@ def host() -> Iterator[str]:
     head = rows[0]
     us = {row["name"]: float(row["us"]) for row in rows}
     yield (
-        f"On the host of an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}, by "
-        "`python -m benchmarks host`: q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. "
+        f"On the host of an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}: "
+        "q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. "
         "The device is idle before a call unless stated.\n"
     )
     yield "| call | us | of PyTorch's |"
@@ -207,7 +201,7 @@ def graphs() -> Iterator[str]:
     rows = read("h200_cudnn919_graphs.csv")
     columns = {"device_us": "device", "host_us": "host", "row_us": "sequence"}
     yield (
-        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks graphs`, microseconds per launch: "
+        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, microseconds per launch: "
         "of the device, of the host, and of both in a long sequence of launches.\n"
     )
     yield f"| pass, captured graphs | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
@@ -317,35 +311,22 @@ def sparse() -> Iterator[str]:
 
 
 def parallel() -> Iterator[str]:
-    """The lines of the tables of ``parallel``."""
+    """The lines of the table of ``parallel``."""
     rows = read("h200x2_cudnn919_parallel.csv")
-    head, methods = rows[0], ("ring", "all_gather", "all_to_all")
-    pytorch = ("PyTorch, ring", "PyTorch, all_gather")
+    head, columns = rows[0], ("ring", "all_gather", "all_to_all", "PyTorch, ring", "PyTorch, all_gather")
     measured: dict[tuple[str, str], dict[str, str]] = {}
-    predicted: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        if row["kind"] == "measured":
-            measured.setdefault((row["problem"], row["pass"]), {})[row["method"]] = row["of_ideal"]
-        elif row["kind"] == "PyTorch":
-            found = measured.setdefault((row["problem"], row["pass"]), {}) if row["pass"] else {}
-            found[f"PyTorch, {row['method']}"] = row["of_ideal"]
-        else:
-            cell = f"{float(row['forward_of_ideal']):.2f}, {float(row['both_of_ideal']):.2f}"
-            predicted.setdefault((row["problem"], row["members"]), {})[row["method"]] = cell
+        if row["pass"]:
+            name = f"PyTorch, {row['method']}" if row["kind"] == "PyTorch" else row["method"]
+            measured.setdefault((row["problem"], row["pass"]), {})[name] = row["of_ideal"]
     yield (
         f"Measured on {head['gpus']} {head['gpu']}s with cuDNN {head['cudnn']} and {float(head['link_gbs']):.0f} GB/s between "
         "them: the time of one GPU divided by the number of GPUs, relative to the time taken.\n"
     )
-    columns = (*methods, *pytorch) if any(row["kind"] == "PyTorch" for row in rows) else methods
     yield f"| problem | pass | {' | '.join(columns)} |"
     yield f"|---|---|{'---|' * len(columns)}"
     for (problem, direction), found in measured.items():
         yield f"| {problem} | {direction} | {' | '.join(found.get(column, '') for column in columns)} |"
-    yield "\nPredicted by the model with these rates, forward and both passes:\n"
-    yield f"| problem | GPUs | {' | '.join(methods)} |"
-    yield "|---|---|---|---|---|"
-    for (problem, members), found in predicted.items():
-        yield f"| {problem} | {members} | {' | '.join(found.get(method, '') for method in methods)} |"
 
 
 TABLES = {
@@ -357,13 +338,16 @@ TABLES = {
 def main(words: Sequence[str]) -> int:
     """Print a table."""
     options = parser("tables", __doc__)
-    options.add_argument("table", choices=TABLES, metavar="TABLE", help=f"of {', '.join(TABLES)}")
+    options.add_argument("table", choices=(*TABLES, "figures"), metavar="TABLE", help=f"of {', '.join((*TABLES, 'figures'))}")
     options.add_argument("csv", nargs="*", default=[], metavar="FILE", help="for speed: CSV files of compare")
     options.add_argument("--plot", type=output_file, metavar="FILE", help="for decode: also draw the times relative to ours")
     arguments = options.parse_args(words)
     for name, given, table_of_it in (("FILE", arguments.csv, "speed"), ("--plot", arguments.plot, "decode")):
         if given and arguments.table != table_of_it:
             raise CommandError(f"{name} has no effect with {arguments.table}, only with {table_of_it}: remove it")
+    if arguments.table == "figures":
+        figures.write()
+        return 0
     try:
         if arguments.plot:
             draw_decode(read(DECODE_FILE), arguments.plot)

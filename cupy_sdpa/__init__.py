@@ -3,6 +3,7 @@
 from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
@@ -17,7 +18,6 @@ from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .sparse.masks.block_mask import BlockMask, block_mask
-from .tracing.recorder import trace, trace_process
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 
@@ -48,7 +48,6 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
-    "trace",
     "widen",
 ]
 
@@ -82,4 +81,7 @@ else:
         return sorted([*__all__, *_MODULES])
 
 
-trace_process()
+if os.environ.get("CUPY_SDPA_TRACE"):
+    from .store import _save_at_exit
+
+    _save_at_exit()

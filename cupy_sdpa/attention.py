@@ -13,8 +13,8 @@ from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
 from .fp8.forward import attention_of_fp8
 from .programs.block_mask_calls import attention_with_block_mask, gradients_with_block_mask
+from .programs.run import compiled
 from .sparse.automatic import automatic_mask
-from .tracing import recorder
 
 
 # fmt: off
@@ -197,9 +197,6 @@ def attention(
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    if recorder.active and not recorder.is_recording():
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        return recorder.recorded(attention, {"q": q, "k": k, "v": v, "out": out, "stats": stats}, {**options, **flags})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         flags = {"return_stats": return_stats, "deterministic": deterministic}
         return attention_with_block_mask(q, k, v, mask, options, **flags, out=out, stats=stats)
@@ -212,7 +209,8 @@ def attention(
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
-        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
+        read = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
+        call = compiled(read)
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):
@@ -310,10 +308,6 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
         return gradients
-    if recorder.active and not recorder.is_recording():
-        named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        return recorder.recorded(attention_backward, named, {**options, **flags, "return_dtensors": return_dtensors})
     if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
         others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         every = (dout, q, k, v, out, stats, dq, dk, dv)
@@ -332,12 +326,13 @@ def attention_backward(
                 raise TypeError(
                     f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
                 )
-        call = read_backward(
+        read = read_backward(
             q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
             deterministic=deterministic,
         )  # fmt: skip
-        call.has_all_keys = True
+        read.has_all_keys = True
+        call = compiled(read)
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
     if "layout" in options and (layout := other_layout(options)):

@@ -20,6 +20,7 @@ from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
 from .problem.bucket import Bucket
 from .problem.validation import expected_arrays
+from .programs.run import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -112,7 +113,7 @@ def dropout_mask(
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.temporary_results():  # of a captured graph
-            kept = call.run()[-1] > 0
+            kept = compiled(call).run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = cupy_runtime.new_result(q, call.problem.results[-1].shape, np.dtype(bool))
         kept.fill(True)

@@ -27,7 +27,6 @@ from .programs.program import Builder, Program
 from .programs.run import Inputs, run_program
 from .sparse.masks.block_mask import BlockMask
 from .sparse.method import check as check_mask
-from .tracing import recorder
 
 #: The tangents.
 TANGENTS = ("dq", "dk", "dv")
@@ -128,9 +127,6 @@ def attention_jvp(
             except Unsupported as error:
                 name = str(getattr(error, "step", "")).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
-    if recorder.active:
-        passed = dict(zip(_NAMES, given, strict=False))
-        recorder.record("attention_jvp", passed, {**options, **flags, "widened": widened is not None})
     return tuple(results)
 
 
@@ -239,7 +235,7 @@ def problems_of(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     program, views = _program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
-    found = program.problems(on_gpu=bool(common.get("on_gpu", True)))
+    found = program.problems()
     if found:
         return tuple(found)
     return (without_keys(views["q"].shape, views["v"].shape, views["q"].dtype, return_stats=return_stats),)

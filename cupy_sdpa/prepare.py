@@ -18,7 +18,7 @@ from .calls.replay_cache import cache_call, run_cached
 from .calls.report import Report, explain_call
 from .calls.user_functions import kept_options
 from .problem.problem import Problem
-from .tracing import recorder
+from .programs.run import compiled
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
@@ -125,7 +125,7 @@ def prepare(
     if read_flag("autotune", autotune) and call.on_gpu and not call.problem.trivial:
         call = _with_forward_results(call)
         with tuning_enabled() as tunings:
-            call.run()
+            compiled(call).run()
         report = explain_call(call)
     return Prepared(call.problem, given, outputs, report, tunings[0] if tunings else None)
 
@@ -180,14 +180,10 @@ class Prepared(Generic[ResultT]):
         kind = self._key, len(arrays)
         results = run_cached(kind, passed, merged)
         if results is None:
-            call = self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged)
+            call = compiled(self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged))
             results = call.run()
             names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
             cache_call(kind, names[: len(passed)], passed, merged, call)
-        if recorder.active:
-            given = dict(zip((*self._inputs, "out", "stats", "dq", "dk", "dv"), passed, strict=False))
-            name = "attention_backward" if self.problem.backward else "attention"
-            recorder.record(name, given, {**merged, **self._outputs})
         if layout := other_layout(merged):
             flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
             made = gradient_names(*flags) if self.problem.backward else OUTPUTS
@@ -253,7 +249,7 @@ def _with_forward_results(call: Call) -> Call:
     forward = dataclasses.replace(
         call.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(), settings=settings
     )
-    out, stats = dataclasses.replace(call, problem=forward, arrays=dict(inputs), gradients=None).run()
+    out, stats = compiled(dataclasses.replace(call, problem=forward, arrays=dict(inputs), gradients=None)).run()
     return dataclasses.replace(call, arrays={**inputs, "out": out, "stats": stats, "dout": out})
 
 

@@ -13,16 +13,13 @@ True
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import Unsupported
-from .explain import problem as problem_of_shapes
-from .jvp import jvp_problems
 from .plans.disk_cache import DIRECTORY, DiskCache, current
+from .problem import problem_file
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
 from .support.why_not import why_not
@@ -31,7 +28,7 @@ from .version import version_number, version_text
 if TYPE_CHECKING:
     from .plans.plan import PlanInfo
 
-__all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems"]
+__all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems", "save_problems"]
 
 
 @dataclass(frozen=True)
@@ -127,79 +124,61 @@ def _built(problem: Problem, target: Any, result: PlanInfo | str) -> Built:
     return Built(problem, target.model, result, "")
 
 
-def read_problems(path: str | Path) -> list[Problem]:
-    """Read problems from a TOML file: one table ``[[attention]]`` each, with the arguments of :func:`cupy_sdpa.problem`.
+def save_problems(path: str | os.PathLike[str]) -> int:
+    """Add the problems of the plan caches of all threads to a file, one JSON object per line.
 
-    Two more keys define several problems in one table. ``passes = ["forward", "backward"]`` defines both; the forward pass then
-    returns the log-sum-exp, which the backward pass needs. ``"jvp"`` defines those of :func:`cupy_sdpa.jvp_problems`, with
-    ``tangents`` such as ``["dq"]``; default: all. ``lengths = [1024, 2048]`` replaces the sequence lengths in the
-    shapes of q, k and v by each of the lengths.
+    ``python -m cupy_sdpa plan --saved FILE`` builds their plans ahead of time, also for another GPU, and ``check --saved FILE``
+    verifies them with random data. A file contains shapes, layouts, options and score functions as expressions; it
+    contains no contents of arrays and no value of a scalar.
+
+    The environment variable ``CUPY_SDPA_TRACE=FILE`` does this when a process ends. The file then also gets the problems of
+    evicted plans, and of calls on numpy arrays, as a GPU would plan them; at most 10 000 of these.
+
+    Args:
+        path: the file. It is created if it does not exist; problems that it contains already are not written again.
+
+    Returns:
+        The number of problems in the file.
 
     Raises:
-        ValueError: the file is not valid; the message contains the number of the table.
+        OSError: the file cannot be written, is not a regular file of this user, or has other contents. It is unchanged then.
+
+    >>> import pathlib, tempfile, cupy_sdpa.store
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cupy_sdpa.store.save_problems(pathlib.Path(folder, "problems.jsonl")) >= 0
+    True
+    """
+    import sys
+
+    # A process without the module has no plan cache. It loads cuDNN, so it is not imported here.
+    sessions = sys.modules.get(f"{__package__}.plans.sessions")
+    caches = sessions.plan_caches() if sessions else []
+    return problem_file.add(path, [*(problem_file.kept or ()), *(problem for cache in caches for problem in cache.problems)])
+
+
+def _save_at_exit() -> None:
+    """Save the problems when the process ends, to the file of the environment variable; a failure is printed."""
+    import atexit
+    import sys
+
+    def save() -> None:
+        path = os.environ.get(problem_file.VARIABLE)
+        try:
+            if path and os.getpid() == process:
+                save_problems(path)
+        except OSError as error:
+            reason = error.strerror or error
+            print(f"cupy_sdpa: {problem_file.VARIABLE} is {path!r}, and no problem is saved: {reason}", file=sys.stderr)
+
+    process = os.getpid()  # a forked child has none of its own
+    atexit.register(save)
+
+
+def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
+    """The problems of a file that :func:`save_problems` or ``CUPY_SDPA_TRACE`` wrote, for :func:`build` and ``explain``.
+
+    Raises:
+        ValueError: a line is not a problem; the message contains its number.
         OSError: the file cannot be read.
     """
-    with Path(path).open("rb") as file:
-        try:
-            tables = tomllib.load(file).get("attention", [])
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a TOML file: {error}") from None
-    if not isinstance(tables, list) or not tables:
-        raise ValueError(f"{path} has no table [[attention]]")
-    problems: list[Problem] = []
-    for number, table in enumerate(tables, 1):
-        try:
-            if not isinstance(table, dict):
-                raise ValueError(f"{table!r} is not a table")
-            problems += _problems(dict(table))
-        except (TypeError, ValueError, LookupError, Unsupported) as error:
-            raise ValueError(f"{path}, table {number} of [[attention]]: {error}") from None
-    return problems
-
-
-def _problems(table: dict[str, Any]) -> Iterator[Problem]:
-    """The problems of one table."""
-    passes, lengths = _passes(table.pop("passes", ["forward"])), _lengths(table.pop("lengths", None))
-    if missing := [name for name in ("q", "k", "v", "dtype") if name not in table]:
-        raise ValueError(f"{', '.join(missing)} is missing")
-    if "page_table" in table and lengths != [None]:
-        raise ValueError(f"lengths is {lengths} and page_table is passed: axis 2 of k is the page size; omit lengths")
-    shapes = {name: table.pop(name) for name in ("q", "k", "v")}
-    deterministic, tangents = table.pop("deterministic", False), table.pop("tangents", None)
-    if tangents is not None and "jvp" not in passes:
-        raise ValueError(f"tangents is {tangents!r} and passes is {passes}: tangents are for jvp; omit them, or add jvp")
-    if "backward" in passes:
-        table.setdefault("return_stats", True)
-    for length in lengths:
-        arrays: dict[str, Any] = {name: _shape(name, shape, length) for name, shape in shapes.items()}
-        if "forward" in passes:
-            yield problem_of_shapes(**arrays, **table, deterministic=deterministic)
-        if "backward" in passes:
-            yield problem_of_shapes(**arrays, **table, backward=True, deterministic=deterministic)
-        if "jvp" in passes:
-            given = {} if tangents is None else {"tangents": tangents}
-            yield from jvp_problems(**arrays, **table, **given, deterministic=deterministic)
-
-
-def _passes(passes: Any) -> list[str]:
-    passes = [passes] if isinstance(passes, str) else passes
-    if not isinstance(passes, list) or not passes:
-        raise ValueError(f'passes is {passes!r}; it must be a list, such as ["forward", "backward"]')
-    if unknown := [name for name in passes if name not in ("forward", "backward", "jvp")]:
-        raise ValueError(f"passes contains {', '.join(map(str, unknown))}; it can contain forward, backward and jvp")
-    return passes
-
-
-def _lengths(lengths: Any) -> list[int | None]:
-    """The lengths that replace those in the shapes; None leaves the shapes unchanged."""
-    if lengths is None:
-        return [None]
-    if not isinstance(lengths, list) or not lengths or not all(type(length) is int and length >= 0 for length in lengths):
-        raise ValueError(f"lengths is {lengths!r}; it must be a list of non-negative integers, such as [1024, 2048]")
-    return list(lengths)
-
-
-def _shape(name: str, shape: Any, length: int | None) -> list[int]:
-    if not isinstance(shape, list) or len(shape) < 3:
-        raise ValueError(f"{name} is {shape!r}; it must be a shape, such as [128, 32, 4096, 1]")
-    return shape if length is None else [*shape[:2], length, *shape[3:]]
+    return problem_file.read(path)

@@ -1,11 +1,30 @@
 """Sphinx's settings: ``sphinx-build -W docs docs/_build``."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import cupy_sdpa
 
-sys.path.append(str(Path(__file__).parent / "_ext"))
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "_ext"))
+
+# Sphinx reads pages below this folder only: the notebooks are copied, and links between them and the pages are adapted.
+shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+(HERE / "notebooks").mkdir()
+for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
+    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+    (HERE / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
+
+
+def setup(app):
+    """Adapt the links of pages to notebooks."""
+
+    def adapt(app, name, source):
+        source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+    app.connect("source-read", adapt)
+
 
 project = "cupy_sdpa"
 author = "The cupy_sdpa developers"
@@ -17,7 +36,7 @@ autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
 myst_heading_anchors = 2
 napoleon_use_param = False  # one entry for several names, as in "dq, dk, dv: ..."
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
-nb_execution_mode = "off"  # docs/notebooks/run.py executes them, and CI checks that every cell runs
+nb_execution_mode = "off"  # tools/notebooks.py executes them, and CI checks that every cell runs
 nb_merge_streams = True
 html_math_renderer = "mathml"
 html_theme = "furo"

@@ -1,10 +1,10 @@
 """Rows for the tests of the benchmarks."""
 
-from benchmarks.compare import run, table
+from benchmarks import compare, table
 from benchmarks.presets import PRESETS, Preset
 
 SMALL = Preset("small", 2, 4, 2, 6, 6, 16, 8, causal=True)
-RATES = run.Rates(matmul_tflops=700.0, matmul_dtype="bfloat16", copy_gbs=4000.0)
+RATES = compare.Rates(matmul_tflops=700.0, matmul_dtype="bfloat16", copy_gbs=4000.0)
 
 
 def rows_of(preset, times, direction="forward"):
@@ -15,7 +15,7 @@ def rows_of(preset, times, direction="forward"):
         figures = {"times": [ms], "host_us": 1000 * (ms or 0), "peak_bytes": 4096, "clock": clock}
         found = {"left_out": "it cannot"} if ms is None else figures
         rows.append({"preset": preset.name, "direction": direction, "way": name, "gpu": "a GPU", **found})
-    return [table.complete(row) for row in run.add_ratios(rows, preset, RATES)]
+    return [table.complete(row) for row in compare.add_ratios(rows, preset, RATES)]
 
 
 def two_presets():

@@ -328,14 +328,12 @@ def written(text):
 
     def make(x):
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "problems.toml")
+            path = Path(folder, "problems.jsonl")
             path.write_text(text, encoding="utf-8")
             return store.read_problems(path)
 
     return make
 
-
-TABLE = "[[attention]]\nq = [64, 8, 10, 2]\nk = [64, 8, 10, 2]\nv = [64, 8, 10, 2]\n"
 
 STORE = [
     row("store.build", "an unknown GPU", lambda x: store.build([], "RTX9090", "/nowhere"), ValueError, "RTX9090"),
@@ -343,17 +341,9 @@ STORE = [
     row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
     row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "'Problem' object is not iterable"),
-    row("store.read_problems", "a file that is no TOML file", written("[["), ValueError, "TOML"),
-    row("store.read_problems", "no table", written("a = 1"), ValueError, "[[attention]]"),
-    row("store.read_problems", "no dtype", written(TABLE), ValueError, "dtype is missing"),
-    row("store.read_problems", "an unknown pass", written(TABLE + 'dtype = "float16"\npasses = ["training"]'), ValueError,
-        "training", "backward"),
-    row("store.read_problems", "a misspelled option", written(TABLE + 'dtype = "float16"\ncasual = true'), ValueError,
-        "did you mean causal", "table 1"),
-    row("store.read_problems", "float lengths", written(TABLE + 'dtype = "float16"\nlengths = [10.0]'), ValueError,
-        "lengths is [10.0]"),
-    row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.toml"),
-        FileNotFoundError, "problems.toml"),
+    row("store.read_problems", "numbers in place of problems", written("1"), ValueError, "line 1 is not a problem"),
+    row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.jsonl"),
+        FileNotFoundError, "problems.jsonl"),
     row("store.kept", "an argument", lambda x: store.kept(1), TypeError, "positional"),
 ]  # fmt: skip
 

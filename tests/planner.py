@@ -5,17 +5,13 @@ describes a GPU. A process that may use a GPU must not load the stub, and some g
 """
 
 import contextlib
-import multiprocessing
-import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from unittest import mock
 
+from cupy_sdpa._workers import Pool, Worker, WorkerEnded, environment
 
-def child_environment(**more):
-    """The environment of a child that imports what its parent does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+#: The environment of a child that imports what its parent does.
+child_environment = environment
 
 
 def ready() -> None:
@@ -173,21 +169,40 @@ def plan_over_garbage(problem, text):
     return [str(warning.message) for warning in said], plan.info.engine
 
 
-def in_child(function, *arguments) -> int | None:
+class Raised:
+    """In place of the result of a function that raised an exception."""
+
+    def __init__(self, error):
+        self.error = error
+
+
+def handle(request):
+    """In a child: call a function."""
+    function, arguments = request
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return Raised(error)
+
+
+def start():
+    """Start a child that calls functions."""
+    command = [
+        sys.executable,
+        "-c",
+        "import planner, cupy_sdpa._workers; planner.ready(); cupy_sdpa._workers.serve(planner.handle)",
+    ]
+    return Worker(command, environment())
+
+
+def in_child(function, *arguments) -> int:
     """Run a function in a new child; returns its exit code, negative for a signal."""
-    context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_call, args=(function, arguments))
-    child.start()
-    child.join(timeout=120)
-    if child.exitcode is None:
-        child.kill()
-        child.join()
-    return child.exitcode
-
-
-def _call(function, arguments):
-    ready()
-    function(*arguments)
+    with Pool(1, start) as pool:
+        try:
+            result = pool.request((function, arguments), 120.0)
+        except WorkerEnded as ended:
+            return ended.status
+    return int(isinstance(result, Raised))
 
 
 class Died(AssertionError):
@@ -198,25 +213,23 @@ class Planner:
     """A child that plans, and is restarted after a crash."""
 
     def __init__(self):
-        self._pool = None
+        self._pool = Pool(1, start)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        if self._pool:
-            self._pool.shutdown()
+        self._pool.close()
 
     def call(self, function, *arguments):
         """Run a function in the child."""
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=ready)
         try:
-            return self._pool.submit(function, *arguments).result(timeout=300)
-        except BrokenProcessPool:
-            self._pool = None
+            result = self._pool.request((function, arguments), 300.0)
+        except WorkerEnded:
             raise Died("the child died inside cuDNN") from None
+        if isinstance(result, Raised):
+            raise result.error
+        return result
 
     def accept(self, function, *arguments):
         """What a function that plans gives in the child without compiling kernels."""

@@ -59,15 +59,15 @@ TESTS = {
     "cupy_sdpa/offline": ("plans",),
     "cupy_sdpa/parallel": ("parallel",),
     "cupy_sdpa/plans": ("plans",),
-    "cupy_sdpa/programs": ("programs", "block_masks", "jvp"),
+    "cupy_sdpa/programs": ("programs", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
+    "cupy_sdpa/problem/problem_file.py": ("check",),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sparse": ("block_masks",),
-    "cupy_sdpa/staging": ("kv_cache", "attention"),
     "cupy_sdpa/store.py": ("plans",),
     "cupy_sdpa/support": ("support", "boundary"),
-    "cupy_sdpa/tracing": ("check",),
     "cupy_sdpa/zoo.py": ("block_masks",),
+    "examples": ("project",),
 }
 #: What a copy of the repository does not contain.
 _NOT_COPIED = (".git", "__pycache__", ".venv", "*.egg-info", "_build", ".mypy_cache", ".pytest_cache", ".ruff_cache")

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 from cupy_sdpa.device import cupy_runtime
 
-from ..common.device import random_normal
-from ..common.timing import Events
+from ..device import random_normal
 from ..presets import Preset
+from ..timing import Events
 
 Call = Callable[[], Sequence[Any]]
 

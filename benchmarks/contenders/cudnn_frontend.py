@@ -28,12 +28,16 @@ def handle() -> Any:
 
 
 class AttentionGraph:
-    """A graph with one attention node; the tensors' layout is a subclass's."""
+    """A graph with one attention node over dense arrays ``(head_dim, heads, seq, batch)``.
 
-    def __init__(self) -> None:
+    Args:
+        shapes: the shapes of all arrays.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         import cudnn
 
-        self.types, self._modes = cudnn.data_type, [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
+        self._types, self._modes = cudnn.data_type, [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
         self.graph = cudnn.pygraph(
             io_data_type=cudnn.data_type.BFLOAT16,
             intermediate_data_type=cudnn.data_type.FLOAT,
@@ -42,20 +46,25 @@ class AttentionGraph:
             sm_version=cupy_runtime.capability(cupy_runtime.cupy().cuda.runtime.getDevice()),
         )
         self._tensors: dict[str, Any] = {}
+        self._shapes = shapes
 
-    def layout(self, name: str) -> dict[str, Any]:
-        """``dim``, ``stride`` and ``data_type`` of an array, and ``ragged_offset`` if it has one."""
-        raise NotImplementedError
+    def _layout(self, name: str) -> dict[str, Any]:
+        """Dimensions (batch, heads, seq, head_dim), strides in elements, and data type."""
+        if name == "stats":
+            s, h, b = self._shapes[name]
+            return {"dim": [b, h, s, 1], "stride": [h * s, s, 1, 1], "data_type": self._types.FLOAT}
+        d, h, s, b = self._shapes[name]
+        return {"dim": [b, h, s, d], "stride": [d * h * s, d, d * h, 1], "data_type": self._types.BFLOAT16}
 
     def input(self, name: str) -> Any:
         """Add a tensor that the graph reads."""
-        self._tensors[name] = self.graph.tensor(name=name, **self.layout(name))
+        self._tensors[name] = self.graph.tensor(name=name, **self._layout(name))
         return self._tensors[name]
 
     def output(self, name: str, tensor: Any) -> None:
         """Mark a tensor as a result."""
         tensor.set_output(True)
-        for attribute, value in self.layout(name).items():
+        for attribute, value in self._layout(name).items():
             getattr(tensor, f"set_{attribute}")(value)
         self._tensors[name] = tensor
 
@@ -68,38 +77,12 @@ class AttentionGraph:
         self.graph.build_plans()
         self.workspace_bytes = int(self.graph.get_workspace_size())
         self._workspace = cupy_runtime.allocate(max(self.workspace_bytes, 1))
+        self.plan_name = str(self.graph.get_plan_name_at_index(0))
 
-    @property
-    def plan_name(self) -> str:
-        """The name of the plan."""
-        return str(self.graph.get_plan_name_at_index(0))
-
-    def runner(self, addresses: Mapping[str, int], fixed: Sequence[tuple[Any, int]] = ()) -> Callable[[], None]:
-        """A function that executes the plan; the caller keeps the arrays alive.
-
-        Args:
-            addresses: the addresses of the arrays by name.
-            fixed: more tensors and their addresses.
-        """
+    def runner(self, addresses: Mapping[str, int]) -> Callable[[], None]:
+        """A function that executes the plan on arrays at these addresses; the caller keeps the arrays alive."""
         pack = {self._tensors[name].get_uid(): address for name, address in addresses.items() if name in self._tensors}
-        pack |= {tensor.get_uid(): address for tensor, address in fixed}
         return functools.partial(self.graph.execute, pack, self._workspace.ptr, handle=handle())
-
-
-class _DenseGraph(AttentionGraph):
-    """A graph over dense arrays ``(head_dim, heads, seq, batch)``."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        self._shapes = shapes
-
-    def layout(self, name: str) -> dict[str, Any]:
-        """Dimensions (batch, heads, seq, head_dim), strides in elements, and data type."""
-        if name == "stats":
-            s, h, b = self._shapes[name]
-            return {"dim": [b, h, s, 1], "stride": [h * s, s, 1, 1], "data_type": self.types.FLOAT}
-        d, h, s, b = self._shapes[name]
-        return {"dim": [b, h, s, d], "stride": [d * h * s, d, d * h, 1], "data_type": self.types.BFLOAT16}
 
 
 def _shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
@@ -123,7 +106,7 @@ class Frontend(Contender):
 
     @functools.cached_property
     def _forward(self) -> AttentionGraph:
-        graph, stats = _DenseGraph(_shapes(self.preset)), self.direction != "forward"
+        graph, stats = AttentionGraph(_shapes(self.preset)), self.direction != "forward"
         tensors = graph.graph.sdpa(**{name: graph.input(name) for name in "qkv"}, generate_stats=stats, **self._options)
         for name, tensor in zip(("out", "stats") if stats else ("out",), tensors, strict=False):
             graph.output(name, tensor)
@@ -132,7 +115,7 @@ class Frontend(Contender):
 
     @functools.cached_property
     def _backward(self) -> AttentionGraph:
-        graph = _DenseGraph(_shapes(self.preset))
+        graph = AttentionGraph(_shapes(self.preset))
         inputs = {key: graph.input(name) for key, name in BACKWARD_INPUTS.items()}
         tensors = graph.graph.sdpa_backward(**inputs, **self._options)
         for name, tensor in zip(("dq", "dk", "dv"), tensors, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from cupy_sdpa.device import cupy_runtime
 
-from ..common.timing import WallClock
+from ..timing import WallClock
 from .contender import Call, Contender, Inputs, Timer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupy_sdpa.attention import attention, attention_backward
@@ -10,6 +10,7 @@ from cupy_sdpa.device import cupy_runtime
 from cupy_sdpa.explain import explain
 from cupy_sdpa.prepare import prepare
 
+from ..device import peak_allocation
 from ..presets import Preset
 from .contender import Call, Contender, Inputs
 
@@ -89,30 +90,3 @@ class Ours(Contender):
 
 def _engines(plans: Sequence[PlanInfo]) -> str:
     return " + ".join(f"{plan.engine}{' tuned' * plan.tuned}" for plan in plans)
-
-
-def peak_allocation(call: Callable[[], Any]) -> int:
-    """The peak of the bytes that CuPy's memory pool hands out during a call."""
-    hook = cupy_runtime.cupy().cuda.MemoryHook
-    current, peak = 0, 0
-
-    class Count(hook):  # type: ignore[misc, valid-type]  # CuPy has no types
-        """Tracks the bytes in use and their maximum."""
-
-        name = "count"
-
-        def malloc_postprocess(self, *, mem_size: int, **_: Any) -> None:
-            """Count an allocation."""
-            nonlocal current, peak
-            current += mem_size
-            peak = max(peak, current)
-
-        def free_postprocess(self, *, mem_size: int, **_: Any) -> None:
-            """Count a deallocation."""
-            nonlocal current
-            current -= mem_size
-
-    with Count():
-        results = call()
-        del results
-    return peak

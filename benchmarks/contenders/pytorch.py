@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cupy_sdpa.device import cupy_runtime
 
-from ..common.device import as_torch
+from ..device import as_torch
 from .contender import Call, Contender, Inputs, UnavailableError
 
 

@@ -22,8 +22,7 @@ from ..device import cupy_runtime
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from .helpers import machine
-from .helpers.console import CommandError, Help, counted, one_line, output_file, positive, print_labeled
-from .helpers.trace import read_entries
+from .helpers.console import CommandError, Help, counted, file_error, one_line, output_file, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.cases.case import Case
@@ -35,7 +34,7 @@ examples:
   python -m cupy_sdpa check                     for one minute
   python -m cupy_sdpa check --minutes 20 --json report.json
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
-  python -m cupy_sdpa check --trace problems.jsonl
+  python -m cupy_sdpa check --saved problems.jsonl
 
 exit status: 0 no findings; 1 findings; 2 no problem could run; 130 Ctrl-C,
 after the result of the finished problems.
@@ -51,7 +50,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "check",
-        help="a randomized self-test of the GPU and cuDNN",
         description="Draw random problems, run each several times in worker processes, and compare the results with a "
         "float64 reference. Without a GPU: test the CPU engine, and planning for described GPUs.",
         epilog=_EPILOG,
@@ -83,7 +81,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="write a report for a bug report: before the findings are shrunk, and again at the end",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="verify the problems of a file written by CUPY_SDPA_TRACE, not random ones"
+        "--saved", type=Path, metavar="FILE", help="verify the problems of a program (CUPY_SDPA_TRACE), not random ones"
     )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
@@ -102,13 +100,13 @@ def command(arguments: argparse.Namespace) -> int:
     from ..check.run import cases, run
 
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
-    if arguments.trace and case:
-        raise CommandError("--trace and --case are given: pass one of them")
+    if arguments.saved and case:
+        raise CommandError("--saved and --case are given: pass one of them")
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
-    traced = [case] if case else _traced(arguments.trace, engines) if arguments.trace else None
-    if traced is not None:
-        limits = limits._replace(seconds=None, problems=limits.problems or len(traced))
+    given = [case] if case else _saved(arguments.saved, engines) if arguments.saved else None
+    if given is not None:
+        limits = limits._replace(seconds=None, problems=limits.problems or len(given))
     amount = f"{limits.seconds / 60:g} min" if limits.seconds else counted(limits.problems or 0, "problem")
     print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs != 1)}")
     report = _Report(arguments.json, seed, engines)
@@ -118,7 +116,7 @@ def command(arguments: argparse.Namespace) -> int:
             report.write(summary, summary.findings, seconds, final=False)
 
     with _Progress(limits) as progress:
-        drawn = cases(seed, engines, arguments.lengths) if traced is None else iter(traced)
+        drawn = cases(seed, engines, arguments.lengths) if given is None else iter(given)
         found = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
     summary, findings, seconds, interrupted = found
     _print(summary, findings, seconds)
@@ -160,31 +158,35 @@ def _case(arguments: argparse.Namespace) -> Case | None:
         raise CommandError(f"--case: {error}") from None
 
 
-def _traced(path: Path, engines: Sequence[str]) -> list[Case]:
-    """The cases of a trace; prints which problems are verified at smaller sizes, and which not at all."""
-    from ..check.traced.convert import case_of, reduced
-    from ..check.traced.entry import NotReplayableError
+def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
+    """The cases of a file of problems; prints which are verified at smaller sizes, and which not at all."""
+    from .. import store
+    from ..check.cases.saved import NotRepeatableError, case_of, reduced
 
     if "plan" in engines and engines != ("cpu", "plan"):
-        raise CommandError("--engine plan has no effect with --trace: use plan --trace, which plans for described GPUs")
-    entries = read_entries(path)
-    found, smaller = [], 0
-    for entry in entries:
+        raise CommandError("--engine plan has no effect with --saved: use plan --saved, which plans for described GPUs")
+    try:
+        problems = [problem for problem in store.read_problems(path) if not problem.trivial]
+    except OSError as error:
+        raise CommandError(file_error(error)) from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    found: dict[str, Case] = {}
+    smaller = 0
+    for number, problem in enumerate(problems, 1):
         try:
-            entry.problems()
-            full = [case_of(entry, engine) for engine in engines if engine != "plan"]
-        except NotReplayableError as error:
-            print_labeled("skipped", f"line {entry.number}: {error}")
+            full = [case_of(problem, engine, seed=1) for engine in engines if engine != "plan"]
+        except NotRepeatableError as error:
+            print_labeled("skipped", f"problem {number}: {error}")
             continue
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise CommandError(f"{path}, line {entry.number} is not a problem: {one_line(str(error))}") from error
         cases = [reduced(case) for case in full]
         smaller += cases != full
-        found += cases
-    print_labeled("trace", f"{counted(len(entries), 'problem')} of {path}; {smaller} with smaller sizes, for the reference")
+        found |= {repr(case): case for case in cases}  # several launches of a call are one case
+    text = f"{counted(len(problems), 'problem')} of {path}, verified by {counted(len(found), 'case')}"
+    print_labeled("problems", f"{text}; {smaller} with smaller sizes, for the reference")
     if not found:
         raise CommandError(f"{path} has no problem that can be verified")
-    return found
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""``demo``: compute attention over a text, time it, compare it with the reference, and print the result.
-
-``demo --generate`` trains a small GPT on the text and generates with a key/value cache.
-"""
+"""``demo``: compute attention over a text, time it, compare it with the reference, and print the result."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +16,28 @@ from ..attention import attention
 from ..device import cupy_runtime
 from ..problem.tensor_spec import numpy_dtype
 from ..version import __version__
-from .bench.timing import measure
-from .generation import command as generation
 from .helpers import picture, text
 from .helpers.console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
 from .helpers.engine import Placed, add_options, check_memory, place, plan_facts
+from .helpers.timing import measure
 
 Array = NDArray[Any]
 
 #: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
 
-#: The defaults of the options that only one of the two forms of the command takes.
-ATTENTION = {"causal": False, "seq": None, "heads": 8, "kv_heads": None, "head_dim": 64, "plot": None}
-GENERATION = {"prompt": generation.PROMPT, "tokens": 60, "temperature": 1.2, "batch": 4, "draft": 4, "steps": 250}
+#: The tokens whose time on numpy is the basis of the estimate for more of them, and the seconds from which it is printed.
+SAMPLE, SHOWN = 1024, 2.0
 
 _EPILOG = """\
 examples:
   python -m cupy_sdpa demo
   python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
   python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8   (on a GPU)
-  python -m cupy_sdpa demo --generate
-  python -m cupy_sdpa demo --generate --tokens 30 --temperature 1.2 --batch 2
+
+The times of numpy grow with the square of --seq; the command prints an estimate
+and refuses what takes longer than --limit. A small GPT that learns the text and
+continues it is in the repository: python -m examples.generation
 """
 
 
@@ -47,31 +45,29 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "demo",
-        help="attention over a text: result, error, time and plot; or a small GPT",
-        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which. "
-        "With --generate, a small GPT learns the text and continues it.",
+        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    _add_attention(parser.add_argument_group("attention"))
-    _add_generation(parser.add_argument_group("generation"))
-    add_options(parser, "bfloat16")
+    _add_shapes(parser)
+    add_options(parser)
     add_json(parser)
-    parser.set_defaults(command=command, dtype=None)
+    parser.set_defaults(command=command)
 
 
-def _add_attention(group: argparse._ArgumentGroup) -> None:
-    """Add the options of attention over the text; without a value they are None."""
-    group.add_argument("--causal", action="store_true", default=None, help="each word attends only to itself and earlier words")
+def _add_shapes(group: argparse.ArgumentParser) -> None:
+    """Add the options of the call."""
+    group.add_argument("--causal", action="store_true", help="each word attends only to itself and earlier words")
     group.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
-    group.add_argument("--heads", type=positive, metavar="N", help="query heads (default 8)")
+    group.add_argument("--heads", type=positive, default=8, metavar="N", help="query heads (default 8)")
     group.add_argument(
         "--kv-heads",
         type=positive,
         metavar="N",
         help="key and value heads (default: a quarter of the query heads, or the same)",
     )
-    group.add_argument("--head-dim", type=positive, metavar="N", help="head dim (default 64)")
+    group.add_argument("--head-dim", type=positive, default=64, metavar="N", help="head dim (default 64)")
+    group.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help="the longest call on numpy (default 60)")
     group.add_argument(
         "--plot",
         type=output_file,
@@ -82,58 +78,21 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_generation(group: argparse._ArgumentGroup) -> None:
-    """Add ``--generate`` and its options; without a value they are None."""
-    group.add_argument(
-        "--generate",
-        action="store_true",
-        help="train a small GPT on the text and generate with a key/value cache: greedy and sampled text, a batch whose "
-        "sequences finish and join, and speculative decoding; in float32 on the CPU",
-    )
-    group.add_argument(
-        "--prompt", metavar="TEXT", help=f"text to continue, in words of the text (default {generation.PROMPT!r})"
-    )
-    group.add_argument("--tokens", type=positive, metavar="N", help="maximum of new tokens (default 60)")
-    group.add_argument("--temperature", type=_temperature, metavar="T", help="of the sampled text (default 1.2)")
-    group.add_argument("--batch", type=positive, metavar="B", help="sequences at a time in the batch (default 4)")
-    group.add_argument("--draft", type=positive, metavar="N", help="draft tokens per step of speculation (default 4)")
-    group.add_argument("--steps", type=positive, metavar="N", help="training steps (default 250)")
-
-
-def _temperature(value: str) -> float:
-    """Parse a temperature."""
-    try:
-        number = float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is negative or not finite")
-    return number
-
-
 def command(arguments: argparse.Namespace) -> int:
     """Run ``demo``; returns 1 if the result is wrong.
 
     Raises:
         CommandError: the command cannot run.
     """
-    generate = arguments.generate
-    own, others = (GENERATION, ATTENTION) if generate else (ATTENTION, GENERATION)
-    for name in others:
-        if getattr(arguments, name) is not None:
-            raise CommandError(f"--{name.replace('_', '-')} has no effect {'with' if generate else 'without'} --generate")
-    for name, default in own.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-    if generate:
-        return generation.command(arguments)
-    arguments.dtype = arguments.dtype or "bfloat16"
     causal = arguments.causal
     with working("preparing the text"):
         words, (q, k, v) = _input(arguments)
     with working("planning"):
         placed = place(arguments.engine, (q, k, v), causal=causal)
+    estimate = 0.0 if placed.on_gpu else _seconds(q, k, v, causal, arguments.limit)
     _print_setup(words, q, k, causal, placed)
+    if estimate > SHOWN:
+        print_labeled("estimate", f"about {estimate:.0f} s per call on numpy")
     with working("timing"):
         timing = measure(lambda: attention(*placed.arrays, causal=causal), placed.on_gpu)
     times = f"{milliseconds(timing.median)} per call, the median of {timing.repeats}; first call {milliseconds(timing.first)}"
@@ -171,6 +130,26 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     check_memory(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
     q, k, v = (array.astype(dtype) for array in text.heads(tokens, count, query_heads, key_heads, head_dim))
     return [tokens[i % len(tokens)] for i in range(count)], (q, k, v)
+
+
+def _seconds(q: Array, k: Array, v: Array, causal: bool, limit: int) -> float:
+    """The estimated seconds of a call on numpy, from the time of a part; 0 for a short sequence.
+
+    Raises:
+        CommandError: it takes longer than the limit.
+    """
+    count = q.shape[2]
+    if count <= 2 * SAMPLE:
+        return 0.0
+    started = time.perf_counter()
+    attention(*(np.asfortranarray(x[:, :, :SAMPLE]) for x in (q, k, v)), causal=causal)
+    seconds: float = (time.perf_counter() - started) * (count / SAMPLE) ** 2
+    if seconds > limit:
+        longest = int(count * math.sqrt(limit / seconds)) // 100 * 100
+        raise CommandError(
+            f"--seq {count} would take about {seconds:.0f} s on numpy: use --seq {longest}, or --limit {math.ceil(seconds)}"
+        )
+    return seconds
 
 
 def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Placed) -> None:

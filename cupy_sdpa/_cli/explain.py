@@ -7,26 +7,25 @@ import dataclasses
 from typing import Any
 
 from .. import explain as explained
-from .. import problem
 from ..calls.report import Report
 from ..device import cupy_runtime
 from ..errors import CudnnError
-from ..offline.planner import load_target
 from ..problem.problem import Problem
 from ..support import gpus
 from ..version import RELEASES, version_text
-from .helpers import machine
+from .helpers import machine, problem_options
 from .helpers.console import CommandError, Help, add_json, one_line, print_wrapped, result, working
 from .helpers.engine import plan_facts
 
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
-  python -m cupy_sdpa explain 128,64,4096,1 --keys 128,8,4096,1 --gpu h200
-  python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200
-  python -m cupy_sdpa explain 64,8,1000,2 --window 127,0 --gpu h200 --cudnn 9.19
+  python -m cupy_sdpa explain 128,64,4096,1 --kv-heads 8 --gpu h200
+  python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200 --steps
+  python -m cupy_sdpa explain 2,8,1000,64 --layout bhsd --gpu h200 --cudnn 9.19
+  python -m cupy_sdpa explain 64,8,1,4 --keys 64,8,900,4 --pages 64 --gpu h200
 
-Shapes are (head_dim, heads, seq, batch). Without --gpu the plan is built for
-the current GPU and cached. Exit status 1: the problem cannot run.
+{problem_options.EPILOG}Without --gpu the plan is built for the current GPU and cached. Exit status 1:
+the problem cannot run.
 """
 
 
@@ -35,28 +34,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "explain",
         usage="%(prog)s D,Hq,Sq,B [options]",  # the shape comes first: after --causal it would be parsed as its value
-        help="whether a problem can run, and how",
-        description="Print the steps of a problem's graph and its plan for a GPU, or all reasons why it cannot run.",
+        description="Print whether a GPU can run a problem, and its plan; or all reasons why it cannot.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    parser.add_argument("queries", type=_shape, metavar="D,Hq,Sq,B", help="the shape of q")
-    parser.add_argument("--keys", type=_shape, metavar="D,Hkv,Skv,B", help="the shape of k (default: that of q)")
-    parser.add_argument("--values", type=_shape, metavar="Dv,Hkv,Skv,B", help="the shape of v (default: that of k)")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of all arrays (default bfloat16)")
-    parser.add_argument(
-        "--causal",
-        nargs="?",
-        const="top_left",
-        choices=("top_left", "bottom_right"),
-        help="causal mask aligned to the top left (default) or bottom right",
-    )
-    parser.add_argument(
-        "--window", type=_window, metavar="LEFT,RIGHT", help="visible keys on each side of the diagonal; empty for no bound"
-    )
-    parser.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores")
+    parser.add_argument("queries", type=problem_options.shape, metavar="D,Hq,Sq,B", help="the shape of q")
+    problem_options.add_options(parser)
     parser.add_argument("--backward", action="store_true", help="the backward pass")
-    parser.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
     parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.NAMES)}, or a file (default: the current GPU)")
     parser.add_argument(
         "--cudnn",
@@ -64,30 +48,33 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="with --gpu: the cuDNN version (default: the installed one; without cuDNN "
         f"{version_text(RELEASES[-1])} of the support table, and the report says so)",
     )
+    parser.add_argument("--steps", action="store_true", help="also print the steps of the graph")
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``explain``; returns 1 if the problem cannot run."""
-    keys = arguments.keys or arguments.queries
     if arguments.gpu is None and cupy_runtime.current_device() is None:
         raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
     try:
-        described = problem(
-            arguments.queries, keys, arguments.values or keys, dtype=arguments.dtype, causal=arguments.causal or False,
-            window=arguments.window, softcap=arguments.softcap, backward=arguments.backward,
-            deterministic=arguments.deterministic,
-        )  # fmt: skip
+        described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
         with working("planning"):
             report = _explained(described, arguments.gpu, arguments.cudnn)
+        report = dataclasses.replace(report, scalars=_scalars(described, arguments.softcap))
     except CudnnError as error:
         raise CommandError(machine.brief(error)) from error
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
     result(**as_json(report))
-    print_wrapped(str(report))
+    print_wrapped(str(report) if arguments.steps else report.summary())
     return 0 if report else 1
+
+
+def _scalars(problem: Problem, softcap: float | None) -> tuple[tuple[str, float], ...]:
+    """The scalars of the formulas, which the problem does not contain."""
+    scale = "scale", max(problem.sizes[0], 1) ** -0.5
+    return (scale, ("softcap", softcap)) if softcap else (scale,)
 
 
 def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
@@ -97,6 +84,8 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     except CudnnError as error:
         if gpu is None or cudnn is not None:
             raise
+        from ..offline.planner import load_target
+
         version, cause = version_text(RELEASES[-1]), one_line(error.summary)
         report = explained(problem, gpu=gpu, cudnn=version)
         note = f"{load_target(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
@@ -132,18 +121,3 @@ def as_json(report: Report) -> dict[str, Any]:
         "unverified": list(report.unverified),
         "launches": [as_json(launch) for launch in report.launches[1:]],
     }  # fmt: skip
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 128,32,4096,1") from None
-
-
-def _window(text: str) -> tuple[int | None, ...]:
-    try:
-        left, right = (int(part) if part else None for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a window such as 127,0 or 127,") from None
-    return left, right

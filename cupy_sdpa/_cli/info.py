@@ -35,7 +35,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "info",
-        help="versions, libraries, GPUs, and what is missing",
         description="Print versions, the path of each library, the GPUs, and the engines that can run on this machine.",
         epilog=_EPILOG,
         formatter_class=Help,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -10,18 +11,24 @@ from collections.abc import Callable, Sequence
 
 from .._interrupt import restore
 from ..version import __version__
-from . import check, demo, explain, info, plan, run, support
-from .bench import command as bench
 from .helpers.console import CommandError, Help, one_line, output_of
 
+#: The commands, each a module of this folder, and their purposes.
+COMMANDS = {
+    "demo": "attention over a text: result, error, time and plot",
+    "info": "versions, libraries, GPUs, and what is missing",
+    "explain": "whether a problem can run, and how",
+    "plan": "build plans ahead of time, also without the GPU",
+    "support": "what each cuDNN version and GPU can run",
+    "check": "a randomized self-test of the GPU and cuDNN",
+}
 _EXAMPLES = """\
 examples:
   python -m cupy_sdpa demo
-  python -m cupy_sdpa run in.npz -o out.npz
+  python -m cupy_sdpa info
   python -m cupy_sdpa explain 128,32,4096,1 --causal --gpu h200
-  python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
+  python -m cupy_sdpa plan 128,32,4096,1 --causal --gpu h200 -o plans/
   python -m cupy_sdpa check --minutes 10
-  python -m cupy_sdpa bench --trace problems.jsonl
 
 exit status: 0 success; 1 a wrong result, or a problem that cannot run; 2 the
 command failed and one line on stderr gives the reason.
@@ -39,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def command() -> int:
-        parser = _parser()
+        parser = _parser(sys.argv[1:] if argv is None else argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:  # with the usage of the command
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -83,7 +90,8 @@ def exit_status(command: Callable[[], int], program: str) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser. Only the module of the command in ``argv`` is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m cupy_sdpa",
         description="Fused scaled dot-product attention: cuDNN on the GPU, numpy on the CPU.",
@@ -92,9 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cupy_sdpa {__version__}")
     parser.set_defaults(command=None, parser=parser)
-    commands = parser.add_subparsers(title="commands", metavar="{demo,run,info,explain,plan,support,check,bench}")
-    for module in (demo, run, info, explain, plan, support, check, bench):
-        module.add_to(commands)
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
+    commands = parser.add_subparsers(title="commands", metavar=f"{{{','.join(COMMANDS)}}}")
+    named = next((word for word in argv if not word.startswith("-")), "")
+    for name, purpose in COMMANDS.items():
+        if name == named:
+            importlib.import_module(f".{name}", __package__).add_to(commands)
+            commands.choices[name].set_defaults(parser=commands.choices[name])
+        else:
+            commands.add_parser(name, help=purpose)
     return parser

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .. import store
-from ..errors import CudnnError, Unsupported
+from ..errors import CudnnError
 from ..problem.problem import Problem
 from ..support import gpus
-from .helpers import machine
+from .helpers import machine, problem_options
 from .helpers.console import (
     CommandError,
     Help,
@@ -23,40 +24,33 @@ from .helpers.console import (
     working,
 )
 from .helpers.engine import plan_facts
-from .helpers.trace import read_entries
 
-_EPILOG = """\
+if TYPE_CHECKING:
+    from .. import store
+
+_EPILOG = f"""\
 examples:
-  python -m cupy_sdpa plan --gpu h200 shapes.toml -o plans/
-  python -m cupy_sdpa plan --gpu h200 --trace problems.jsonl -o plans/
+  python -m cupy_sdpa plan --gpu h200 --saved problems.jsonl -o plans/
+  python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --gpu h200 -o plans/
+  python -m cupy_sdpa plan 64,8,500,1 64,8,900,1 --backward --gpu l4 -o plans/
   CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with this GPU and
                                                 the same cuDNN and NVRTC
 
-shapes.toml has a table for each attention problem:
-  [[attention]]
-  q = [128, 64, 4096, 1]            # (head_dim, heads, seq, batch)
-  k = [128, 8, 4096, 1]
-  v = [128, 8, 4096, 1]
-  dtype = "bfloat16"
-  causal = true                     # and other options of cupy_sdpa.problem()
-  passes = ["forward", "backward"]  # default: forward; "jvp": attention_jvp
-  lengths = [1024, 2048, 4096]      # replace the lengths in the shapes
-"""
+CUPY_SDPA_TRACE=problems.jsonl python serve.py writes the problems of a program.
+{problem_options.EPILOG}"""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
-        help="build plans ahead of time, also without the GPU",
+        usage="%(prog)s D,Hq,Sq,B ... --gpu NAME -o FOLDER [options]",
         description="Build cuDNN plans that a process on another machine can load in milliseconds.",
         epilog=_EPILOG,
         formatter_class=Help,
     )
-    parser.add_argument("shapes", type=Path, nargs="?", help="a TOML file")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a file written by CUPY_SDPA_TRACE, in place of the TOML file"
-    )
+    parser.add_argument("queries", type=problem_options.shape, nargs="*", metavar="D,Hq,Sq,B", help="shapes of q")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, in place of shapes")
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="NAME",
         help=f"{', '.join(gpus.NAMES)}, or a file written by info --describe; repeat it for several GPUs",
@@ -66,19 +60,23 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "-j", "--jobs", type=positive, metavar="N", help="number of planning processes (default: one per CPU core)"
     )
+    problem_options.add_options(parser)
+    parser.add_argument("--backward", action="store_true", help="both passes of a training step")
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``plan``; returns 1 if a problem has no plan."""
+    from .. import store
+
     if arguments.cudnn and "/" in arguments.cudnn:
         machine.check_library(arguments.cudnn)
+    if bool(arguments.queries) == bool(arguments.saved):
+        raise CommandError("pass shapes such as 128,32,4096,1, or --saved FILE")
     try:
-        if (arguments.shapes is None) == (arguments.trace is None):
-            raise CommandError("pass a TOML file, or --trace FILE")
         with working("reading the problems"):
-            problems, skipped = _traced(arguments.trace) if arguments.trace else (store.read_problems(arguments.shapes), {})
+            problems = store.read_problems(arguments.saved) if arguments.saved else list(_problems(arguments))
         with Progress("planning") as progress:
             built = store.build(
                 problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
@@ -87,17 +85,14 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(file_error(error)) from error
     except CudnnError as error:
         raise CommandError(machine.brief(error)) from error
-    except ValueError as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise CommandError(str(error)) from error
-    for line, reason in skipped.items():
-        print_labeled("skipped", f"line {line} of {arguments.trace}: {reason}")
     for entry in built:
         print_labeled("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
     refused = sum(entry.plan is None for entry in built)
     files = store.DiskCache(arguments.output)
     result(
         folder=str(arguments.output), planned=len(built) - refused, refused=refused,
-        skipped=[{"line": line, "reason": reason} for line, reason in skipped.items()],
         problems=[
             {
                 "problem": str(entry.problem), "gpu": entry.gpu, "reason": entry.reason,
@@ -110,16 +105,12 @@ def command(arguments: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-def _traced(path: Path) -> tuple[list[Problem], dict[int, str]]:
-    """The problems of a trace, and why some lines have none, by their numbers."""
-    problems: list[Problem] = []
-    skipped: dict[int, str] = {}
-    for entry in read_entries(path):
-        try:
-            problems += entry.problems()
-        except (TypeError, ValueError, Unsupported) as error:
-            skipped[entry.number] = one_line(str(error))
-    return problems, skipped
+def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """The problems of the shapes."""
+    for queries in arguments.queries:
+        yield problem_options.problem_of(arguments, queries, backward=False, stats=arguments.backward)
+        if arguments.backward:
+            yield problem_options.problem_of(arguments, queries, backward=True)
 
 
 def _outcome(entry: store.Built) -> str:

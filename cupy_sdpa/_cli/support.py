@@ -27,7 +27,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to the parser."""
     parser = commands.add_parser(
         "support",
-        help="what each cuDNN version and GPU can run",
         description="Print what each cuDNN version and GPU can run, and all known bugs.",
         epilog=_EPILOG,
         formatter_class=Help,

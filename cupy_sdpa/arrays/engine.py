@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime
-from ..device.interpreted import InterpretedArray
+from ..device.interpreted import InterpretedArray, on_host
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS
 
 #: The values of the option besides None, and the arrays that each engine computes with.
@@ -78,5 +78,5 @@ def interpreted(name: str, array: Any, device: int) -> Any:
             "one: with cupy.cuda.Device(...): cupy.asarray(...)"
         )
     if name in _ON_HOST:
-        return array.get(order="F" if array.flags.f_contiguous else "C")
+        return on_host(InterpretedArray(array))
     return InterpretedArray(array)

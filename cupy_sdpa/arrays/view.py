@@ -166,13 +166,20 @@ class View:
         return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
 
 
-def part_of(array: Any, view: View) -> Any:
-    """The part of an array that a view of its storage describes."""
+def on_host(view: View, array: Any) -> Any:
+    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
+
+    The same for arrays that the interpreter computes with.
+    """
     if isinstance(array, InterpretedArray):
-        return InterpretedArray(part_of(array.array, view))
-    if isinstance(array, np.ndarray):
-        return np.asarray(_Place(view, array)).view(view.dtype) if view.size else np.empty(view.shape, view.dtype, order="F")
-    return type(array)(view.shape, view.dtype, array.data + view.offset, view.strides)
+        return InterpretedArray(on_device(type(array.array), view, array.array))
+    dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
+    return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
+
+
+def on_device(ndarray: Any, view: View, array: Any) -> Any:
+    """The part of a CuPy array that a view of its storage describes; ``ndarray`` is CuPy's array type."""
+    return ndarray(view.shape, view.dtype, array.data + view.offset, view.strides)
 
 
 class _Place:

@@ -14,14 +14,13 @@ from ..arrays.libraries import check_one_library
 from ..arrays.view import Storage, View
 from ..device import cupy_runtime
 from ..device.interpreted import InterpretedArray
-from ..problem.bucket import Policy, check_bucket
+from ..problem.bucket import Rounding, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import Signature, dense_signature, numpy_dtype, placeholder
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
-from ..staging.stage import Fill
 from ..support.engine_problem import engine_problem
 from . import user_functions
-from .call import Call
+from .call import Call, Fill
 from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
@@ -128,8 +127,8 @@ def _read_own(
             check_lengths(problem, found)
         results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
         check_separate(results, list(arguments.values()))
-    policy = _policy(options.get("bucket"), problem)
-    call = Call(problem, found, scalars, on_gpu, policy, source_lines, gradients, fills)
+    bucket = _rounding(options.get("bucket"), problem)
+    call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
     if functions:
         call.captured, call.identities = functions.captured, functions.identities
     return call
@@ -202,7 +201,7 @@ def _define_problem(
     return problem, functions, gradients
 
 
-def _policy(bucket: Any, problem: Problem) -> Policy | None:
+def _rounding(bucket: Any, problem: Problem) -> Rounding | None:
     policy = check_bucket(bucket)
     if policy and problem.paged:
         raise ValueError(
@@ -213,7 +212,7 @@ def _policy(bucket: Any, problem: Problem) -> Policy | None:
             "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "
             "and pass arrays of that size"
         )
-    return policy
+    return policy.of(problem) if policy and not problem.trivial else None
 
 
 def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
@@ -221,7 +220,7 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
 
     Args:
         problem: the problem.
-        arrays: the arrays by name.
+        arrays: the arrays by name; those that are missing are not checked.
 
     Raises:
         ValueError: a value is invalid; the message contains it.
@@ -230,7 +229,7 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
     for name, most in zip(LENGTHS, (sq, skv), strict=True):
         if (lengths := arrays.get(name)) is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
             raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
-    if problem.paged:
+    if problem.paged and {"page_table", "seq_lens_kv"} <= arrays.keys():
         _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
     for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
         if (starts := arrays.get(name)) is not None:
@@ -293,7 +292,7 @@ def read_shapes(
     problem, *_ = _define_problem(
         signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False
     )
-    return engine_problem(problem, _policy(options.get("bucket"), problem), on_gpu)
+    return engine_problem(problem, _rounding(options.get("bucket"), problem), on_gpu)
 
 
 def views_of_shapes(

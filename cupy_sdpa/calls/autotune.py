@@ -1,11 +1,10 @@
 """Autotuning: measure the engine configs that cuDNN's heuristics propose on the caller's arrays, and keep the fastest.
 
 A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the
-graph of the ordered engine, which accumulates dQ in scratch memory, is not tuned, because its other configs accumulate in
-arbitrary order.
+graph of the ordered engine is not tuned, because its other configs accumulate dQ in scratch memory in arbitrary order.
 
-Only proposed configs are measured. Knob settings that the heuristics do not propose gained 3 % on one of ten
-problems on an H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
+Only proposed configs are measured. Knob settings that the heuristics do not propose gained 3 % on one of ten problems on an
+H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
 (``benchmarks/results/h200_cudnn928_plans.csv``).
 """
 
@@ -16,12 +15,11 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import _html
-from .._cudnn.launch import Handle
 from ..device import cupy_runtime
 from ..device.cuda_graph import Recording
 from ..plans.disk_cache import current
@@ -40,8 +38,7 @@ TOLERANCE = 0.02
 _FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """The measurement of one engine config.
 
     Attributes:
@@ -63,8 +60,7 @@ class Tuning:
     Attributes:
         problem: the problem that was tuned.
         trials: every config, the fastest first.
-        before: microseconds of the plan before tuning.
-        after: microseconds of the plan after tuning.
+        before, after: microseconds of the plan before and after tuning.
     """
 
     problem: Problem
@@ -77,15 +73,16 @@ class Tuning:
         """The speedup; 1 if the plan did not change."""
         return self.before / self.after
 
-    _COLUMNS = ("time", "engine", "knobs", "workspace")
-
     def _title(self) -> str:
         return f"{self.problem}: {self.before:.1f} us before, {self.after:.1f} us after, {self.gain:.2f} times as fast"
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for t in self.trials:
-            time = "failed or wrong results" if t.us is None else f"{t.us:.1f} us"
-            yield time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B"
+    def _rows(self) -> list[tuple[str, ...]]:
+        times = ("failed or wrong results" if t.us is None else f"{t.us:.1f} us" for t in self.trials)
+        return [
+            (time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B") for time, t in zip(times, self.trials, strict=True)
+        ]
+
+    _COLUMNS = ("time", "engine", "knobs", "workspace")
 
     def __str__(self) -> str:
         rows = [self._COLUMNS, *self._rows()]
@@ -109,66 +106,45 @@ def tune(
         execute: runs a plan with the workspace at an address.
         results: the arrays that the plan writes.
     """
-    bench = _Bench(plan.target.handle, execute, results)
-    first = fastest = _Entry(plan, bench.time(plan, rounds=3))
-    finalists: list[_Entry] = []
+    is_ordered = problem.deterministic and bool(plan.info.graph.by_role("scratch"))
+    times = {plan: _time(plan, execute, 3)}  # the current plan, and the fastest others
+    dropped: list[Trial] = []
+    fastest = plan
     try:
-        dropped = [] if _is_ordered(problem, plan) else _measure_candidates(bench, problem, plan, finalists)
-        entries = [first, *finalists]
-        rounds = [[bench.time(entry.plan, rounds=1) for entry in entries] for _ in range(_ROUNDS)]
-        for entry, times in zip(entries, zip(*rounds, strict=True), strict=True):
-            entry.us = statistics.median(times)
-        best = min(entries, key=lambda entry: entry.us)
-        if first.us >= GAIN * best.us:
+        if not is_ordered:
+            expected = _results(plan, execute, results)
+            with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
+                for count, candidate in enumerate(_candidates(search, plan), 1):
+                    serialized = SerializedPlan(uids, candidate, plan.info.refused)
+                    other = Plan(serialized, plan.info.graph, plan.target, plan.key, candidate.build_ms)
+                    times[other] = math.inf
+                    if _agrees(other, execute, results, expected):
+                        times[other] = _time(other, execute, 3)
+                    _progress(f"tuning: {count} engine configs measured")
+                    slowest = max((one for one in times if one is not plan), key=times.__getitem__)
+                    if len(times) - 1 > _FINALISTS or times[slowest] == math.inf:
+                        dropped.append(_trial(slowest, times.pop(slowest)))
+                        slowest.close()
+        rounds = [[_time(one, execute, 1) for one in times] for _ in range(_ROUNDS)]
+        times = dict(zip(times, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        best = min(times, key=times.__getitem__)
+        if times[plan] >= GAIN * times[best]:
             fastest = best
     finally:
         _progress("")
-        for entry in finalists:
-            if entry is not fastest:
-                entry.plan.close()
-    fastest.plan.mark_tuned()
-    current().put(plan.key, fastest.plan.content())
-    if fastest is not first:
-        cache.put(problem, fastest.plan)
-    trials = sorted([*dropped, *(entry.trial() for entry in entries)], key=lambda trial: trial.us or math.inf)
-    return Tuning(problem, tuple(trials), first.us, fastest.us)
+        for other in times:
+            if other is not plan and other is not fastest:
+                other.close()
+    fastest.mark_tuned()
+    current().put(plan.key, fastest.content())
+    trials = sorted([*dropped, *(_trial(one, us) for one, us in times.items())], key=lambda trial: trial.us or math.inf)
+    if fastest is not plan:
+        cache.put(problem, fastest)
+    return Tuning(problem, tuple(trials), times[plan], times[fastest])
 
 
-@dataclass
-class _Entry:
-    """A plan and the microseconds of one execution; infinite if it fails or its results are wrong."""
-
-    plan: Plan
-    us: float = math.inf
-
-    def trial(self) -> Trial:
-        info = self.plan.info
-        return Trial(info.engine, info.knobs, info.workspace, self.us if self.us < math.inf else None)
-
-
-def _is_ordered(problem: Problem, plan: Plan) -> bool:
-    """Whether a plan uses the ordered engine; other configs of its graph accumulate dQ in scratch memory in arbitrary order."""
-    return problem.deterministic and bool(plan.info.graph.by_role("scratch"))
-
-
-def _measure_candidates(bench: _Bench, problem: Problem, plan: Plan, finalists: list[_Entry]) -> list[Trial]:
-    """Measure every other config once; store the fastest in ``finalists``, and return the trials of all others."""
-    dropped: list[Trial] = []
-    expected = bench.results_of(plan)
-    with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
-        for count, candidate in enumerate(_candidates(search, plan), 1):
-            serialized = SerializedPlan(uids, candidate, plan.info.refused)
-            entry = _Entry(Plan(serialized, plan.info.graph, plan.target, plan.key, candidate.build_ms))
-            finalists.append(entry)
-            if bench.agrees(entry.plan, expected):
-                entry.us = bench.time(entry.plan, rounds=3)
-            _progress(f"tuning: {count} engine configs measured")
-            finalists.sort(key=lambda entry: entry.us)
-            if len(finalists) > _FINALISTS or finalists[-1].us == math.inf:
-                slowest = finalists.pop()
-                dropped.append(slowest.trial())
-                slowest.plan.close()
-    return dropped
+def _trial(plan: Plan, us: float) -> Trial:
+    return Trial(plan.info.engine, plan.info.knobs, plan.info.workspace, us if us < math.inf else None)
 
 
 def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
@@ -183,69 +159,61 @@ def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
             yield candidate
 
 
-class _Bench:
-    """Runs plans on the caller's arrays and measures the time of their kernels without the launch overhead of the host."""
+def _results(plan: Plan, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> list[Any]:
+    """Copies of a plan's results; an element that the plan does not write is NaN."""
+    for array in results:
+        array.fill(np.nan)
+    workspace = cupy_runtime.allocate(plan.info.workspace)
+    execute(plan, workspace.ptr)
+    return [array.copy() for array in results]
 
-    def __init__(self, handle: Handle | None, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> None:
-        assert handle
-        self._handle, self._execute, self._results = handle, execute, results
-        self._cupy = cupy_runtime.cupy()
 
-    def results_of(self, plan: Plan) -> list[Any]:
-        """Copies of a plan's results; an element that the plan does not write is NaN."""
-        for array in self._results:
-            array.fill(self._cupy.nan)
-        workspace = cupy_runtime.allocate(plan.info.workspace)
-        self._execute(plan, workspace.ptr)
-        return [array.copy() for array in self._results]
+def _agrees(plan: Plan, execute: Callable[[Plan, int], None], results: Sequence[Any], expected: list[Any]) -> bool:
+    """Whether a plan runs and its results equal the expected ones except for rounding."""
+    try:
+        found = _results(plan, execute, results)
+    except Exception:  # also if its workspace cannot be allocated, with any allocator
+        return False
+    return all(_is_close(a, b) for a, b in zip(expected, found, strict=True))
 
-    def agrees(self, plan: Plan, expected: list[Any]) -> bool:
-        """Whether a plan runs and its results equal the expected ones except for rounding."""
-        try:
-            results = self.results_of(plan)
-        except Exception:  # also if its workspace cannot be allocated, with any allocator
-            return False
-        return all(self._is_close(a, b) for a, b in zip(expected, results, strict=True))
 
-    def _is_close(self, a: Any, b: Any) -> bool:
-        xp = self._cupy
-        a, b = a.astype(xp.float32), b.astype(xp.float32)
-        difference = xp.where(a == b, 0, a - b)  # the -inf of a fully masked row is equal to itself
-        finite = xp.where(xp.isfinite(a), a, 0)
-        return bool(xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()))  # False for NaN
+def _is_close(a: Any, b: Any) -> bool:
+    xp = cupy_runtime.cupy()
+    a, b = a.astype(xp.float32), b.astype(xp.float32)
+    difference = xp.where(a == b, 0, a - b)  # the -inf of a fully masked row is equal to itself
+    finite = xp.where(xp.isfinite(a), a, 0)
+    return bool(xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()))  # False for NaN
 
-    def time(self, plan: Plan, rounds: int) -> float:
-        """Microseconds per execution: the median over rounds of many consecutive executions."""
-        recording = self._recorded(plan, cupy_runtime.empty((plan.info.workspace,), np.uint8))
-        try:
-            self._launch_ms(recording, 1)
-            count = max(1, min(100, round(_ROUND_MS / self._launch_ms(recording, 1))))
-            return statistics.median(self._launch_ms(recording, count) for _ in range(rounds)) * 1e3
-        finally:
-            recording.close()
 
-    def _recorded(self, plan: Plan, workspace: Any) -> Recording:
-        """An execution of a plan as a captured CUDA graph; the handle's stream is restored."""
-        before = cupy_runtime.stream()
+def _time(plan: Plan, execute: Callable[[Plan, int], None], rounds: int) -> float:
+    """Microseconds of the kernels of an execution, without the host: the median over rounds of many launches."""
+    cuda, handle = cupy_runtime.cupy().cuda, plan.target.handle
+    assert handle
+    workspace, before = cupy_runtime.empty((plan.info.workspace,), np.uint8), cupy_runtime.stream()
 
-        def run() -> None:
-            self._handle.set_stream(cupy_runtime.stream())
-            self._execute(plan, workspace.data.ptr)
+    def run() -> None:
+        handle.set_stream(cupy_runtime.stream())
+        execute(plan, workspace.data.ptr)
 
-        try:
-            return Recording(run, [workspace])
-        finally:
-            self._handle.set_stream(before)
-
-    def _launch_ms(self, recording: Recording, count: int) -> float:
-        """Milliseconds per launch of ``count`` launches; as many launches before keep the device busy during enqueueing."""
-        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+    def launch_ms(count: int) -> float:  # as many launches before keep the device busy during enqueueing
+        begin, end = cuda.Event(), cuda.Event()
         for event in (begin, end):
             for _ in range(count):
                 recording.launch_one_by_one()
             event.record()
         end.synchronize()
-        return float(self._cupy.cuda.get_elapsed_time(begin, end)) / count
+        return float(cuda.get_elapsed_time(begin, end)) / count
+
+    try:
+        recording = Recording(run, [workspace])
+    finally:
+        handle.set_stream(before)
+    try:
+        launch_ms(1)
+        count = max(1, min(100, round(_ROUND_MS / launch_ms(1))))
+        return statistics.median(launch_ms(count) for _ in range(rounds)) * 1e3
+    finally:
+        recording.close()
 
 
 def _progress(text: str) -> None:

@@ -10,21 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..device import cupy_runtime, memory
-from ..problem.problem import Problem
 from ..score_fn.identity import identity
 from .call import LaunchRecord
 from .user_functions import FUNCTIONS
 
 
 class Repeatable(Protocol):
-    """A call that the replay cache can repeat: a :class:`~.call.Call`, or one whose work is a program.
-
-    The attributes are those of a :class:`~.call.Call`.
-    """
+    """A call that the replay cache can repeat: a program and its arrays."""
 
     arrays: dict[str, Any]
     identities: tuple[Hashable | None, ...]
-    own_results: bool
     launched: LaunchRecord | None
 
     @property
@@ -55,17 +50,21 @@ class Repeatable(Protocol):
     def result_names(self) -> list[str]:
         """The names of the results."""
 
+    @property
+    def program(self) -> Any:
+        """The steps."""
+
+    def check_lengths(self) -> None:
+        """Check the elements of lengths, offsets and page tables of numpy."""
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes the call on numpy arrays, if it is the evaluation of one graph."""
+
     def on(self, arrays: dict[str, Any]) -> Repeatable:
         """The same call on other arrays."""
 
     def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
         """Compute the results."""
-
-    def lengths(self) -> list[tuple[Problem, dict[str, str]]]:
-        """The problems with lengths, offsets or page tables of the caller, and the names of these among the arrays."""
-
-    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What computes a call of numpy arrays, if it is one graph."""
 
     def enqueue(self) -> None:
         """Enqueue the work again, in a capture."""

@@ -41,10 +41,9 @@ import numpy as np
 
 from ..arrays.argument import check_separate, read_array
 from ..arrays.layouts import is_named
-from ..arrays.view import View, part_of
+from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .arguments import check_lengths
 from .call import active_tunings
 from .call_key import (
     HOST,
@@ -69,8 +68,7 @@ MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
 #: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
-#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200, ``python -m
-#: benchmarks host_options --profile``).
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
 LEAST_NODES = 4
 #: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
 #: counted only if the call allocates no memory, because the address of the memory is one of them.
@@ -145,7 +143,7 @@ class CachedCall:
         if max(self._positions) < 0 and not call.gradients:
             self._positions = []
         #: Whether a result at a new address may overlap another array.
-        self._may_overlap = max(self._positions, default=-1) >= 0 and not call.own_results
+        self._may_overlap = max(self._positions, default=-1) >= 0
         created = [name for name in call.result_names if name not in names]
         self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
         self._runs = equal_runs(self._created)
@@ -433,10 +431,10 @@ class HostCall:
         arrays: these arrays.
     """
 
-    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_lengths", "_names", "_results", "_views")
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_names", "_results", "_views")
 
     def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self._call, self._names, self._lengths = call.on({}), call.result_names, call.lengths()
+        self._call, self._names = call.on({}), call.result_names
         self._direct: list[tuple[str, int]] = []
         #: For views of the caller's arrays: name, position and view.
         self._views: list[tuple[str, int, View]] = []
@@ -467,16 +465,18 @@ class HostCall:
         for name, position in self._direct:
             found[name] = arrays[position]
         for name, position, view in self._views:
-            found[name] = part_of(arrays[position], view)
-        for problem, lengths in self._lengths:
-            check_lengths(problem, {name: found[source] for name, source in lengths.items()})
+            found[name] = on_host(view, arrays[position])
+        call = self._call
+        if self._evaluate is None or call.program.lengths:
+            call = call.on(found)
+            call.check_lengths()
         if self._results:
             arguments = {name: read_array(name, array) for name, array in found.items()}
             check_separate([arguments[name] for name in self._results], list(arguments.values()))
         for name, shape, dtype in self._created:
             found[name] = np.empty(shape, dtype, order="F")
         if self._evaluate is None:
-            return self._call.on(found).run()
+            return call.run()
         self._evaluate(found)
         results = []
         for name in self._names:

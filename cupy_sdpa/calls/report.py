@@ -46,6 +46,7 @@ class Report:
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
+        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class Report:
     unverified: tuple[str, ...] = ()
     blocks: str = ""
     conversion: str = ""
+    scalars: tuple[tuple[str, float], ...] = ()
 
     @property
     def workspace(self) -> int | None:
@@ -79,21 +81,25 @@ class Report:
         return not self.reasons
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(self._lines(steps=True))
 
     def __repr__(self) -> str:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
-    def _lines(self) -> Iterator[str]:
+    def summary(self) -> str:
+        """The report without the steps of the graph."""
+        return "\n".join(self._lines(steps=False))
+
+    def _lines(self, *, steps: bool) -> Iterator[str]:
+        yield self._verdict()
+        yield from (f"  {reason}" for reason in self.reasons)
         yield str(self.problem)
         if self.blocks:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
-        yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
-        yield from self._steps()
-        yield self._verdict()
-        yield from (f"  {reason}" for reason in self.reasons)
+        if self.scalars:
+            yield f"scalars: {', '.join(f'{name} = {value:g}' for name, value in self.scalars)}"
         if self.plan:
             facts = list(self._facts(self.plan))
             width = max(len(name) for name, _ in facts)
@@ -101,10 +107,13 @@ class Report:
             yield from (f"  {reason}" for reason in self.plan.reasons())
         yield from (f"  works around {bug}" for bug in self.workarounds)
         yield from (f"  not verified on this GPU ({CHECK} verifies it): {what}" for what in self.unverified)
+        if steps:
+            yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
+            yield from self._steps()
         for launch in self.launches[1:]:
             yield ""
             yield "and then"
-            yield from launch._lines()
+            yield from launch._lines(steps=steps)
 
     def _steps(self) -> Iterator[str]:
         """One line per input, then one line per step; results that exist only inside the kernel are marked."""
@@ -140,7 +149,7 @@ class Report:
             return f"runs with CuPy's operations, without cuDNN: {tile}"
         else:
             verdict = f"runs on {self.engine}"
-        return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.plan or self.reasons else ''}"
+        return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.reasons else ''}"
 
     def _repr_html_(self) -> str:
         tensors = [("", t.role, t.name, _shape(self.shape_of(t)), t.dtype) for t in self.graph.by_role("input")]
@@ -179,7 +188,11 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def explain_call(call: Call) -> Report:
-    """Whether and how :meth:`cupy_sdpa.calls.call.Call.run` would run; the plan is built and cached."""
+    """Whether and how a call would run; the plan is built and cached."""
+    return dataclasses.replace(_explain_call(call), scalars=tuple(call.scalars.items()))
+
+
+def _explain_call(call: Call) -> Report:
     if not call.on_gpu:
         engine = interpreter_of(call.arrays["q"])
         return explain_subproblems(call.engine_problem, lambda problem: Report(engine, problem, graph_of(problem)))

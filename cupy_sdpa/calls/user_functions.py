@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.conversion import Conversion, needs_conversion
-from ..device import cupy_runtime, memory
+from ..device import cupy_runtime
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -151,7 +151,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     identities = function_identities(options)
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
-    arrays = {name: _with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
+    arrays = {name: with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
     settings = settings._replace(program=traced.program, band=band)
     return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
@@ -183,25 +183,8 @@ class Gradients:
         count = len(results) - len(self.specs)
         return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
 
-    def allocate(self, arrays: dict[str, Any]) -> None:
-        """Add the gradients that are missing to ``arrays``."""
-        for name, (shape, dtype) in self.specs.items():
-            if gradient_name(name) not in arrays:
-                arrays[gradient_name(name)] = cupy_runtime.new_result(arrays["q"], shape, dtype)
-
-    def collect(self, arrays: Mapping[str, Any]) -> None:
-        """Write the gradient of each array: the sum over all captured arrays that are views of it, in float32 or float64."""
-        for name, (shape, dtype) in self.specs.items():
-            gradient = arrays[gradient_name(name)]
-            accumulates = str(dtype) in ("float32", "float64")
-            total = gradient if accumulates else cupy_runtime.temporary(gradient, shape, np.dtype(np.float32))
-            memory.clear(total, 0)
-            for captured, access in self.captured.items():
-                if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
-                    view = _with_score_axes(total, access)
-                    view += part
-            if total is not gradient:
-                gradient[...] = total
+    def __hash__(self) -> int:
+        return hash((tuple(self.specs.items()), tuple(self.captured.items())))
 
 
 def gradient_name(name: str) -> str:
@@ -242,7 +225,7 @@ def requested_gradients(
     return Gradients(specs, functions.captured if functions else {})
 
 
-def _with_score_axes(array: Any, access: Access) -> Any:
+def with_score_axes(array: Any, access: Access) -> Any:
     """A view of an array with the axes of the scores; missing axes have length 1."""
     part = array[(*(slice(None) if isinstance(axis, str) else axis for axis in access.axes), ...)]
     names = [axis for axis in access.axes if isinstance(axis, str)]

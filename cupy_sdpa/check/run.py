@@ -124,7 +124,7 @@ def _run_cases(
     """Run cases until none are left or the time limit is reached, and call ``count`` with each case and its outcome."""
     pending: dict[Future[Outcome], Case] = {}
     while True:
-        while len(pending) < pool.jobs and (end is None or time.monotonic() < end):
+        while len(pending) < pool.size and (end is None or time.monotonic() < end):
             if (case := next(drawn, None)) is None:
                 break
             pending[threads.submit(pool.run, case)] = case

@@ -1,4 +1,4 @@
-"""A worker process: it reads cases from stdin, one per line, and writes their outcomes to stdout as JSON.
+"""A worker process: its requests are cases, and its results their outcomes.
 
 ``python -m cupy_sdpa.check.worker [MODULE ...]`` imports the modules first. Tests of the self-test use them to inject faults.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
-import os
 import sys
 import warnings
 from typing import Any
 
+from .._workers import serve
 from .cases.case import Case, parse
 from .verify.execute import execute
 from .verify.outcome import Outcome
@@ -45,20 +44,13 @@ def _poisoned_pool() -> Any:
     return pool
 
 
-def serve() -> None:
-    """Run cases until stdin ends or an outcome is fatal."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # separates the output of libraries from the outcomes
+def main() -> None:
+    """Answer requests: the cases as text, so that a reported case is exactly what ran."""
     warnings.simplefilter("ignore")
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    for line in sys.stdin:
-        outcome = run_case(parse(line))
-        answers.write(json.dumps(outcome.as_dict()) + "\n")
-        answers.flush()
-        if outcome.fatal:
-            os._exit(0)
+    serve(lambda text: run_case(parse(text)))
 
 
 if __name__ == "__main__":
-    serve()
+    main()

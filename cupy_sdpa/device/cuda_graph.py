@@ -2,9 +2,9 @@
 
 A launch of one graph takes 2.6 us of host time; each kernel launch or memset takes 3 to 5 us. But alternating between many CUDA
 graphs is slow: in a continuous sequence of launches of 64 graphs in turn, each with a kernel of 8 us, a launch takes 39 us, and
-8 us kernel by kernel (H200, ``python -m benchmarks graphs``). One of many graphs is therefore launched whole only if its stream
-is idle; this check takes 1 us. An executable graph also takes 0.12 MiB of device memory: if there are many, further graphs are
-not made executable, and are launched kernel by kernel.
+8 us kernel by kernel (H200, benchmarks/results/h200_cudnn919_graphs.csv). One of many graphs is therefore launched whole only
+if its stream is idle; this check takes 1 us. An executable graph also takes 0.12 MiB of device memory: if there are many,
+further graphs are not made executable, and are launched kernel by kernel.
 
 A kernel node owns a copy of its kernel's arguments; the kernel can be launched with this copy.
 """

@@ -88,6 +88,11 @@ def plain(array: Any) -> Any:
     return array.array if type(array) is InterpretedArray else array
 
 
+def on_host(array: Any) -> Any:
+    """An interpreted array as a numpy array, which waits for the GPU; others unchanged."""
+    return array.array.get(order="F" if array.flags.f_contiguous else "C") if type(array) is InterpretedArray else array
+
+
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """A view of the memory of a numpy array or an interpreted array, from its first element; strides in bytes."""
     if type(array) is InterpretedArray:

@@ -1,10 +1,13 @@
-"""CUDA kernels that run before and after cuDNN's: they compute offsets, clear padding, and convert row statistics."""
+"""Kernels that run before and after attention: they compute offsets, clear padding, and convert row statistics.
+
+Functions that the steps of programs run take arrays of numpy or CuPy; the numpy code is beside the CUDA kernel.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +29,28 @@ class Lengths(NamedTuple):
         max_length: the largest length; longer sequences are truncated.
         total: the number of positions of a packed array; unused for dense arrays.
         packed: whether the sequences are packed.
+        made: int32 ``(B,)``, written: the lengths of packed sequences; or None.
     """
 
     array: Any
     max_length: int
     total: int
     packed: bool = False
+    made: Any = None
+
+
+class Offsets(NamedTuple):
+    """Ragged offsets of packed sequences.
+
+    Attributes:
+        made: int64 ``(B+1,)``, written: the cumulative lengths times ``factor``.
+        of_keys: whether they are those of keys.
+        factor: the elements per position.
+    """
+
+    made: Any
+    of_keys: bool
+    factor: int
 
 
 class ClearedResult(NamedTuple):
@@ -52,45 +71,46 @@ class ClearedResult(NamedTuple):
     sinks: Any = None
 
 
-def prepare_sequences(
-    queries: Lengths, keys: Lengths, offsets: Mapping[str, tuple[bool, int]] | None, results: Sequence[ClearedResult]
-) -> dict[str, Any]:
+def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
     """Compute lengths and offsets of packed sequences, and clear the padding of results; one launch, no synchronization.
 
     cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
+    On the CPU, whose engine does not write to padding, whole results are cleared.
 
     Args:
         queries, keys: the lengths of the queries and of the keys.
-        offsets: for each array of offsets of packed sequences, whether it is of keys, and the elements per position. None for
-            dense arrays.
+        offsets: the offsets of packed sequences.
         results: the results whose padding is cleared.
-
-    Returns:
-        Of packed sequences ``seq_lens_q`` and ``seq_lens_kv``, int32 ``(B,)``, and the offsets, int64 ``(B+1,)``.
     """
-    batch = queries.array.size - queries.packed
-    sides = {"seq_lens_q": queries, "seq_lens_kv": keys}
-    made = {name: cupy_runtime.empty((batch,), np.int32) for name, lengths in sides.items() if lengths.packed}
-    made |= {name: cupy_runtime.empty((batch + 1,), np.int64) for name in offsets or ()}
+    sides = queries, keys
+    if not cupy_runtime.is_array(queries.array):
+        for result in results:
+            result.array.fill(result.fill_value)
+        for lengths in sides:
+            if lengths.made is not None:
+                lengths.made[...] = np.diff(lengths.array)
+        for made, of_keys, factor in offsets:
+            made[...] = sides[of_keys].array.astype(np.int64) * factor
+        return
+    packed = queries.packed, keys.packed
+    batch = queries.array.size - packed[0]
     sequences = [
         _Sequences(
             array=lengths.array.data.ptr,
             stride=lengths.array.strides[0] // lengths.array.itemsize,
             itemsize=lengths.array.itemsize,
-            lengths=made[name].data.ptr if lengths.packed else 0,
+            lengths=0 if lengths.made is None else lengths.made.data.ptr,
             max_length=lengths.max_length,
             total=lengths.total,
         )
-        for name, lengths in sides.items()
+        for lengths in sides
     ]
-    offset_arrays = [_Offsets(made[name].data.ptr, of_keys, factor) for name, (of_keys, factor) in (offsets or {}).items()]
+    offset_arrays = [_Offsets(made.data.ptr, of_keys, factor) for made, of_keys, factor in offsets]
     blocks = max(1, min(64, 256 // max(batch, 1)))
-    packed = queries.packed, keys.packed
     arguments = _arguments(batch, sequences, offset_arrays, [_result(result, packed[result.of_keys]) for result in results])
     _prepare_sequences_kernel(packed)((blocks, max(batch, 1)), (256,), (arguments,))
-    return made
 
 
 class _Sequences(NamedTuple):
@@ -207,7 +227,7 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
                     begin[side] = clamped(at(s, b), s.total);
                     end[side] = clamped(at(s, b + 1), s.total);
                     length[side] = clamped(end[side] - begin[side], s.max_length);
-                    if (blockIdx.x == 0 && threadIdx.x == 0) ((int*)s.lengths)[b] = length[side];
+                    if (s.lengths && blockIdx.x == 0 && threadIdx.x == 0) ((int*)s.lengths)[b] = length[side];
                 }} else {{
                     begin[side] = 0;
                     length[side] = clamped(at(s, b), s.max_length);
@@ -253,12 +273,14 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
     )
 
 
-def zero_padded(array: Any, lengths: Any) -> Any:
-    """A dense copy of an array ``(D, H, S, B)`` with zeros beyond the length of every batch entry, even if these are NaN.
+def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
+    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch entry, even if these are NaN.
 
-    D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
+    On the GPU D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
     """
-    copy = cupy_runtime.empty(array.shape, array.dtype)
+    if not cupy_runtime.is_array(array):
+        copy[...] = np.where(np.arange(array.shape[2])[:, None] >= lengths, np.zeros((), array.dtype), array)
+        return
     rows = memory.rows_of(array, 2)
     if rows is None or rows.address % 16 or rows.pitch % 16:
         copy[...] = array
@@ -268,7 +290,6 @@ def zero_padded(array: Any, lengths: Any) -> Any:
     blocks = min(-(-rows.width // (16 * 256)), 1024)
     arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
     _zero_padded_kernel()((blocks, array.shape[3]), (256,), arguments)
-    return copy
 
 
 @functools.cache
@@ -285,31 +306,60 @@ def _zero_padded_kernel() -> Any:
     )
 
 
-def backward_stats(stats: Any) -> Any:
-    """A copy of the log-sum-exp for the backward pass: +inf in fully masked rows, so that exp(S - L) is 0 there."""
-    copy = cupy_runtime.empty(stats.shape, stats.dtype)
+def backward_stats(copy: Any, stats: Any) -> None:
+    """Copy the log-sum-exp for the backward pass, with +inf in fully masked rows, so that exp(S - L) is 0 there."""
+    if not cupy_runtime.is_array(stats):
+        copy[...] = np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
+        return
     kernel = elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
-    return kernel(stats, MASKED_SCORE, math.inf, copy)
+    kernel(stats, MASKED_SCORE, math.inf, copy)
 
 
 def replace_infinite(bias: Any) -> None:
-    """Replace -inf in a float32 array by :data:`LOWEST`."""
+    """Replace -inf in a float32 array on the GPU by :data:`LOWEST`."""
     operation = "y = x < lowest ? lowest : x"
     elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
 
 
+def at_least_one(copy: Any, lengths: Any) -> None:
+    """Copy lengths on the GPU, with 1 in place of 0."""
+    cupy_runtime.cupy().maximum(lengths, 1, out=copy)
+
+
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
     """``stats = top + log(total)``."""
+    if not cupy_runtime.is_array(stats):
+        with np.errstate(divide="ignore"):
+            stats[...] = top + np.log(total)
+        return
     elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
 
 
-def diagonal(rows: int, step: int, lengths_q: Any, lengths_kv: Any) -> Any:
-    """``step i + lengths_kv - lengths_q`` for every row i and batch entry, int32 ``(rows, B)``."""
-    made = cupy_runtime.empty((rows, lengths_q.size), np.int32)
+def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:
+    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch entry into an int32 array ``(rows, B)``."""
+    rows, _ = made.shape
+    if not cupy_runtime.is_array(made):
+        made[...] = step * np.arange(rows, dtype=np.int32)[:, None] + (lengths_kv - lengths_q)
+        return
     operation = "p = i % n * step + k[i / n] - q[i / n]"
     kernel = elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
     kernel(lengths_q, lengths_kv, rows, step, made.T)  # the elements of made.T are in memory order
-    return made
+
+
+def sinks_of_rows(queries: Lengths, rows: Sequence[ClearedResult]) -> None:
+    """Write sinks to the rows of sequences, and the fill value to the other rows, for results whose rows attend to no key."""
+    if cupy_runtime.is_array(queries.array):  # as for batch entries without keys
+        prepare_sequences(queries, queries._replace(max_length=0), (), rows)
+        return
+    if not queries.packed:
+        exists = np.arange(rows[0].array.shape[0])[:, None, None] < queries.array
+    else:
+        positions, starts = np.arange(queries.total), queries.array
+        start = np.take(starts, np.maximum(np.searchsorted(starts, positions, side="right") - 1, 0))  # of the row's sequence
+        # rows of a sequence after max_seqlen_q count as padding
+        exists = (start <= positions) & (positions < starts[-1]) & (positions < start + queries.max_length)
+    for row in rows:
+        row.array[...] = np.where(exists, row.sinks[:, None], row.fill_value)
 
 
 class _Sum(NamedTuple):
@@ -333,6 +383,10 @@ class _Sum(NamedTuple):
 
 def sum_over_scores(source: Any, target: Any) -> None:
     """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1; in float32."""
+    if not cupy_runtime.is_array(source):
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] < source.shape[axis])
+        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
+        return
     keys, queries, heads, batch = source.shape
     of, to = (source.data.ptr, keys, queries, *source.strides), (target.data.ptr, *target.shape[:2], *target.strides)
     arguments = np.array(tuple(_Sum(*of, *to)), struct(_Sum))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -214,8 +215,8 @@ def _is_aligned(array: Any, vector: int) -> bool:
     width, *lengths = array.shape
     unit, *strides = array.strides
     size = min(vector * array.itemsize, 16)
-    places = [array.data.ptr, *(stride for length, stride in zip(lengths, strides, strict=True) if length > 1)]
-    return width % vector == 0 and unit == array.itemsize and all(place % size == 0 for place in places)
+    used = [stride for length, stride in zip(lengths, strides, strict=True) if length > 1]
+    return bool(width % vector == 0 and unit == array.itemsize and math.gcd(size, array.data.ptr, *used) == size)
 
 
 @functools.cache

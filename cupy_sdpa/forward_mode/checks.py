@@ -9,6 +9,7 @@ import numpy as np
 from ..arrays.argument import check_arrays, read_array
 from ..arrays.layouts import check_strides_of
 from ..calls.arguments import read_forward
+from ..calls.call import build_plan
 from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..problem.tensor_spec import Expected
@@ -44,7 +45,7 @@ def read_form(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     if not _may_copy(q, k, v):
-        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"}).plan()  # raises
+        build_plan(read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"}))  # raises
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:

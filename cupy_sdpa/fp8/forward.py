@@ -18,8 +18,8 @@ from ..calls.options import Options, read_flag, refuse_arguments, takes_options
 from ..calls.replay_cache import cache_call, run_cached
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..programs.run import compiled
 from ..support import fp8_rules
-from ..tracing import recorder
 from .array import Fp8Array, factor, made
 from .quantize import SOURCES, quantize
 
@@ -99,8 +99,6 @@ def attention(
         refuse_arguments(attention, positional, options)
     return_amax = read_flag("return_amax", return_amax)
     kind, arrays = _arguments(q, k, v, return_stats, out_dtype, out_scale, stats, options)
-    if recorder.active:
-        _record(q, k, v, stats, options, return_stats, out_dtype)
     results = run_cached(kind, tuple(arrays.values()), options)
     if results is None:
         if not return_amax:
@@ -156,8 +154,6 @@ def _convert_and_attend(q: Any, k: Any, v: Any, options: Any, return_stats: Any,
     if name in _OUTPUTS:
         kind, arrays = _arguments(converted, k, v, return_stats, name, None, stats, options)
         arrays["out"] = out
-        if recorder.active:
-            _record(converted, k, v, stats, options, return_stats, name)
         results = run_cached(kind, tuple(arrays.values()), options)
         if results is None:
             _drop_amax(arrays)
@@ -304,14 +300,9 @@ def _read(q: Fp8Array, arrays: dict[str, Any], options: Any, return_stats: Any, 
     return read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**arrays, **typed})
 
 
-def _record(q: Any, k: Any, v: Any, stats: Any, options: Any, return_stats: Any, out_dtype: Any) -> None:
-    """Write the problem to the open traces."""
-    given = {**options, "return_stats": return_stats, "out_dtype": out_dtype}
-    recorder.record("attention", {"q": q, "k": k, "v": v, "stats": stats}, given)
-
-
-def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, call: Call) -> list[Any]:
+def _run(kind: tuple[Any, ...], arrays: dict[str, Any], options: Any, read: Call) -> list[Any]:
     """Run a call and cache it."""
+    call = compiled(read)
     results = call.run()
     cache_call(kind, tuple(arrays), tuple(arrays.values()), options, call)
     return results

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..device.cupy_runtime import cupy
-from ..device.interpreted import plain
+from ..device.interpreted import on_host, plain
 from ..problem.tensor_spec import FP8_LARGEST, rounded
-from .nodes import Graph, Matmul, Node, PagedLoad, Reduction, Tensor
+from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -38,6 +38,7 @@ class Analysis:
         scalars: the tensors of the scalars.
         right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
+        on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         packed: the names of the tensors of packed sequences.
         lengths: the lengths of each batch entry, if only these are computed.
@@ -51,6 +52,7 @@ class Analysis:
         self.scalars = graph.by_role("scalar")
         self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
         self.steps = _last_reads(graph)
+        self.on_host = {t.name for node in graph.nodes for t in _read_on_host(node)}
         self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
@@ -92,7 +94,7 @@ class Evaluation:
         for name, axes, new_axes in analysis.views:
             array = arrays[name]
             if type(array) is not np.ndarray:
-                array = plain(array)
+                array = on_host(array) if name in analysis.on_host else plain(array)
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
@@ -243,6 +245,13 @@ class Tile:
     def head_of(self, view: Array) -> int:
         """The head of a tensor with fewer heads, each of which serves a group of consecutive query heads."""
         return self.head * int(view.shape[1]) // self.run.heads
+
+
+def _read_on_host(node: Node) -> Iterator[Tensor]:
+    """The integers that the interpreter reads one by one."""
+    names = {Matmul: ("m", "n", "k"), PagedLoad: ("table", "lengths"), Softmax: ("rows",), Bernoulli: ("seed", "offset")}
+    yield from (t for name in names.get(type(node), ()) if (t := getattr(node, name)) is not None)
+    yield from (t.ragged for t in (*node.inputs, *node.outputs) if t.ragged is not None)
 
 
 class TileSize(NamedTuple):

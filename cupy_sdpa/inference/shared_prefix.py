@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import check_arrays, read_array
+from ..arrays.argument import read_array
+from ..arrays.view import View
 from ..attention import attention
 from ..calls.arguments import read_forward
 from ..calls.options import Options, check_names, is_one_of, takes_options
-from ..calls.replay_cache import cache_call, run_cached
-from ..device import cupy_runtime
+from ..calls.replay_cache import run_cached
+from ..device import cupy_runtime, merge
 from ..device.paging import paged
 from ..fp8.array import Fp8Array
-from ..helpers import merge
-from ..problem.problem import OTHER_RESULTS
-from ..problem.split import MAX_ROWS
+from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, make_spec
-from ..problem.validation import expected_arrays
+from ..programs.program import Builder
+from ..programs.run import Inputs, run_program
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
              "layout", "compute_dtype")  # fmt: skip
-
-#: The options that are arrays.
-_READ = ("page_table", "seq_lens_kv", "sinks")
 
 
 @takes_options
@@ -47,8 +42,7 @@ def shared_prefix_attention(
     """:func:`cupy_sdpa.attention` with a page table, for sequences whose first keys are the same pages.
 
     The queries of all sequences attend to the shared pages as one batch entry, which is read once. Each sequence attends to its
-    other pages. The two results are merged (:func:`cupy_sdpa.merge`). In a captured CUDA graph the two parts run in parallel if
-    there is one query per sequence.
+    other pages. The two results are merged (:func:`cupy_sdpa.merge`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
@@ -83,100 +77,75 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    table: Any = options.get("page_table")
-    lengths: Any = options.get("seq_lens_kv")
-    parts: dict[str, Any] = {
-        name: value for name, value in options.items() if name not in ("page_table", "seq_lens_kv", "sinks")
-    }
-    _check(q, k, shared_prefix, options)
-    if isinstance(table, np.ndarray) and isinstance(lengths, np.ndarray):
-        _check_pages(table, lengths, int(shared_prefix), shared_prefix // k.shape[2])
-    # A sequence may have fewer keys after the prefix than queries: keys that only some of its queries see are no part of it.
-    hidden = q.shape[2] - 1 if options.get("causal") else 0
-    pages = max(0, int(shared_prefix) - hidden) // k.shape[2]
-    prefix_length = pages * k.shape[2]
-    if not pages or not q.shape[3]:
-        return attention(q, k, v, return_stats=return_stats, out=out, **options)
-    with cupy_runtime.device_context(q):
-        (_, hq, sq, b), dv = q.shape, v.shape[0]
-        new = functools.partial(cupy_runtime.temporary, q)
-        own, own_stats, rest = new((dv, hq, sq, b), q.dtype), new((sq, hq, b), np.float32), new((b,), np.int32)
-        shared_pages, shared_length = new((pages, 1), np.int32), new((1,), np.int32)
-        _divide(table, lengths, prefix_length, shared_pages, shared_length, rest)
-        shared = {"page_table": shared_pages, "seq_lens_kv": shared_length, **parts, "causal": False}
-        merges_once = sq == 1 and not return_stats and cupy_runtime.is_array(q) and hq // k.shape[1] * b <= MAX_ROWS
-        if out is not None and not merges_once:
-            of_call = {"q": q, "k": k, "v": v, "out": out, **{name: options.get(name) for name in _READ}}
-            check_arrays([expected_arrays(q, k, v)["out"]._replace(writable=True)], of_call)
-        in_parallel = merges_once and cupy_runtime.capturing()
-        with cupy_runtime.parallel_branch() if in_parallel else contextlib.nullcontext() as join:
-            attention(q, k, v, page_table=table[pages:], seq_lens_kv=rest, out=own, stats=own_stats, return_stats=True, **parts)
-        if merges_once:
-            try:
-                out = cupy_runtime.new_result(q, own.shape, q.dtype) if out is None else out
-                sinks = {name: value for name, value in options.items() if name == "sinks"}
-                others = _as_one_entry(own), own_stats.transpose(2, 1, 0)
-                _attend_and_merge(_as_one_entry(q), k, v, _as_one_entry(out), others, shared | sinks, join)
-            except BaseException:
-                if join:
-                    join()  # a capture with a branch that is not joined could not be ended
-                raise
-            return out
-        prefix, prefix_stats = _attend_as_one_entry(q, k, v, shared)
-        stats = [prefix_stats, own_stats]
-        return merge([prefix, own], stats, sinks=options.get("sinks"), out=out, return_stats=return_stats)
+    given = (q, k, v, out)
+    kind = ("shared prefix", shared_prefix, bool(return_stats))
+    results = run_cached(kind, given, options) if type(shared_prefix) is int and type(return_stats) is bool else None
+    if results is None:
+        _check(q, k, shared_prefix, options)
+        # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
+        hidden = q.shape[2] - 1 if options.get("causal") else 0
+        pages = max(0, int(shared_prefix) - hidden) // k.shape[2]
+        if not pages or not q.shape[3]:
+            return attention(q, k, v, return_stats=return_stats, out=out, **options)
+        read_forward(q, k, v, options, return_stats=return_stats, out=out)  # checks the arguments
+        _check_pages(options["page_table"], options["seq_lens_kv"], int(shared_prefix), int(shared_prefix) // k.shape[2])
+        with cupy_runtime.device_context(q):
+            arrays = {"q": q, "k": k, "v": v, "out": out}
+            if out is None:
+                arrays["out"] = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype)
+            if return_stats:
+                arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
+            inputs = Inputs(arrays, options)
+            build = functools.partial(_build, inputs=inputs, pages=pages)
+            names = ["out", "stats"] if return_stats else ["out"]
+            results = run_program(kind, ("q", "k", "v", "out"), given, options, inputs, names, build)
+    return tuple(results) if return_stats else results[0]
 
 
-def _attend_as_one_entry(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The output ``(Dv, Hq, Sq, B)`` and the log-sum-exp ``(Sq, Hq, B)`` of all queries as those of one batch entry."""
-    (d, hq, sq, b), dv = q.shape, v.shape[0]
-    rows = q if q.flags.f_contiguous else cupy_runtime.temporary_copy(q)
-    out, stats = cupy_runtime.temporary(q, (dv, hq, sq, b), q.dtype), cupy_runtime.temporary(q, (sq, b, hq), np.float32)
-    attention(
-        rows.reshape((d, hq, sq * b, 1), order="F"), k, v, **options, out=out.reshape((dv, hq, sq * b, 1), order="F"),
-        stats=stats.reshape((sq * b, hq, 1), order="F"), return_stats=True,
-    )  # fmt: skip
-    return out, stats.transpose(0, 2, 1)
+def _build(builder: Builder, inputs: Inputs, pages: int) -> None:
+    """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
+    q, k, v, out, stats, sinks = inputs.of(("q", "k", "v", "out", "stats", "sinks"))
+    options = dict(inputs.options)
+    table, lengths = options.pop("page_table"), options.pop("seq_lens_kv")
+    options.pop("sinks", None)
+    (_, _, sq, b), integers = q.shape, np.dtype(np.int32)
+    shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
+    builder.run(paged.divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
+    own = {"page_table": table[pages:], "seq_lens_kv": rest}
+    results: dict[str, Any] = {
+        "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), np.float32)
+    }  # fmt: skip
+    builder.branch = True
+    builder.attend("own keys", q, k, v, {**options, **own}, **results)
+    builder.branch = False
+    prefix = {"page_table": shared, "seq_lens_kv": length, "causal": False}
+    # deterministic: also the keys of one query are split, so that the merge below is the only one
+    parts = builder.attend_to_parts(
+        "shared prefix", _as_one_entry(builder, q), k, v, {**options, **prefix}, deterministic=builder.on_gpu
+    )
+    groups = [_of_sequences(part, sq, b) for part in parts]
+    groups.append(merge.Parts(results["out"][..., None], results["stats"][..., None]))
+    builder.run(merge.merge, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
 
 
-def _as_one_entry(array: Any) -> Any:
-    """An array ``(D, Hq, 1, B)`` of one query per sequence as one batch entry of B queries, ``(D, Hq, B, 1)``."""
-    return array.transpose(0, 1, 3, 2)
+def _as_one_entry(builder: Builder, q: View) -> View:
+    """Queries ``(D, Hq, Sq, B)`` as those of one batch entry, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
+    d, heads, sq, b = q.shape
+    if sq > 1 and b > 1 and q.strides[3] != sq * q.strides[2]:
+        q = builder.copied(q)
+    step = q.strides[2 if sq > 1 else 3]
+    return q.strided((d, heads, sq * b, 1), (*q.strides[:2], step, step * sq * b))
 
 
-def _attend_and_merge(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    others: tuple[Any, Any],
-    options: Mapping[str, Any],
-    join: Callable[[], None] | None,
-) -> None:
-    """Attend to the prefix in chunks, and merge the results of the chunks with those over other keys, in one kernel.
-
-    Args:
-        q, k, v, out, options: of the call.
-        others: the output and the log-sum-exp over other keys.
-        join: waits for these results; None if they are in stream order.
-    """
-    kind, arrays = "shared prefix", (q, k, v, out, *others)
-    if join or run_cached(kind, arrays, options) is None:
-        call = read_forward(q, k, v, options, out=out, **dict(zip(OTHER_RESULTS, others, strict=True)))
-        call.before_finish = join
-        call.run()
-        cache_call(kind, ("q", "k", "v", "out", *OTHER_RESULTS), arrays, options, call)
-
-
-def _divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
-    """:func:`.paged.divide`, also for numpy arrays. The sequence is chosen on the device: a released one has no pages."""
-    if cupy_runtime.is_array(lengths):
-        paged.divide(table, lengths, prefix, shared, shared_length, rest)
-        return
-    whole = lengths >= prefix
-    shared[...] = table[: len(shared), whole.argmax(), None] if whole.any() else 0
-    shared_length[...] = prefix if whole.any() else 0
-    np.maximum(lengths - np.int32(prefix), 0, out=rest)
+def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
+    """Parts of one batch entry as those of the sequences."""
+    out, stats = parts.out, parts.stats
+    (dv, heads, _, _, chunks), (d, head, row, _, chunk) = out.shape, out.strides
+    of_row, of_head, _, of_chunk = stats.strides
+    return merge.Parts(
+        out.strided((dv, heads, sq, b, chunks), (d, head, row, row * sq, chunk)),
+        stats.strided((sq, heads, b, chunks), (of_row, of_head, of_row * sq, of_chunk)),
+    )
 
 
 def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
@@ -216,6 +185,8 @@ def _check_pages(table: Any, lengths: Any, shared_prefix: int, pages: int) -> No
     Raises:
         ValueError: a sequence does not.
     """
+    if not isinstance(lengths, np.ndarray):
+        return
     first = None
     for b in np.flatnonzero(lengths) if table.ndim == 2 and table.shape[1:] == lengths.shape else ():
         if lengths[b] < shared_prefix:

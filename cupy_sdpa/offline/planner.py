@@ -2,27 +2,23 @@
 
 cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
 a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
-process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`). Each has its own process group: Ctrl-C
-interrupts only the parent, which ends its workers.
+process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`).
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
-import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+from .. import _workers
 from .._cudnn.library import OVERRIDE
 from ..device.cupy_runtime import model_of
 from ..errors import CudnnError
@@ -59,21 +55,17 @@ class Planner:
 
     Attributes:
         version: the version of cuDNN in the workers.
+        environment: the environment of the workers.
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
     """
 
     def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
-        self._environment = _environment()
-        if cudnn is not None:
-            self._environment[OVERRIDE] = cudnn
-        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a worker that ended; it is restarted when needed
-        self._workers: list[_Worker] = []
+        self.environment = _workers.environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
+        self._pool = _workers.Pool(workers, self._start)
         self._threads = ThreadPoolExecutor(workers)
         try:
-            for _ in range(workers):
-                self._idle.put(self._start())
             self.version = int(self._request(None))
         except BaseException:
             self._kill()
@@ -108,14 +100,12 @@ class Planner:
     def close(self) -> None:
         """Finish current requests and end the workers."""
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        self._pool.close()
 
     def _kill(self) -> None:
         """End the workers immediately."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in list(self._workers):
-            worker.kill()
+        self._pool.kill()
         self.close()
 
     def __enter__(self) -> Planner:
@@ -127,42 +117,23 @@ class Planner:
         else:
             self._kill()
 
-    def _start(self) -> _Worker:
+    def _start(self) -> _workers.Worker:
         try:
-            worker = _Worker(self._environment)
+            return _workers.Worker(_COMMAND, self.environment)
         except OSError as error:
             raise CudnnError(f"a planning process cannot be started: {error}") from error
-        self._workers.append(worker)
-        return worker
 
     def _request(self, request: Any) -> Any:
-        worker = self._idle.get()
         try:
-            worker = worker or self._start()
-            result = worker.request(request)
-        except EOFError:
-            assert worker
-            status = worker.close()
-            self._workers.remove(worker)
-            worker = None
+            result = self._pool.request(request)
+        except _workers.WorkerEnded as ended:
+            status = ended.status
             if request is None:
                 raise CudnnError(f"the planning process ended with exit status {status} before the first request") from None
             return f"planning ended the process inside cuDNN (exit status {status})"
-        except BaseException:  # its pending result would be read as that of the next request
-            if worker:
-                worker.kill()
-            worker = None
-            raise
-        finally:
-            self._idle.put(worker)
         if isinstance(result, Exception):
             raise result
         return result
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a worker, which imports what its parent does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 #: The beginnings of the names of variables that planning depends on.
@@ -181,7 +152,7 @@ def kept_planner() -> Planner:
     """
     global _kept
     with _lock:
-        if _kept and _relevant(_kept._environment) != _relevant(_environment()):
+        if _kept and _relevant(_kept.environment) != _relevant(_workers.environment()):
             _close_kept()
         _kept = _kept or Planner()
         return _kept
@@ -196,7 +167,6 @@ def _close_kept() -> None:
     """End the worker that is kept, after a request of another thread."""
     global _kept
     if _kept:
-        _kept._idle.get()
         _kept.close()
         _kept = None
 
@@ -209,39 +179,3 @@ def _reset_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_reset_after_fork)
-
-
-class _Worker:
-    """One worker process."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
-        )
-
-    def request(self, request: Any) -> Any:
-        """Send a request and return the result.
-
-        Raises:
-            EOFError: the process ended.
-        """
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            self._process.stdin.write(pickle.dumps(request))
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
-        except (BrokenPipeError, pickle.UnpicklingError):  # the process ended before or while it wrote the result
-            raise EOFError from None
-
-    def kill(self) -> None:
-        """End the process immediately; :meth:`close` is still required."""
-        self._process.kill()
-
-    def close(self) -> int:
-        """End the process and return its exit status."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        return self._process.wait()

@@ -77,13 +77,25 @@ class PlanInfo:
         yield "engine", f"{self.engine}{', the fastest measured' * self.tuned}"
         yield "knobs", knobs_text(self.knobs) or "none"
         yield "numerical notes", " ".join(note.lower() for note in self.notes) or "none"
-        yield "workspace", f"{self.workspace} bytes"
+        yield "workspace", size_text(self.workspace)
         yield ("loaded in" if self.loaded else "built in"), f"{self.build_ms:.1f} ms"
-        yield "size", f"{self.size} bytes"
+        yield "size", size_text(self.size)
 
     def reasons(self) -> list[str]:
         """One line for each engine config that was refused before this one."""
         return [f"refused: {reason}" for reason in self.refused]
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in readable units.
+
+    >>> size_text(256), size_text(75140), size_text(3 << 30)
+    ('256 bytes', '73.4 KiB', '3.0 GiB')
+    """
+    if size < 1024:
+        return f"{size} bytes"
+    unit = min((size.bit_length() - 1) // 10, 4)
+    return f"{size / (1 << 10 * unit):.1f} {' KMGT'[unit]}iB"
 
 
 @dataclass(frozen=True)

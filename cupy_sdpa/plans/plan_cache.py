@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from .. import _html
 from ..errors import Unsupported
+from ..problem import problem_file
 from ..problem.problem import Problem
 from .engines import knobs_text
 from .plan import Closable, Plan
@@ -146,6 +147,12 @@ class PlanCache:
         """The maximum number of bytes of captured CUDA graphs; those not launched recently are destroyed first."""
         return self.recorded.limit
 
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems of the plans and refusals, least recently used first."""
+        with self.lock:
+            return list(self._entries)
+
     def get(self, problem: Problem) -> Plan | Refusal | None:
         """The entry of a problem, or None; not counted as a look-up."""
         with self.lock:
@@ -236,8 +243,9 @@ class PlanCache:
                 if entry.used:  # it ran without a look-up, so it is not the least recently used
                     entry.used = False
                     self._entries[problem] = entry
-                else:
-                    _destroy(entry)
+                    continue
+                _destroy(entry)
+            problem_file.keep(problem)
 
     def _rows(self) -> list[tuple[str, ...]]:
         with self.lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any
 
 from .._cudnn.launch import Handle
@@ -28,6 +29,7 @@ class Session:
         self.handle = Handle()
         self.cache = PlanCache()
         self.cached_calls: dict[Any, Any] = {}
+        _all.add(self)
 
 
 class _ThreadSessions:
@@ -46,6 +48,8 @@ class _ThreadSessions:
 #: Sessions of threads that have ended, by context id.
 _idle: dict[int, list[Session]] = {}
 _thread = threading.local()
+#: The sessions of all threads.
+_all: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def existing_session(context: int) -> Session | None:
@@ -77,6 +81,11 @@ def session(context: int) -> Session:
     return result
 
 
+def plan_caches() -> list[PlanCache]:
+    """The plan caches of all threads, also of those that have ended."""
+    return [session.cache for session in list(_all)]
+
+
 def _reset_after_fork() -> None:
     """Drop every session in a forked child: handles and plans belong to the parent, and CUDA does not survive a fork."""
     global _thread
@@ -84,6 +93,7 @@ def _reset_after_fork() -> None:
     if sessions is not None:
         sessions.by_context = {}
     _idle.clear()
+    _all.clear()
     _thread = threading.local()
 
 

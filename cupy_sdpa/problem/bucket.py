@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .problem import KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem, has_score_axes
 from .tensor_spec import dense_spec
@@ -23,17 +23,28 @@ Bucket = int | Literal["power_of_two"] | Callable[[int], int] | None
 SMALLEST = 64
 
 
+class Rounding(NamedTuple):
+    """The rounded lengths of the queries and of the keys of a call."""
+
+    queries: int
+    keys: int
+
+    def __call__(self, problem: Problem) -> Problem:
+        """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
+        return _rounded(problem, *self)
+
+
 @dataclass(frozen=True)
 class Policy:
     """The rounding of lengths."""
 
     bucket: int | Literal["power_of_two"] | Callable[[int], int]
 
-    def __call__(self, problem: Problem) -> Problem:
-        """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
+    def of(self, problem: Problem) -> Rounding:
+        """The rounded lengths of a problem."""
         *_, sq, skv, _ = problem.sizes
         # A single query is not padded: decoding has special kernels.
-        return _rounded(problem, sq if sq == 1 else self.length(sq), self.length(skv))
+        return Rounding(sq if sq == 1 else self.length(sq), self.length(skv))
 
     def length(self, length: int) -> int:
         """Round a length up.

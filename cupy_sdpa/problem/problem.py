@@ -30,8 +30,6 @@ SEEDS = ("seed", "offset")
 #: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is
 #: stored.
 FP8_FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
-#: The results over other keys, which are merged.
-OTHER_RESULTS = ("other_out", "other_stats")
 #: The arrays with one row per query, and those with one row per key.
 QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
 KEY_ARRAYS = ("k", "v", "dk", "dv")
@@ -132,8 +130,6 @@ class Problem:
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
         descale_q, descale_k, descale_v, scale_out: ``(1,)`` float32, the factors of FP8 arrays; None for other dtypes, and
             ``scale_out`` also for an output of another dtype.
-        other_out, other_stats: the output and the log-sum-exp of the same queries over other keys, which are merged with those
-            over the split keys.
         captured: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: the arrays that score and mask functions read.
         dcaptured: the gradients of some captured arrays, with their shapes.
     """
@@ -171,8 +167,6 @@ class Problem:
     descale_k: TensorSpec | None = None
     descale_v: TensorSpec | None = None
     scale_out: TensorSpec | None = None
-    other_out: TensorSpec | None = None
-    other_stats: TensorSpec | None = None
     captured: tuple[TensorSpec, ...] = ()
     dcaptured: tuple[TensorSpec, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)

@@ -66,7 +66,7 @@ def split_of(problem: Problem) -> Split | None:
     """
     _, _, hq, hkv, sq, _, b = problem.sizes
     settings = problem.settings
-    others = (settings.num_splits, problem.sinks, problem.band, problem.other_out)
+    others = (settings.num_splits, problem.sinks, problem.band)
     requested = problem.deterministic or any(option is not None for option in others)
     if problem.trivial or obstacle(problem) or not (sq > 1 or requested or problem.fp8):
         return None
@@ -105,7 +105,7 @@ def split_problem(problem: Problem, split: Split) -> Problem:
     if problem.fp8:
         specs |= {"scale_out": dense_spec("scale_out", "float32", (1,)), "amax_out": dense_spec("amax_out", "float32", (1,))}
     settings = problem.settings._replace(num_splits=None, band=None, split=split, deterministic=rows == 1)
-    return replace(problem, settings=settings, sinks=None, other_out=None, other_stats=None, **specs)
+    return replace(problem, settings=settings, sinks=None, **specs)
 
 
 def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> TensorSpec:

@@ -17,7 +17,6 @@ from .problem import (
     DEFAULT_SETTINGS,
     FP8_FACTORS,
     LENGTHS,
-    OTHER_RESULTS,
     SCORE_INPUTS,
     SEEDS,
     Problem,
@@ -173,7 +172,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits", *OTHER_RESULTS)
+    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits")
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}

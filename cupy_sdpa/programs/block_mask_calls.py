@@ -167,7 +167,7 @@ def part_problems(
         out = View.dense("out", (v.shape[0], *q.shape[1:]), q.dtype, builder.device)
         rows = View.dense("stats", row_stats_shape(q.shape), np.float32, builder.device) if return_stats else None
         forward(builder, Forward(**views, out=out, stats=rows), mask, given, deterministic=deterministic, native=native)
-    found = builder.build().problems(on_gpu=on_gpu)
+    found = builder.build().problems()
     return found or [without_keys(q.shape, v.shape, q.dtype, backward=gradients, return_stats=return_stats)]
 
 

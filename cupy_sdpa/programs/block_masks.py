@@ -24,7 +24,8 @@ from ..sparse.masks.segments import Packed, Slice, gradient_slices
 from ..sparse.method import as_pages, flattened, gradient_function, is_attended, method_of
 from ..sparse.native import native_of
 from ..sparse.positions import Positions, ScoreFunction, of_copies, of_entries, of_packed, of_slice
-from .program import Builder, Constant
+from .program import Builder
+from .steps import Constant
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31

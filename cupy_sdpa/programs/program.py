@@ -6,85 +6,22 @@ capturing and explaining a call all read the same :class:`Program`.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..arrays.view import View
 from ..calls.arguments import read_backward, read_forward
-from ..calls.call import Call
-from ..device import cupy_runtime, driver, memory
-from ..problem.problem import Problem
-from ..problem.subproblems import subproblems
-from ..support.engine_problem import engine_problem
+from ..calls.call import Call, Fill
+from ..device.merge import Parts
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from . import attention
+from .steps import Attend, Constant, Step, Steps, join_of
 
 #: The alignment of temporaries in their block of memory, in bytes.
 ALIGNMENT = 256
-
-
-class Constant:
-    """An array whose elements are known when a program is built, and its copies on GPUs.
-
-    Args:
-        array: the array, of numpy; dense.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        #: The copies by the id of the CUDA context.
-        self._copies: dict[int, Any] = {}
-
-    def on_device(self) -> Any:
-        """The copy in the current CUDA context; the first call makes it, and synchronizes.
-
-        Raises:
-            RuntimeError: there is no copy yet, and the stream is being captured.
-        """
-        context = driver.context_id()
-        if context not in self._copies:
-            if cupy_runtime.capturing():
-                raise RuntimeError(
-                    "the stream is being captured into a CUDA graph, and the tables of this call are not on the GPU yet: run "
-                    "the call once before the capture begins"
-                )
-            order = "F" if self.array.flags.f_contiguous else "C"
-            copy = cupy_runtime.cupy().asarray(self.array, order=order)
-            cupy_runtime.cupy().cuda.get_current_stream().synchronize()  # other streams may use it next
-            self._copies[context] = copy
-        return self._copies[context]
-
-
-class Step(NamedTuple):
-    """One step of a program.
-
-    Attributes:
-        name: what it does, for reports and errors.
-        call: attention or its gradients on views; None for a kernel.
-        function: a function that takes arrays of numpy or of CuPy and writes into some of them; None for attention.
-        arguments: its arguments: views, numbers, None, and sequences of these.
-        writes: the views that it writes.
-    """
-
-    name: str
-    call: Call | None
-    function: Callable[..., None] | None
-    arguments: tuple[Any, ...]
-    writes: tuple[View, ...]
-
-    def views(self) -> Iterator[View]:
-        """All views that the step reads or writes."""
-        yield from self.writes
-        yield from views_of(self.arguments if self.call is None else tuple(self.call.arrays.values()))
-
-
-def views_of(value: Any) -> Iterator[View]:
-    """The views in an argument."""
-    if isinstance(value, View):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from views_of(part)
 
 
 class Place(NamedTuple):
@@ -104,12 +41,14 @@ class Program:
         memory_bytes: the size of the block of memory.
         constants: the constants by the name of their storage. They belong to what they describe, such as a block mask, which
             the caller of a running program holds: a cached program does not keep their memory.
+        fills: the arrays of equal integers by the name of their storage.
     """
 
     steps: tuple[Step, ...]
     temporaries: Mapping[str, Place]
     memory_bytes: int
     constants: Mapping[str, weakref.ref[Constant]]
+    fills: Mapping[str, Fill]
 
     def constant(self, name: str) -> Constant:
         """A constant of a running program."""
@@ -117,49 +56,41 @@ class Program:
         assert found is not None
         return found
 
-    def problems(self, *, on_gpu: bool = True) -> list[Problem]:
+    @functools.cached_property
+    def launches(self) -> tuple[Attend, ...]:
+        """What the engine runs: all steps that are attention."""
+        return tuple(step.attend for step in self.steps if step.attend)
+
+    @functools.cached_property
+    def lengths(self) -> tuple[tuple[Attend, dict[str, View]], ...]:
+        """The launches that read lengths, offsets or page tables, and the views of these by name."""
+        names = (*LENGTHS, *CU_SEQLENS, "page_table")
+        found = [(attend, {name: attend.arrays[name] for name in names if name in attend.arrays}) for attend in self.launches]
+        return tuple((attend, views) for attend, views in found if views)
+
+    @functools.cached_property
+    def join(self) -> int:
+        """The number of the step before which the branch must have ended."""
+        return join_of(self.steps)
+
+    @functools.cached_property
+    def plan_only(self) -> bool:
+        """Whether nothing runs besides one plan, on the arrays and the scalars of the call by their names."""
+        if len(self.steps) > 1 or not self.launches or self.constants or self.fills:
+            return False
+        (attend,) = self.launches
+        return not attend.scalars and all(x.storage.name == name and not x.offset for name, x in attend.arrays.items())
+
+    def problems(self) -> list[Problem]:
         """The problems that an engine runs, in the order of the steps: for plans and for reports."""
-        calls = [step.call for step in self.steps if step.call]
-        return [engine_problem(part, call.bucket, on_gpu) for call in calls for part in subproblems(call.problem)]
+        return [attend.problem for attend in self.launches]
 
     def __str__(self) -> str:
-        return "\n".join(f"{step.name}: {step.call.problem}" if step.call else step.name for step in self.steps)
+        return "\n".join(f"{step.name}: {step.attend.problem}" if step.attend else step.name for step in self.steps)
 
 
-@dataclass
-class Builder:
-    """Collects the steps of a program.
-
-    Attributes:
-        device: the number of the GPU that the program is for; None for numpy.
-        part: what the next steps compute; it is the beginning of their names. Empty for nothing.
-    """
-
-    device: int | None
-    part: str = ""
-    _steps: list[Step] = field(default_factory=list)
-    _sizes: dict[str, int] = field(default_factory=dict)
-    _constants: dict[str, Constant] = field(default_factory=dict)
-
-    # arrays
-
-    def temporary(self, shape: Sequence[int], dtype: Any) -> View:
-        """An array in Fortran order that only this program uses."""
-        view = View.dense(f"temporary {len(self._sizes) + 1}", shape, dtype, self.device)
-        self._sizes[view.storage.name] = view.nbytes
-        return view
-
-    def constant(self, constant: Constant) -> View:
-        """An array that is known now."""
-        array = constant.array
-        name = next((name for name, other in self._constants.items() if other is constant), "")
-        if not name:
-            name = f"constant {len(self._constants) + 1}"
-            self._constants[name] = constant
-        view = View.dense(name, array.shape, array.dtype, self.device)
-        return view if array.flags.f_contiguous else view.strided(array.shape, array.strides)
-
-    # steps
+class Builder(Steps):
+    """Collects the steps of a program; builders of features add them."""
 
     def attend(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> None:
         """Attention; ``others`` are the other arguments of :func:`.read_forward`."""
@@ -169,45 +100,30 @@ class Builder:
         """The gradients of attention; ``others`` are the other arguments of :func:`.read_backward`."""
         self._add(name, read_backward(q, k, v, options, **others))
 
+    def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
+        """Attention whose results are merged with others (:func:`.merge.merge`); ``others`` as for :meth:`attend`."""
+        return attention.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
+
     def _add(self, name: str, call: Call) -> None:
-        writes = tuple(call.arrays[spec.name] for spec in call.problem.results)
-        self._steps.append(Step(f"{self.part}: {name}" if self.part else name, call, None, (), writes))
-
-    def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View]) -> None:
-        """A kernel: a function of arrays, numbers and sequences of these that writes into ``writes``, which are arguments."""
-        self._steps.append(Step(function.__name__, None, function, arguments, tuple(writes)))
-
-    def copy(self, target: View, source: View) -> None:
-        """Copy ``source``, which may be broadcast and converted, into ``target``."""
-        if target.size:
-            self.run(copy, target, source, writes=(target,))
-
-    def fill(self, target: View, value: float) -> None:
-        """Fill an array with a number."""
-        if target.size:
-            self.run(fill, target, value, writes=(target,))
-
-    def add(self, target: View, source: View) -> None:
-        """Add an array to another one."""
-        if target.size:
-            self.run(add, target, source, writes=(target,))
+        attention.add(self, name, call, with_values=True)
 
     def build(self) -> Program:
         """The program; temporaries share memory where they can."""
-        places, total = _places(self._steps, self._sizes)
-        constants = {name: weakref.ref(constant) for name, constant in self._constants.items()}
-        return Program(tuple(self._steps), places, total, constants)
+        places, total = _places(self.steps, self.sizes)
+        constants = {name: weakref.ref(constant) for name, constant in self.constants.items()}
+        return Program(tuple(self.steps), places, total, constants, dict(self.fills))
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
     """A place for each temporary: the first gap among those that are in use at the same time; and the size of the block."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
+    join = join_of(steps)
     for number, step in enumerate(steps):
         for view in step.views():
             if view.storage.name in sizes:
                 first.setdefault(view.storage.name, number)
-                last[view.storage.name] = number
+                last[view.storage.name] = join if step.branch else number
     places: dict[str, Place] = {}
     for name in sorted(first, key=lambda name: first[name]):
         size = -(-max(sizes[name], 1) // ALIGNMENT) * ALIGNMENT
@@ -218,19 +134,3 @@ def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, 
             begin = max(begin, other.begin + other.size)
         places[name] = Place(begin, size)
     return places, max((place.begin + place.size for place in places.values()), default=0)
-
-
-def copy(target: Any, source: Any) -> None:
-    """Copy an array into another one."""
-    target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower
-
-
-def fill(target: Any, value: float) -> None:
-    """Fill an array with a number."""
-    memory.clear(target, value)
-
-
-def add(target: Any, source: Any) -> None:
-    """Add an array to another one."""
-    total = target.T
-    total += source.T  # as in copy

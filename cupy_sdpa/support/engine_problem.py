@@ -1,6 +1,6 @@
 """The problem that the engine runs for a caller's problem: lengths, dtypes and layouts in the form that the engine supports.
 
-It depends on the problem alone, so plans can be built before there are arrays. staging/stage.py makes the copies.
+It depends on the problem alone, so plans can be built before there are arrays. programs/attention.py makes the copies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ..problem.bucket import Policy
+from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.split import split_of, split_problem, with_whole_tiles
 from ..problem.tensor_spec import TensorSpec, dense_spec
@@ -18,7 +18,7 @@ from .padding import has_padding, masked_inputs, obstacle
 from .why_not import staging_guards
 
 
-def engine_problem(problem: Problem, bucket: Policy | None, on_gpu: bool) -> Problem:
+def engine_problem(problem: Problem, bucket: Rounding | None, on_gpu: bool) -> Problem:
     """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
     if problem.trivial:
         return problem

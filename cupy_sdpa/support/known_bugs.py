@@ -13,9 +13,9 @@ To add a bug:
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
-Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an implementation:
-those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, staging/stage.py), the others change the graph
-(graph/attention_forward.py, graph/attention_backward.py).
+Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
+implementation: those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, programs/attention.py), the
+others change the graph (graph/attention_forward.py, graph/attention_backward.py).
 """
 
 from __future__ import annotations

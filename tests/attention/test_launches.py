@@ -391,7 +391,7 @@ def test_explain_and_the_calls_share_a_plan(engine, cache):
     cache.clear()
     for words in ("runs on cuDNN", f"engine           {report.plan.engine}", "workspace", "S = Q Kᵀ"):
         assert words in str(report)
-    for words in ("backward attention", "dK = dSᵀ Q", f"workspace        {backward.workspace} bytes"):
+    for words in ("backward attention", "dK = dSᵀ Q", "workspace"):
         assert words in str(backward)
 
 

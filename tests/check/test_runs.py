@@ -121,11 +121,11 @@ def test_a_process_that_hangs_is_a_finding():
 @pytest.mark.slow
 def test_a_process_that_is_killed_from_outside_is_a_finding():
     """The outcome names the signal."""
-    worker = pool.Worker()
-    assert worker.run(Case()).kind == "passed"
-    os.kill(worker.pid, signal.SIGTERM)
-    outcome = worker.run(Case())
-    worker.close()
+    with Pool(1) as workers:
+        assert workers.run(Case()).kind == "passed"
+        (process,) = workers.pids
+        os.kill(process, signal.SIGTERM)
+        outcome = workers.run(Case())
     assert outcome.kind == "crash"
     assert "SIGTERM" in outcome.message
 

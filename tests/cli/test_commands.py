@@ -11,21 +11,12 @@ from tiers import missing
 import cupy_sdpa
 from benchmarks.__main__ import COMMANDS
 from benchmarks.__main__ import main as benchmarks
-from cupy_sdpa import store
 
 pytestmark = pytest.mark.usefixtures("folder")
 
-PACKAGE = ("demo", "run", "info", "explain", "plan", "support", "check", "bench")
+PACKAGE = ("demo", "info", "explain", "plan", "support", "check")
 #: The path of a cuDNN that is not there: explain then uses the support table, which takes no time.
 NONE = "/missing/libcudnn.so.9"
-SHAPES = """
-[[attention]]
-q = [64, 4, 128, 1]
-k = [64, 4, 128, 1]
-v = [64, 4, 128, 1]
-dtype = "bfloat16"
-passes = "backward"
-"""
 
 
 # help and exit status
@@ -48,7 +39,7 @@ def test_no_command_prints_the_help():
     assert cupy_sdpa.__version__ in run("--version").out
 
 
-@pytest.mark.parametrize("command", ["info", "support", "explain 64,2,128,1", "run in.npz -o out.npz"])
+@pytest.mark.parametrize("command", ["info", "support", "explain 64,2,128,1"])
 def test_unknown_options_print_the_usage_of_the_command(command):
     """Not that of python -m cupy_sdpa, which lists no options."""
     done, name = run(f"{command} --causl"), command.split()[0]
@@ -60,7 +51,7 @@ def test_unknown_options_print_the_usage_of_the_command(command):
 @pytest.mark.slow
 def test_as_a_module(folder):
     """The commands work as python -m cupy_sdpa, with warnings as errors, and in a terminal that prints only ASCII."""
-    command = ["explain", "64,2,16,1", "--gpu", "h200"]
+    command = ["explain", "64,2,16,1", "--gpu", "h200", "--steps"]
     done = python("-m", "cupy_sdpa", *command, cwd=folder, PYTHONIOENCODING="ascii", CUPY_SDPA_CUDNN=NONE)
     assert done.status == 0
     assert "S = Q K?" in done.text
@@ -77,7 +68,7 @@ def test_a_closed_pipe(folder):
     assert (done.status, done.err) == (141, "")
 
 
-@pytest.mark.parametrize("command", [pytest.param("support", marks=pytest.mark.slow), "explain 64,8,1000,2 --gpu h200"])
+@pytest.mark.parametrize("command", [pytest.param("support", marks=pytest.mark.slow), "explain 64,8,1000,2 --gpu h200 --steps"])
 def test_tables_fit_the_terminal(command):
     """Lines are at most as wide as the terminal; single long words excepted."""
     long = [line for line in run(command, columns=60, CUPY_SDPA_CUDNN=NONE).lines if len(line) > 60]
@@ -89,27 +80,31 @@ WRONG = {
     "support --cudnn new": "'new' is not a cuDNN version",
     "explain 64,8,100,2 --gpu abacus": "abacus",
     "explain 64,8,100,2 --gpu h200 --dtype int8": "int8",
-    "explain 64,8,100 --gpu h200": "it needs 4",
+    "explain 64,8,100 --gpu h200": "64,8,100 has 3 numbers; a shape has 4: D,H,S,B",
+    "explain 1,32,4096,128 --gpu h200": "write 128,32,4096,1, or add --layout bhsd",
+    "explain 64,8,100,2 --gpu h200 --kv-heads 2 --keys 64,2,9,2": "--kv-heads and --keys are given",
+    "explain 64,8,100,2 --gpu h200 --lengths --packed": "--lengths and --packed are given",
     "explain 64,8,100,2 --values 64,3,100,2 --gpu h200": "numbers of heads",
-    "plan missing.toml --gpu h200 -o plans": "No such file",
-    "plan shapes.toml --gpu h201 -o plans": "no GPU named 'h201'",
-    "plan bad.toml --gpu h200 -o plans": "bad.toml is not a TOML file",
-    "plan bytes --gpu h200 -o plans": "bytes is not a TOML file",
-    "plan shapes.toml --gpu bad.toml -o plans": "bad.toml does not describe a GPU",
-    "plan shapes.toml --gpu bytes -o plans": "bytes does not describe a GPU",
-    "plan shapes.toml --gpu h200 --cudnn ./none.so.9 -o plans": "--cudnn ./none.so.9: there is no such file",
-    "plan shapes.toml --gpu h200 --cudnn 8.9 -o plans": "'8.9' is not supported: this package needs cuDNN 9",
-    "plan shapes.toml --gpu h200 -o shapes.toml": "plans cannot be stored in shapes.toml: File exists",
-    "plan shapes.toml --gpu h200 -o open": "plans cannot be stored in open: other users may write to it",
-    "plan shapes.toml --gpu h200 -o bytes/x": "plans cannot be stored in bytes/x: Not a directory",
+    "plan --gpu h200 -o plans": "pass shapes such as 128,32,4096,1, or --saved FILE",
+    "plan 64,4,128,1 --saved bad.json --gpu h200 -o plans": "pass shapes such as 128,32,4096,1, or --saved FILE",
+    "plan --saved missing --gpu h200 -o plans": "No such file",
+    "plan --saved bad.json --gpu h200 -o plans": "bad.json, line 1 is not a problem",
+    "plan --saved bytes --gpu h200 -o plans": "bytes, line 1 is not a problem",
+    "plan 64,4,128,1 --gpu h201 -o plans": "no GPU named 'h201'",
+    "plan 64,4,128,1 --gpu bad.json -o plans": "bad.json does not describe a GPU",
+    "plan 64,4,128,1 --gpu bytes -o plans": "bytes does not describe a GPU",
+    "plan 64,4,128,1 --gpu h200 --cudnn ./none.so.9 -o plans": "--cudnn ./none.so.9: there is no such file",
+    "plan 64,4,128,1 --gpu h200 --cudnn 8.9 -o plans": "'8.9' is not supported: this package needs cuDNN 9",
+    "plan 64,4,128,1 --gpu h200 -o bytes": "plans cannot be stored in bytes: File exists",
+    "plan 64,4,128,1 --gpu h200 -o open": "plans cannot be stored in open: other users may write to it",
+    "plan 64,4,128,1 --gpu h200 -o bytes/x": "plans cannot be stored in bytes/x: Not a directory",
 }
 
 
 @pytest.mark.parametrize("command", WRONG)
 def test_wrong_command_lines(command, folder):
     """The error is one line, and no file is changed or created."""
-    (folder / "shapes.toml").write_text(SHAPES)
-    (folder / "bad.toml").write_text("][")
+    (folder / "bad.json").write_text("][")
     (folder / "bytes").write_bytes(b"\xda\x00")
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
@@ -143,6 +138,51 @@ def test_the_steps_of_a_problem():
     assert (shapes["q"], shapes["v"]) == ([64, 8, 1000, 2], [32, 4, 500, 2])
 
 
+#: The options of a problem, and a part of its description; or its sizes (D, Dv, Hq, Hkv, Sq, Skv, B).
+ASKED = {
+    "--layout bhsd": "batch 64, 8 query",
+    "--kv-heads 2": "8 query and 2 key/value heads",
+    "--keys 64,2,50,2 --mask --bias 50,1,8,1": "50 keys, head dim 64, a mask, a bias",
+    "--lengths --sinks --alibi --stats": "at most 100 queries, at most 100 keys, head dim 64, no mask, ALiBi, sinks, with log-sum-exp",
+    "--packed --causal": "2 packed sequences, 8 query and 8 key/value heads, at most 100 queries",
+    "--keys 64,8,70,2 --pages 16": "at most 128 keys, head dim 64, no mask, pages of 16 keys",
+    "--keys 64,8,70,2 --pages 16 --packed": "2 packed sequences, 8 query and 8 key/value heads, at most 100 queries, at most 128 keys",
+    "--dropout 0.1 --softcap 5": "softcap, dropout 0.1",
+    "--layout bshd --packed": "64 packed sequences, 100 query",
+    "--layout bshd --keys 64,80,100,2 --pages 16": "batch 64, 100 query and 100 key/value heads, at most 8 queries, at most 128 keys",
+}
+
+
+@pytest.mark.parametrize("options", ASKED)
+def test_the_options_of_a_problem(options):
+    """Masks, biases, pages, packed sequences, dropout, sinks and layouts can be asked for."""
+    assert ASKED[options] in run(f"explain 64,8,100,2 {options} --gpu h200 --json", CUPY_SDPA_CUDNN=NONE).json["problem"]
+
+
+def test_the_verdict_comes_first():
+    """Whether it runs, the reasons and the remedy; the steps on request, after them."""
+    for shape, verdict in (("64,8,1000,2", "runs on cuDNN ("), ("12,8,1000,2", "cannot run on cuDNN (")):
+        done = run(f"explain {shape} --gpu h200 --cudnn 9.19")
+        assert done.text.startswith(verdict)
+        assert "S = Q K" not in done.text
+        assert len(done.lines) < 10
+        steps = run(f"explain {shape} --gpu h200 --cudnn 9.19 --steps").lines
+        assert steps[: len(done.lines)] == done.lines
+        assert "S = Q K" in "".join(steps)
+
+
+def test_only_one_command_is_imported():
+    """Each command starts without the modules of the others, and without CuPy."""
+    code = (
+        "import sys; from cupy_sdpa.__main__ import main; main(['explain', '64,8,9,2', '--gpu', 'h200', '--cudnn', '9.19']); "
+    )
+    code += "print(sorted(x for x in sys.modules if x == 'cupy' or x.startswith(('cupy_sdpa._cli.', 'cupy_sdpa.check'))))"
+    loaded = python("-c", code, cwd=ROOT, CUPY_SDPA_CUDNN=NONE).lines[-1]
+    assert "'cupy_sdpa._cli.explain'" in loaded
+    for absent in ("demo", "plan'", "support", "cupy_sdpa.check", "'cupy'"):
+        assert absent not in loaded
+
+
 @pytest.mark.parametrize(("shape", "status"), [("64,8,1000,2", 0), ("12,8,1000,2", 1)], ids=["runs", "refused"])
 def test_explain_without_cudnn(shape, status):
     """The support table of the newest version is used, and the report says so; a refusal has the remedy and status 1."""
@@ -165,25 +205,16 @@ def test_without_a_gpu():
 @pytest.mark.cudnn
 def test_planning(folder):
     """plan stores a plan, which a second run finds; what is refused has its reason and status 1."""
-    Path("shapes.toml").write_text(SHAPES.replace('"backward"', '["forward"]'))
-    command = "plan --gpu h200 shapes.toml -o plans -j 1"
+    command = "plan 64,4,128,1 --gpu h200 -o plans -j 1"
     done = run(command)
     assert done.status == 0
     assert re.search(r"planned .* engine \d+, \d+ ms, \d+ bytes", done.text)
     assert len(list((folder / "plans").glob("*.plan"))) == 1
     assert "already stored" in run(command).text
-    Path("shapes.toml").write_text(SHAPES.replace("bfloat16", "float32"))
-    done = run(command)
+    done = run(f"{command} --dtype float32")
     assert done.status == 1
     assert "1 refused" in done.text
     assert "q, k and v are float32" in done.text
-
-
-def test_passes_may_be_a_string(folder):
-    """A string means a list of one pass."""
-    Path("shapes.toml").write_text(SHAPES)
-    (asked,) = store.read_problems(folder / "shapes.toml")
-    assert asked.backward
 
 
 @pytest.mark.slow
@@ -204,8 +235,7 @@ def test_a_description_read_off_the_card_plans(folder):
     import cupy
 
     Path("card.json").write_text(run("info --describe").out)
-    Path("shapes.toml").write_text(SHAPES)
-    found = run("plan --gpu card.json shapes.toml -o plans --json").json
+    found = run("plan 64,4,128,1 --gpu card.json -o plans --json").json
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
     (gpu,) = (problem["gpu"] for problem in found["problems"])
     assert gpu.startswith(f"{name}, compute capability")
@@ -214,7 +244,7 @@ def test_a_description_read_off_the_card_plans(folder):
 # the commands in the documents
 
 PATHS = [
-    ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "cupy_sdpa" / "_cli").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]  # fmt: skip
 
@@ -224,8 +254,6 @@ def written_commands(program):
     found = set()
     for path in PATHS:
         text = path.read_text(encoding="utf-8")
-        if path.parent.name == "results":  # commands in sentences may continue on the next line
-            text = re.sub(r"\n\s*", " ", text)
         for words in re.findall(rf"(?:{program}) ([a-z]+ ?[^`\n]*)", text):
             command = re.split(r"  |[`>#;:\"]| \.\.\.| && |, ", words.replace(" ...]", "]"))[0]
             command = re.sub(r"[\[\]]", "", command)
@@ -237,7 +265,7 @@ def test_every_command_in_the_documents_is_accepted():
     """The parser has nothing against a command but an option that the test adds; and all commands are found."""
     found = written_commands(r"python3? -m cupy_sdpa|(?<![\w-])cupy-sdpa")
     assert {command.split()[0] for command in found} == set(PACKAGE)
-    assert {"plan --gpu h200 shapes.toml -o plans/", "demo --causal --seq 3 --dtype bfloat16"} <= found
+    assert {"plan 128,32,4096,1 --causal --gpu h200 -o plans/", "check --saved problems.jsonl"} <= found
     for command in found:
         if " " in command and "--help" not in command:
             assert run(f"{command} --none").err.endswith("error: unrecognized arguments: --none\n"), command

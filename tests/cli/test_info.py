@@ -41,11 +41,8 @@ def test_the_engine_without_a_gpu(folder):
     if not missing("gpu"):
         pytest.skip("this machine has a GPU")
     assert re.search(r"engine numpy \((no GPU|CuPy is not installed|cuDNN is not found)", run("demo --seq 20").text)
-    x = np.ones((8, 1, 2, 1), np.float32, order="F")
-    np.savez("in.npz", q=x, k=x, v=x)
-    for command in ("demo", "run in.npz -o out.npz"):
-        assert "--engine cudnn cannot run here: " in run(f"{command} --engine cudnn").complaint
-    assert [path.name for path in folder.iterdir()] == ["in.npz"]
+    assert "--engine cudnn cannot run here: " in run("demo --engine cudnn").complaint
+    assert not list(folder.iterdir())
 
 
 def test_a_bare_environment(folder):
@@ -88,15 +85,3 @@ def test_the_driver_chooses_the_extra(driver, extra, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert machine.pip() == f"pip install {extra}"
     assert machine.no_gpu() is None  # there is a driver; only CuPy could count its GPUs
-
-
-def test_the_memory_is_asked_for(monkeypatch):
-    """For run, the arrays, the result, and the largest array of the file must fit."""
-    shapes = {"q": (8, 4, 5, 2), "k": (8, 2, 7, 2), "v": (16, 2, 7, 2)}
-    np.savez("in.npz", **{name: np.ones(shape, np.float32, order="F") for name, shape in shapes.items()})
-    sizes = [4 * int(np.prod(shape)) for shape in (*shapes.values(), (16, 4, 5, 2))]
-    available = [sum(sizes) + max(sizes[:3])]
-    monkeypatch.setattr(machine, "memory_available", lambda: available[0])
-    assert run("run in.npz -o out.npz --engine numpy").status == 0
-    available[0] -= 1
-    assert "GiB are available" in run("run in.npz -o out.npz --engine numpy").complaint

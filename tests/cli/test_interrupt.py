@@ -6,18 +6,16 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from command_line import ROOT, python
 
 pytestmark = pytest.mark.usefixtures("folder")
 
-SHAPES = '[[attention]]\nq = [64, 8, 256, 2]\nk = [64, 8, 256, 2]\nv = [64, 8, 256, 2]\ndtype = "bfloat16"\n'
-SHAPES += f"lengths = {list(range(100, 3000, 100))}\n"
+SHAPES = " ".join(f"64,8,{length},2" for length in range(100, 3000, 100))
 COMMANDS = [
-    "run in.npz -o out.npz",
+    "demo --engine numpy --seq 4000 --heads 16",
     pytest.param("check --engine cpu", marks=pytest.mark.slow),
-    pytest.param("plan shapes.toml --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
+    pytest.param(f"plan {SHAPES} --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
 ]
 #: What the child runs: it writes a file once the command has begun.
 CODE = """
@@ -28,12 +26,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("words", COMMANDS, ids=["demo", "check", "plan"])
 def test_one_line(words, folder):
     """No traceback, also not of the worker processes; files that existed are unchanged."""
-    x = np.ones((64, 16, 3000, 1), np.float32, order="F")
-    np.savez("in.npz", q=x, k=x, v=x)
-    (folder / "shapes.toml").write_text(SHAPES, encoding="utf-8")
     before = {*folder.iterdir(), folder / "begun", folder / "plans"}
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, *words.split()], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
@@ -42,7 +37,7 @@ def test_one_line(words, folder):
     )  # fmt: skip
     while not (folder / "begun").exists() and process.poll() is None:
         time.sleep(0.01)
-    time.sleep({"run": 0.3, "check": 3.0}.get(words.split()[0], 1.0))
+    time.sleep({"demo": 1.5, "check": 3.0}.get(words.split()[0], 1.0))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: also to the worker processes
     try:
         out, err = process.communicate(timeout=120)
@@ -68,7 +63,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-LATER = ("attention", "_cli.main", "offline.problems")
+LATER = ("attention", "_cli.main")
 
 
 @pytest.mark.parametrize("module", ["numpy", *(pytest.param(f"cupy_sdpa.{name}", marks=pytest.mark.slow) for name in LATER)])
@@ -76,3 +71,11 @@ def test_during_the_imports(module, folder):
     """The process ends without a traceback."""
     (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
     assert python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED=module) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.slow
+def test_during_the_import_of_a_command(folder):
+    """One line and the status of an interrupted command."""
+    (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
+    done = python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED="cupy_sdpa.offline.problems")
+    assert done == (130, "", "cupy_sdpa: interrupted\n")

@@ -4,11 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import ROOT, run
-
-import cupy_sdpa
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -60,11 +57,8 @@ COMMANDS = {
     "demo --json": "demo --seq 40 --engine numpy --json",
     "info --json": "info --json",
     "explain --json": "explain 64,8,256,2 --causal --gpu h200 --json",
-    "run --json": "run in.npz -o out.npz --stats --layout bhsd --json",
-    "bench --json": "bench --trace problems.jsonl --engine cpu --json",
 }
 SLOW = {
-    "demo --generate --json": "demo --generate --steps 2 --tokens 4 --engine numpy --batch 2 --json",
     "support --json": "support --json",
 }
 
@@ -72,17 +66,8 @@ SLOW = {
 @pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_output_is_as_documented(name):
     """Every key is documented, every documented key is there, and the types are those of the page."""
-    x = np.ones((8, 2, 4, 1), np.float32)
-    np.savez("in.npz", q=x, k=x, v=x)
-    with cupy_sdpa.trace("problems.jsonl"):
-        cupy_sdpa.attention(*[np.asfortranarray(x)] * 3)
     found = run((COMMANDS | SLOW)[name], CUPY_SDPA_CUDNN="/missing/libcudnn.so.9").json
     check(found, schema_of(name))
-    if name == "run --json":
-        assert found["wrote"]["arrays"] == {
-            "out": {"shape": [8, 2, 4, 1], "dtype": "float32"}, "stats": {"shape": [8, 2, 4], "dtype": "float32"},
-        }  # fmt: skip
-        assert found["read"]["axes"] == ["batch", "heads", "seq", "head_dim"]
 
 
 def test_a_problem_that_cannot_run():
@@ -104,9 +89,7 @@ def test_the_report_of_check():
 @pytest.mark.cudnn
 def test_plans_ahead_of_time():
     """The plans for a GPU that is not here, and the plan in a report."""
-    shape = "[64, 8, 256, 2]"
-    Path("shapes.toml").write_text(f"[[attention]]\nq = {shape}\nk = {shape}\nv = {shape}\ndtype = 'bfloat16'\n")
-    found = run("plan shapes.toml --gpu h200 -o plans -j 1 --json").json
+    found = run("plan 64,8,256,2 --gpu h200 -o plans -j 1 --json").json
     check(found, schema_of("plan --json"))
     assert found["planned"] == 1
     found = run("explain 64,8,256,2 --gpu h200 --json").json
@@ -116,7 +99,7 @@ def test_plans_ahead_of_time():
 
 def test_a_failure_prints_no_json():
     """One line on stderr, nothing on stdout."""
-    assert "none.npz" in run("run none.npz -o out.npz --json").complaint
+    assert "3 numbers" in run("explain 64,8,256 --gpu h200 --json").complaint
 
 
 def test_the_check_bites():

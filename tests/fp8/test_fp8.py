@@ -11,8 +11,9 @@ from fp8_arrays import DTYPES, ENGINES, ERROR, ON_A_GPU, moved, normal, relative
 from planner import plan_problem
 
 import cupy_sdpa
+from benchmarks import figures
+from benchmarks import fp8_errors as errors
 from benchmarks.__main__ import main
-from benchmarks.fp8 import errors, plot
 from cupy_sdpa import attention, attention_vjp, explain, fp8
 from cupy_sdpa.check.cases.data import dtype_of
 
@@ -586,4 +587,5 @@ def test_the_benchmark_of_errors(tmp_path, capsys):
     assert found["normal", "bfloat16"] < 0.01 < found["normal", "FP8"] < 0.1
     assert found["outliers", "FP8, rotated"] < found["outliers", "FP8"] / 1.5
     assert found["mean", "FP8, rotated, centered"] < found["mean", "FP8"]
-    assert plot.TARGET.read_text(encoding="utf-8") == plot.drawn(), "draw it anew: python -m benchmarks.fp8.plot"
+    drawn = (figures.FOLDER / "fp8_errors.svg").read_text(encoding="utf-8")
+    assert drawn == figures.fp8_errors(), "draw it anew: python -m benchmarks tables figures"

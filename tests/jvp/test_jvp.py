@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import every_engine, numbers
 
-from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, jvp_problems, store, widen, zoo
+from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, jvp_problems, widen, zoo
 
 #: For tests of what numpy does not do.
 on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
@@ -214,18 +214,6 @@ def test_explain_plans_what_the_call_runs(name, fake):
         attention_jvp(q, k, v, **chosen, **options)
 
     assert [] != planned(explained) == planned(explained, called) == planned(called)
-
-
-def test_problems_from_a_file(tmp_path):
-    """``passes = ["jvp"]``, with the tangents."""
-    path = tmp_path / "shapes.toml"
-    text = '[[attention]]\nq = [64, 8, 256, 1]\nk = [64, 8, 256, 1]\nv = [64, 8, 256, 1]\ndtype = "float16"\n'
-    path.write_text(text + 'passes = ["jvp"]\ntangents = ["dq"]\n')
-    shape = (64, 8, 256, 1)
-    assert store.read_problems(path) == list(jvp_problems(shape, shape, shape, dtype="float16", tangents=["dq"]))
-    path.write_text(text + 'tangents = ["dq"]\n')
-    with pytest.raises(ValueError, match="tangents are for jvp"):
-        store.read_problems(path)
 
 
 # Memory, repeated calls and wide arrays

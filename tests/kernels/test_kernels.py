@@ -57,7 +57,7 @@ def test_rows_of_dense_arrays(seed, name, engine):
     shape = (positions, heads, batch) if kind == "per_row" else (8, heads, positions, batch)
     whole, part, cleared, want = result(engine, rng, shape, kind, value, of_keys)
     sides = [kernels.Lengths(engine.put(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
-    assert kernels.prepare_sequences(*sides, None, [cleared]) == {}
+    kernels.prepare_sequences(*sides, (), [cleared])
     own, other = lengths[of_keys], lengths[1 - of_keys]
     inside = np.arange(positions)[:, None] < np.where(other > 0, own, 0)
     target = want[part]
@@ -91,16 +91,16 @@ def test_rows_of_packed_arrays(place, name, starts_as, engine):
     shape = (heads, total) if kind == "per_row" else (8, heads, total)
     whole, part, cleared, want = result(engine, rng, shape, kind, value, of_keys)
     sides = [
-        kernels.Lengths(as_given(engine, s, *starts_as), m, t, packed=True)
+        kernels.Lengths(as_given(engine, s, *starts_as), m, t, packed=True, made=engine.xp.empty(batch, np.int32))
         for s, m, t in zip(starts, most, totals, strict=True)
     ]
-    offsets = {"q × 24": (False, 24), "k × 8": (True, 8), "v × 1": (True, 1)}
-    made = {key: x.get() for key, x in kernels.prepare_sequences(*sides, offsets, [cleared]).items()}
+    offsets = [kernels.Offsets(engine.xp.empty(batch + 1, np.int64), *of) for of in ((False, 24), (True, 8), (True, 1))]
+    kernels.prepare_sequences(*sides, offsets, [cleared])
     own = [np.minimum(np.diff(s), m) for s, m in zip(starts, most, strict=True)]
-    np.testing.assert_array_equal(made["seq_lens_q"], own[0])
-    np.testing.assert_array_equal(made["seq_lens_kv"], own[1])
-    for key, (keys, factor) in offsets.items():
-        np.testing.assert_array_equal(made[key], starts[keys] * factor, key)
+    for side, lengths in zip(sides, own, strict=True):
+        np.testing.assert_array_equal(side.made.get(), lengths)
+    for made, keys, factor in offsets:
+        np.testing.assert_array_equal(made.get(), starts[keys] * factor)
     inside = np.zeros(total, bool)
     for b in range(batch):
         if own[1 - of_keys][b]:
@@ -113,11 +113,12 @@ def test_rows_of_packed_arrays(place, name, starts_as, engine):
 def test_offsets_out_of_range_are_clipped(engine):
     """Offsets beyond the total or below 0 cause no write outside of the arrays."""
     starts = engine.put(np.array([-5, 4, 90, 60], np.int32))
-    side = kernels.Lengths(starts, 8, 10, packed=True)
+    side = kernels.Lengths(starts, 8, 10, packed=True, made=engine.xp.empty(3, np.int32))
     out = engine.xp.ones((8, 2, 10), np.float16, order="F")
-    made = kernels.prepare_sequences(side, side, {"q": (False, 16)}, [kernels.ClearedResult(out, False, False, 0.0)])
-    np.testing.assert_array_equal(made["seq_lens_q"].get(), [4, 6, 0])
-    np.testing.assert_array_equal(made["q"].get(), np.array([0, 4, 10, 10]) * 16)
+    offsets = kernels.Offsets(engine.xp.empty(4, np.int64), False, 16)
+    kernels.prepare_sequences(side, side, [offsets], [kernels.ClearedResult(out, False, False, 0.0)])
+    np.testing.assert_array_equal(side.made.get(), [4, 6, 0])
+    np.testing.assert_array_equal(offsets.made.get(), np.array([0, 4, 10, 10]) * 16)
 
 
 def test_several_results_in_one_launch(engine):
@@ -129,7 +130,7 @@ def test_several_results_in_one_launch(engine):
         result(engine, rng, shape, *RESULTS[name])
         for name, shape in (("queries", (8, 2, 5, 3)), ("stats", (5, 2, 3)), ("keys", (16, 1, 6, 3)), ("keys", (8, 1, 6, 3)))
     ]
-    kernels.prepare_sequences(*sides, None, [cleared for _, _, cleared, _ in made])
+    kernels.prepare_sequences(*sides, (), [cleared for _, _, cleared, _ in made])
     for whole, part, cleared, want in made:
         own = np.where(lengths[1 - cleared.of_keys] > 0, lengths[cleared.of_keys], 0)
         target = want[part]
@@ -159,8 +160,8 @@ def test_cleaned_copies(layout, dtype, engine):
     for b, length in enumerate(lengths):
         x[:, :, length:, b] = np.nan
     given = LAYOUTS[layout](engine, x)
-    copy = kernels.zero_padded(given, engine.put(lengths))
-    assert copy.flags.f_contiguous
+    copy = engine.xp.empty(x.shape, x.dtype, order="F")
+    kernels.zero_padded(copy, given, engine.put(lengths))
     np.testing.assert_array_equal(copy.get(), np.nan_to_num(x))
     np.testing.assert_array_equal(given.get(), x)
 
@@ -170,7 +171,9 @@ def test_fully_masked_rows(engine):
     x = np.array([[-np.inf, 1.5, np.nan], [np.inf, -3000.0, -0.0]], np.float32, order="F")
     given = engine.put(x)
     want = np.where(np.isneginf(x), np.inf, x)
-    np.testing.assert_array_equal(kernels.backward_stats(given).get(), want)
+    copy = engine.xp.empty(x.shape, x.dtype, order="F")
+    kernels.backward_stats(copy, given)
+    np.testing.assert_array_equal(copy.get(), want)
     np.testing.assert_array_equal(given.get(), x)
 
 
@@ -208,8 +211,8 @@ def test_the_diagonal_of_every_entry(engine):
     """``step i + keys - queries`` for query i of each batch entry."""
     queries, keys = np.array([5, 0, 7], np.int32), np.array([2, 9, 7], np.int32)
     for step in (1, 3):
-        made = kernels.diagonal(7, step, engine.put(queries), engine.put(keys))
-        assert made.flags.f_contiguous
+        made = engine.xp.empty((7, 3), np.int32, order="F")
+        kernels.diagonal(made, step, engine.put(queries), engine.put(keys))
         np.testing.assert_array_equal(made.get(), step * np.arange(7)[:, None] + keys - queries)
 
 

@@ -7,7 +7,7 @@ import pytest
 from planner import plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import explain, store
+from cupy_sdpa import explain
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check.cases.draw import GPUS
 
@@ -102,81 +102,23 @@ def test_a_refusal_gives_its_reason(name):
 # Plans ahead of time
 
 
-TOML = """
-[[attention]]
-q = [64, 8, 1, 2]
-k = [64, 2, 64, 100]
-v = [64, 2, 64, 100]
-dtype = "bfloat16"
-page_table = [16, 2]
-
-[[attention]]
-q = [64, 8, 4, 2]
-k = [64, 2, 64, 100]
-v = [64, 2, 64, 100]
-dtype = "bfloat16"
-page_table = [16, 2]
-causal = "bottom_right"
-num_splits = 3
-
-[[attention]]
-q = [64, 8, 140]
-k = [64, 2, 64, 100]
-v = [64, 2, 64, 100]
-dtype = "bfloat16"
-page_table = [16, 2]
-cu_seqlens_q = [3]
-max_seqlen_q = 70
-"""
-
-
-def test_paged_problems_from_a_file(tmp_path):
-    """The problems are those of :func:`cupy_sdpa.problem` and of calls with arrays."""
-    path = tmp_path / "shapes.toml"
-    path.write_text(TOML)
-    one, split, packed = store.read_problems(path)
-    pages = (64, 2, 64, 100)
-    options = {"dtype": "bfloat16", "page_table": (16, 2)}
-    assert one == cupy_sdpa.problem((64, 8, 1, 2), pages, pages, **options)
-    assert split == cupy_sdpa.problem((64, 8, 4, 2), pages, pages, causal="bottom_right", num_splits=3, **options)
-    assert split.settings.split.chunks == 3
-    assert packed == cupy_sdpa.problem((64, 8, 140), pages, pages, cu_seqlens_q=(3,), max_seqlen_q=70, **options)
+def test_shapes_of_pages_are_those_of_arrays():
+    """The problem of shapes is that of a call with arrays: how the keys are split, and packed queries."""
+    pages, options = (64, 2, 64, 100), {"dtype": "float16", "page_table": (16, 2)}
     q, pool = np.zeros((64, 8, 4, 2), np.float16, order="F"), np.zeros(pages, np.float16, order="F")
     table, lengths = np.zeros((16, 2), np.int32, order="F"), np.zeros(2, np.int32)
     given = cupy_sdpa.problem(q, pool, pool, page_table=table, seq_lens_kv=lengths, causal="bottom_right", num_splits=3)
-    assert given == cupy_sdpa.problem(
-        q.shape, pages, pages, dtype="float16", page_table=(16, 2), causal="bottom_right", num_splits=3
-    )
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("page_table = [16, 2]", "page_table = [16, 3]", r"table 1 .*page_table has shape \(16, 3\).*2 sequences"),
-        ("num_splits = 3", "num_splits = 0", r"table 2 .*num_splits is 0; it must be"),
-        ("page_table = [16, 2]", 'passes = ["backward"]\npage_table = [16, 2]', "table 1 .*gradients are not"),
-        ("page_table = [16, 2]", "lengths = [1, 2]\npage_table = [16, 2]", r"lengths is \[1, 2\] .*page size"),
-    ],
-    ids=["batch", "num_splits", "gradients", "lengths"],
-)
-def test_bad_files_of_paged_problems(old, new, words, tmp_path):
-    """One error with the number of the table and the value."""
-    path = tmp_path / "shapes.toml"
-    path.write_text(TOML.replace(old, new, 1))
-    with pytest.raises(ValueError, match=words):
-        store.read_problems(path)
+    assert given == cupy_sdpa.problem(q.shape, pages, pages, causal="bottom_right", num_splits=3, **options)
+    assert given.settings.split.chunks == 3
+    assert cupy_sdpa.problem((64, 8, 140), pages, pages, cu_seqlens_q=(3,), max_seqlen_q=70, **options).packed
 
 
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_paged_plans_are_stored(tmp_path, capsys):
-    """The command plans every problem of the file; a second run finds the plans."""
-    path = tmp_path / "shapes.toml"
-    path.write_text(TOML)
-    words = ["plan", "--gpu", "h200", str(path), "-o", str(tmp_path / "plans")]
-    assert main(words) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("planned ") == 3
-    assert "keys split into 3 chunks" in said
-    assert main(words) == 0
-    assert " ".join(capsys.readouterr().out.split()).count("already stored") == 3
+    """The command plans one query, several queries, whose keys are split, and packed queries; a second run finds the plans."""
+    shared = ["--gpu", "h200", "-o", str(tmp_path / "plans"), "--keys", "64,2,1024,2", "--pages", "64", "-j", "1"]
+    for words in (["64,8,1,2"], ["64,8,4,2", "--causal", "bottom_right"], ["64,8,70,2", "--packed"]):
+        for outcome in ("planned ", "already stored"):
+            assert main(["plan", *words, *shared]) == 0
+            assert " ".join(capsys.readouterr().out.split()).count(outcome) == 1

@@ -188,14 +188,25 @@ def test_a_causal_gather_joins_neighbors():
 @pytest.mark.parametrize(
     ("size", "shape", "keys", "options", "method", "reason"),
     [
-        (8, (128, 32, 65536, 1), 8, {"causal": True}, "ring", "least estimated time"),
+        (2, (128, 32, 65536, 1), 8, {"causal": True}, "ring", "hidden behind calls"),
+        (2, (128, 32, 65536, 1), 32, {"causal": True}, "all_to_all", "in both passes, the ring 3"),
+        (4, (128, 8, 4096, 1), 8, {"window": (512, 0)}, "all_to_all", "window"),
         (4, (128, 6, 4096, 1), 6, {"window": (512, 0)}, "all_gather", "window"),
         (4, (128, 6, 4096, 1), 6, {"alibi_slopes": cupy_sdpa.alibi_slopes(6)}, "all_gather", "positions"),
         (4, (128, 8, 4096, 1), 8, {"alibi_slopes": cupy_sdpa.alibi_slopes(8)}, "all_to_all", "positions"),
         (8, (128, 32, 65536, 1), 8, {"causal": True, "method": "all_gather"}, "all_gather", "requested"),
         (1, (128, 32, 4096, 1), 8, {"causal": True}, "ring", "one member"),
     ],
-    ids=["causal", "window", "ALiBi, heads cannot be shared out", "ALiBi", "requested", "one member"],
+    ids=[
+        "causal",
+        "multi-head",
+        "window",
+        "window, heads cannot be shared out",
+        "ALiBi, heads cannot be shared out",
+        "ALiBi",
+        "requested",
+        "one member",
+    ],
 )
 def test_the_choice_of_the_method_is_explained(size, shape, keys, options, method, reason):
     """The report names the method and why it was chosen."""
@@ -210,7 +221,7 @@ def test_the_choice_of_the_method_is_explained(size, shape, keys, options, metho
     "options", [{}, {"causal": True}, {"window": (100, 0)}, {"softcap": 1.0, "method": "all_to_all"}], ids=str
 )
 def test_all_members_choose_the_same_method(options):
-    """The choice does not depend on the rank, though the estimates do."""
+    """The choice does not depend on the rank, though the bytes that are sent do."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         size, length, heads = int(rng.choice([2, 3, 4, 8])), int(rng.integers(1, 5000)), int(rng.choice([1, 2, 4, 8, 6]))

@@ -15,9 +15,11 @@ from parallel_cases import METHODS
 from planner import library_version, plan_problem
 
 import cupy_sdpa
+from benchmarks import figures
+from benchmarks import parallel as parallel_benchmark
+from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.parallel.planning.arguments import configure
 from cupy_sdpa.parallel.planning.layout import Layout
-from cupy_sdpa.parallel.planning.report import Machine
 from cupy_sdpa.parallel.planning.support import problems
 from cupy_sdpa.parallel.planning.tiles import tiles
 from cupy_sdpa.plans.plan import PlanInfo
@@ -135,27 +137,18 @@ def test_the_pictures_of_groups_are_those_of_the_layouts():
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_a_small_group(monkeypatch, capsys, tmp_path):
+def test_the_benchmark_measures_a_small_group(monkeypatch, tmp_path):
     """The rows of the benchmark have the columns, and the results of the group are those of one device."""
-    from benchmarks.__main__ import main
-    from benchmarks.parallel import measure
-
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(parallel_benchmark, "ROUNDS", 1)
     path = tmp_path / "x.csv"
-    assert main(["parallel", str(path), "--cpu", "--members", "2", "--only", "causal"]) == 0
+    assert benchmarks(["parallel", str(path), "--cpu", "--members", "2", "--only", "causal"]) == 0
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [(row["method"], row["pass"]) for row in rows] == [(m, p) for m in METHODS for p in ("forward", "backward", "both")]
     timed = [row for row in rows if row["pass"] != "both"]
     assert all(float(row["error"]) < 1e-5 and 0 <= float(row["hidden"]) <= 1 for row in timed)
-    assert main(["parallel", "--model", "--only", "causal, 8k", "--link", "350"]) == 0
-    assert "members 8" in capsys.readouterr().out
 
 
-def test_the_model_reaches_the_ideal_without_transfers():
-    """With an infinite link and no latencies, all predictions of a causal problem are the ideal time."""
-    from benchmarks.parallel import model
-
-    machine = Machine(600e12, 480e12, link=1e30, latency=0.0, launch=0.0, copy=1e30)
-    for row in model.rows(model.PROBLEMS[0], machine):
-        assert row["forward_of_ideal"] == pytest.approx(1, abs=0.01)
-        assert row["both_of_ideal"] == pytest.approx(1, abs=0.01)
+def test_the_figure_of_the_scaling_is_up_to_date():
+    """docs/_static/parallel_scaling.svg shows the results."""
+    drawn = (figures.FOLDER / "parallel_scaling.svg").read_text(encoding="utf-8")
+    assert drawn == figures.parallel_scaling(), "draw it anew: python -m benchmarks tables figures"

@@ -246,38 +246,6 @@ def test_prepared_calls_on_numpy():
         np.testing.assert_array_equal(mine, right)
 
 
-TOML = """
-[[attention]]
-q = [64, 8, 100, 2]
-k = [64, 2, 100, 2]
-v = [64, 2, 100, 2]
-dtype = "bfloat16"
-causal = true
-passes = ["forward", "backward"]
-lengths = [128, 256]
-
-[[attention]]
-q = [64, 8, 1, 2]
-k = [64, 2, 1000, 2]
-v = [64, 2, 1000, 2]
-dtype = "float16"
-bucket = 512
-"""
-
-
-def test_shapes_from_a_file(tmp_path):
-    """Passes and lengths are combined; the problems are those of calls."""
-    path = tmp_path / "shapes.toml"
-    path.write_text(TOML)
-    found = store.read_problems(path)
-    assert [(p.backward, p.q.shape[2], p.k.shape[2]) for p in found] == [
-        (False, 128, 128), (True, 128, 128), (False, 256, 256), (True, 256, 256), (False, 1, 1024),
-    ]  # fmt: skip
-    shapes = ((64, 8, 128, 2), (64, 2, 128, 2), (64, 2, 128, 2))
-    assert found[0] == asked(*shapes, causal=True, return_stats=True)
-    assert found[1] == asked(*shapes, causal=True, backward=True)
-
-
 @pytest.mark.parametrize(
     "options",
     [

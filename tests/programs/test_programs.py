@@ -8,11 +8,15 @@ import pytest
 from engines import numbers
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, shared_prefix_attention
 from cupy_sdpa.programs import run
-from cupy_sdpa.programs.program import Builder, Constant
+from cupy_sdpa.programs.program import Builder
+from cupy_sdpa.programs.steps import Constant
 
-FEATURES = ({"block_mask"}, {"jvp"}, {"block_mask", "jvp"}, {"block_mask", "score_mod"}, {"block_mask", "deterministic"})
+FEATURES = (
+    {"block_mask"}, {"jvp"}, {"block_mask", "jvp"}, {"block_mask", "score_mod"}, {"block_mask", "deterministic"},
+    {"seq_lens_kv"}, {"packed"}, {"bucket"}, {"bias"}, {"score_mod"}, {"paged"}, {"paged", "shared_prefix"},
+)  # fmt: skip
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 
 
@@ -42,7 +46,7 @@ def test_static_checks(features, number, engine, monkeypatch):
             writes = {view.storage.name for view in step.writes}
             for view in step.views():
                 name, (begin, end) = view.storage.name, view.bounds
-                assert name in program.temporaries or name in program.constants or name in call.arrays
+                assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays}
                 if name in program.temporaries and view.size:
                     assert name in written or name in writes, f"{step.name} reads {name} before it is written"
                     assert 0 <= begin <= end <= program.temporaries[name].size
@@ -67,12 +71,13 @@ def test_results_do_not_depend_on_the_memory(features, number, monkeypatch):
     own = run.ProgramCall.run
 
     def twice(call, memory=None):
-        constants = {name: call.program.constant(name).array for name in call.program.constants}
+        call.create_inputs()
+        call.create_results()
         found = []
         for byte in (0xFF, 0x00):  # NaN, and 0
             for name in call.result_names:
                 call.arrays[name].fill(np.nan)
-            call._execute(None, np.full(call.program.memory_bytes, byte, np.uint8), constants)
+            call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
             found.append([call.arrays[name].tobytes() for name in call.result_names])
         assert found[0] == found[1]
         return own(call, memory)
@@ -130,7 +135,21 @@ def composed_calls(engine):
     def arrays():
         return [engine.normal([1, n], 16, heads, 300, 1) for n, heads in enumerate((2, 1, 1))]
 
+    def pages(sq, **options):
+        q = engine.normal(1, 64, 4, sq, 2)
+        k, v = (engine.normal(n, 64, 2, 16, 60) for n in (2, 3))
+        table = np.asfortranarray(np.stack([[0, 1, 2, 3, *range(4, 30)], [0, 1, 2, 3, *range(30, 56)]], axis=1).astype("i4"))
+        given = {"page_table": engine.put(table), "seq_lens_kv": engine.put(np.array([400, 300], "i4")), **options}
+        return (q, k, v), given
+
+    def on_pages(call, *others, sq=1, **options):
+        arrays, given = pages(sq, **options)
+        return lambda: call(*arrays, *others, **given)
+
     return {
+        "split keys": lambda: on_pages(attention, sq=3, causal="bottom_right"),
+        "shared prefix": lambda: on_pages(shared_prefix_attention, 64),
+        "shared prefix of several queries": lambda: on_pages(shared_prefix_attention, 64, sq=3, causal="bottom_right"),
         "block mask": lambda: (lambda x: lambda: attention(*x, block_mask=mask))(arrays()),
         "gradients with a block mask": lambda: gradients(*arrays(), {"block_mask": mask}),
         "derivative": lambda: (lambda x: lambda: attention_jvp(*x, *x))(arrays()),
@@ -140,6 +159,7 @@ def composed_calls(engine):
 
 #: The functions that a call on other addresses may enter; the goal is 400 for all of them.
 OTHER_ADDRESSES = {
+    "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
     "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
 }  # fmt: skip
 

@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 from command_line import run as run_command
 
+from benchmarks import host_options
 from benchmarks.__main__ import main
-from benchmarks.common.captured import CapturedCalls
-from benchmarks.host_options import measure, ours, profile, run
-from benchmarks.host_options.measure import Mix, Way, choose
+from benchmarks.host_options import Mix, Way, choose
+from benchmarks.timing import CapturedCalls
 
-KINDS = {kind.name: kind for kind in ours.KINDS}
+KINDS = {kind.name: kind for kind in host_options.KINDS}
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     """Two heads, two sets of arrays, few rounds, and an empty working directory."""
-    for module, name, value in (
-        (ours, "HEADS", 2), (measure, "SETS", 2), (measure, "ROUNDS", 2), (measure, "CALLS", 2), (measure, "PIECE", 3),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    for name, value in {"HEADS": 2, "SETS": 2, "ROUNDS": 2, "CALLS": 2, "PIECE": 3}.items():
+        monkeypatch.setattr(host_options, name, value)
     with contextlib.chdir(tmp_path):
         yield
 
@@ -37,7 +35,7 @@ def on_numpy(name):
 
 def results(xp, name):
     """The results of our call of a kind, as numpy arrays."""
-    found = KINDS[name].call(ours.Inputs(ours.Model(xp), 3))()
+    found = KINDS[name].call(host_options.Inputs(host_options.Model(xp), 3))()
     arrays = []
     for x in found if isinstance(found, tuple) else (found,):
         arrays += x.values() if isinstance(x, dict) else [] if x is None else [x]
@@ -45,11 +43,9 @@ def results(xp, name):
 
 
 def test_the_kinds():
-    """The mix of the options has ten forward passes with a limit, and none of them computes plain attention by mistake."""
-    options = [kind for kind in ours.KINDS if kind.mix == ours.OPTIONS]
-    assert (len(options), len(KINDS)) == (10, len(ours.KINDS))
-    assert {kind.limit for kind in options} == {ours.FORWARD_LIMIT}
-    assert {kind.limit for name, kind in KINDS.items() if name.startswith("gradients")} == {ours.GRADIENT_LIMIT}
+    """The mix of the options has ten forward passes, and none of them computes plain attention by mistake."""
+    options = [kind for kind in host_options.KINDS if kind.mix == host_options.OPTIONS]
+    assert (len(options), len(KINDS)) == (10, len(host_options.KINDS))
     (plain,) = on_numpy("plain")
     for kind in options:
         if kind.name != "plain":
@@ -87,7 +83,7 @@ def test_the_first_way_that_runs_is_chosen():
     ]
     chosen, failures = choose(ways, lambda results: None, 3)
     assert chosen.way.title == "works"
-    assert measure.idle_timer(chosen, lambda results: None)() > 0
+    assert host_options.idle_timer(chosen, lambda results: None)() > 0
     assert not inside
     assert failures == [
         "absent does not run: ModuleNotFoundError: No module named 'no_such_module'",
@@ -114,15 +110,15 @@ def test_a_mix_is_measured_after_it_is_captured():
         count[0] += 1
 
     mixes = {name: Mix({"x": [call]}, lambda results: None) for name in ("ours", "peer")}
-    measure.measure_mixes(mixes)
+    host_options.measure_mixes(mixes)
     assert [len(mix.rounds["x"]) for mix in mixes.values()] == [2, 2]
-    assert count == [2 * (measure.WARM_UP + 2 * 3)]
+    assert count == [2 * (host_options.WARM_UP + 2 * 3)]
     count[0] = 0
     Mix({"x": [call]}, lambda results: None, captured=lambda: min(count[0] // 2, 5)).warm_up()
-    assert count == [10 + measure.WARM_UP]
+    assert count == [10 + host_options.WARM_UP]
     mix = Mix({"x": [call]}, lambda results: None, captured=lambda: count[0])
     mix.warm_up()
-    assert count == [10 + measure.WARM_UP + measure.MAX_WARM_UP]
+    assert count == [10 + host_options.WARM_UP + host_options.MAX_WARM_UP]
     assert not mix.rounds["x"]
 
 
@@ -139,34 +135,6 @@ def test_captured_calls(fake):
     assert timer() == pytest.approx(1.0)  # microseconds of a kernel of the fake
 
 
-# rows
-
-
-def row_of(**cells):
-    """A row with some of its cells."""
-    row = dict.fromkeys(run.COLUMNS) | {"kind": "plain", "mix": "options", "limit": 0.7, "message": ""} | cells
-    run.judge(row)
-    return row
-
-
-def test_ratios_and_limits():
-    """The ratio of the mix counts, or alone for a call without one; a missing ratio is reported, and no limit is not."""
-    rows = [
-        row_of(ratio=0.9, mix_ratio=0.7, peer="SDPA"),
-        row_of(ratio=0.1, mix_ratio=0.701, peer="SDPA"),
-        row_of(ratio=0.1),
-        row_of(kind="prepared", mix="", ratio=1.1, limit=1.25, peer="cudnnBackendExecute"),
-        row_of(kind="vjp", mix_ratio=3.0, limit=None),
-    ]
-    assert [row["holds"] for row in rows] == [True, False, None, True, None]
-    assert [" ".join(line.split()) for line in run.acceptance(rows)] == [
-        "plain in the mix of SDPA: 0.700 holds, limit 0.7",
-        "plain in the mix of SDPA: 0.701 DOES NOT HOLD, limit 0.7",
-        "plain in the mix of no peer: not measured, limit 0.7",
-        "prepared alone of cudnnBackendExecute: 1.100 holds, limit 1.25",
-    ]
-
-
 class Peer:
     """Stands for PyTorch: one call that runs and one that does not."""
 
@@ -181,7 +149,7 @@ class Peer:
 @pytest.mark.parametrize("peers", [Peer, None], ids=["both", "ours"])
 def test_the_command(peers, fake, monkeypatch):
     """Times of both contenders, ratios where both run, and the reasons where a peer does not."""
-    monkeypatch.setattr(run, "load_peers", lambda with_flex: (peers, "", "" if peers else "PyTorch does not run"))
+    monkeypatch.setattr(host_options, "load_peers", lambda with_flex: (peers, "" if peers else "PyTorch does not run"))
     out = run_command("host_options x.csv --only plain lengths paged", main=main).out
     with open("x.csv", newline="") as file:
         rows = {row["kind"]: row for row in csv.DictReader(file)}
@@ -190,28 +158,11 @@ def test_the_command(peers, fake, monkeypatch):
         assert float(row["us"]) > 0
         assert float(row["mix_us"]) > 0
     plain, lengths, paged = rows.values()
-    assert not any(lengths[name] for name in ("peer", "peer_us", "ratio", "peer_mix_us", "mix_ratio", "holds", "message"))
-    assert "lengths            in the mix of no peer: not measured, limit 0.7" in out
+    assert not any(lengths[name] for name in ("peer", "peer_us", "ratio", "peer_mix_us", "mix_ratio", "message"))
     if peers:
         assert min(float(plain["ratio"]), float(plain["mix_ratio"])) > 0
-        assert (plain["peer"], plain["holds"]) == ("runs", "False")
+        assert plain["peer"] == "runs"
         assert plain["message"] == paged["message"] == "fails does not run: ZeroDivisionError: division by zero"
     else:
         assert "PyTorch does not run" in out
         assert not plain["peer"]
-
-
-def test_profile(fake):
-    """The slow steps take time, the steps and the rest are the call, and the launches of all sets are counted."""
-    shown = run_command("host_options --profile x.csv --only plain paged", main=main).out.splitlines()
-    with open("x.csv", newline="") as file:
-        rows = {row["kind"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["plain", "paged"]
-    for row in rows.values():
-        steps = {step: float(row[step]) for step in (*profile.STEPS, "rest") if step != "busy"}
-        assert min(steps[step] for step in ("key", "allocate", "array", "launch")) > 0  # others may be shorter than the clock's
-        assert sum(steps.values()) == pytest.approx(float(row["total"]), abs=0.05)
-        launches = dict(reversed(part.split(" x ")) for part in row["launches"].split("; "))
-        assert sum(map(int, launches.values())) == measure.SETS
-    assert shown[-1].startswith("paged ")
-    assert shown[-1].endswith(rows["paged"]["launches"])

@@ -8,11 +8,8 @@ import pytest
 from benchmark_rows import RATES, SMALL, rows_of, two_presets
 from command_line import run as run_command
 
-from benchmarks import presets
+from benchmarks import compare, cpu, device, presets, runner, table, timing
 from benchmarks.__main__ import main
-from benchmarks.common import accuracy, script, timing
-from benchmarks.common import machine as facts
-from benchmarks.compare import contender_run, cpu, run, table
 from benchmarks.contenders import contender, registry
 from benchmarks.presets import PRESETS, Preset
 
@@ -95,11 +92,11 @@ def test_a_wall_clock_runs_long_enough():
 def test_largest_difference():
     """Relative to the largest magnitude, of the worst pair; NaN for NaN; an error for different shapes."""
     a, b = np.array([1.0, 2.0, -4.0]), np.array([1.0, 2.0, -3.0])
-    assert accuracy.largest_difference([a, a], [a, b]) == pytest.approx(1 / 3)
-    assert accuracy.largest_difference([a], [a]) == 0
-    assert math.isnan(accuracy.largest_difference([a, np.array([np.nan])], [a, np.array([1.0])]))
-    with pytest.raises(accuracy.WrongResultError, match="shape"):
-        accuracy.largest_difference([a], [a[:2]])
+    assert device.largest_difference([a, a], [a, b]) == pytest.approx(1 / 3)
+    assert device.largest_difference([a], [a]) == 0
+    assert math.isnan(device.largest_difference([a, np.array([np.nan])], [a, np.array([1.0])]))
+    with pytest.raises(device.WrongResultError, match="shape"):
+        device.largest_difference([a], [a[:2]])
 
 
 class Fake(contender.Contender):
@@ -120,7 +117,7 @@ class Fake(contender.Contender):
 
 def contender_of(**change):
     """A run of a contender, ready or left out."""
-    one = contender_run.ContenderRun(type("Changed", (Fake,), change), SMALL, "forward")
+    one = compare.ContenderRun(type("Changed", (Fake,), change), SMALL, "forward")
     one.prepare([None, None], [np.array([1.0, 2.0])], None, tune=False)
     return one
 
@@ -169,7 +166,9 @@ def test_compiling_calls_every_peer_once(fake):
             return lambda: called.append((self.preset.name, self.direction)) or (np.ones(2),)
 
     failing = type("Failing", (Fake,), {"name": "failing", "call": lambda self, inputs: 1 / 0})
-    failures = list(run.compile_peers(run.Settings([SMALL], ["forward", "both"], [Compiling, failing]), lambda *_: None))
+    failures = list(
+        compare.compile_peers(compare.Settings([SMALL], ["forward", "both"], [Compiling, failing]), lambda *_: None)
+    )
     assert called == [("small", "forward"), ("small", "both")]
     assert failures == [f"failing (small {way}): ZeroDivisionError: division by zero" for way in ("forward", "both")]
 
@@ -177,20 +176,18 @@ def test_compiling_calls_every_peer_once(fake):
 def test_warnings_become_part_of_the_reason():
     """Warnings that explain the failure are included; those that only introduce them are not."""
     said = ["Flash attention kernel not used because: (Triggered internally at x.h:3)", "the last dimension differs"]
-    assert (
-        contender_run.failure_reason(RuntimeError("No kernel"), said) == "RuntimeError: No kernel; the last dimension differs"
-    )
+    assert compare.failure_reason(RuntimeError("No kernel"), said) == "RuntimeError: No kernel; the last dimension differs"
 
 
 def test_the_state_of_the_gpu(fake, tmp_path, monkeypatch):
     """What nvidia-smi prints; without it the columns exist and are empty."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert set(facts.state("before").values()) == {""}
+    assert set(device.state("before").values()) == {""}
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 1980, 3201, 130.5, 41, 0x0000000000000000\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    found = facts.state("after")
+    found = device.state("after")
     assert (found["sm_mhz_after"], found["throttle_after"]) == ("1980", "0x0000000000000000")
-    assert set(found) | set(facts.state("before")) == set(facts.STATE_COLUMNS)
+    assert set(found) | set(device.state("before")) == set(device.STATE_COLUMNS)
 
 
 # rows
@@ -211,7 +208,7 @@ def test_ratios_are_within_a_round():
     """A clock that falls during the run does not change the ratios."""
     times = {"ours": [1.0, 1.0, 2.0, 2.0, 2.0], "torch-cudnn": [1.0, 1.0, 2.0], "flex": [3.0, 1.0, 6.0, 6.0, 6.0]}
     rows = [{"way": name, "direction": "forward", "times": values} for name, values in times.items()]
-    rows = run.add_ratios(rows, PRESETS[0], RATES)
+    rows = compare.add_ratios(rows, PRESETS[0], RATES)
     assert [row["ms"] for row in rows] == [2.0, 1.0, 6.0]
     assert [row.get("ours_over_it") for row in rows] == [None, 1.0, pytest.approx(1 / 3)]
     assert table.ratios([{"preset": "", **row} for row in rows], "forward") == [1.0]
@@ -246,7 +243,7 @@ def test_the_tables(tmp_path):
     assert "forward   the fastest     time 1.00 (0.50 to 2.00)" in text
     assert f"jax ({PRESETS[0].name} forward and 1 more): it cannot" in text
     assert "may include the host's time:\n  flex, 2 times: wall clock of consecutive calls" in text
-    script.write_csv(path, rows)
+    runner.write_csv(path, rows)
     assert table.read_csv(path) == rows
     lines = run_command("tables speed", str(path), main=main).lines
     assert f"| {PRESETS[0].name} | 2 | {rows[0]['tflops']:.0f} | 2.00\N{NO-BREAK SPACE}cudnn |" in lines

@@ -3,7 +3,6 @@
 import ast
 import json
 
-import numpy as np
 import pytest
 from command_line import python
 
@@ -42,14 +41,13 @@ class CDLL(load):
 
 ctypes.CDLL = CDLL
 """
-#: Both passes, the derivative, functions, explain, a trace, the disk cache and the plan cache; then what must not be there.
+#: Both passes, the derivative, functions, explain, saved problems, the disk cache and the plan cache; then what must not be there.
 ATTENTION = """
 import ctypes, importlib, os, pathlib
 import numpy as np, cupy_sdpa
 from cupy_sdpa import parallel, reference, store, zoo
 x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 40, 2)))
-with cupy_sdpa.trace("problems.jsonl") as problems:
-    out, pullback = cupy_sdpa.attention_vjp(x, x, x, causal=True, score_mod=zoo.softcap(3.0))
+out, pullback = cupy_sdpa.attention_vjp(x, x, x, causal=True, score_mod=zoo.softcap(3.0))
 expected, _ = reference.attention(x, x, x, causal=True, softcap=3.0)
 np.testing.assert_allclose(out, expected, atol=1e-10)
 pullback(x)
@@ -73,10 +71,8 @@ COMMANDS = {
     "demo --seq 50": 0,
     "explain 64,8,256,2 --gpu h100": 0,
     "support": 0,
-    "run in.npz -o out.npz --layout dhsb": 0,
     "check --engine cpu --problems 2 --seed 1 --json report.json": 0,
-    "bench --trace problems.jsonl --json": 0,
-    "check --trace problems.jsonl --engine cpu": 0,
+    "check --saved problems.jsonl --engine cpu": 0,
 }
 RUN = """
 import contextlib, io, sys
@@ -97,11 +93,9 @@ def test_without_what_only_unix_has(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REMOVED, encoding="utf-8")
     (tmp_path / "attention.py").write_text(ATTENTION, encoding="utf-8")
     (tmp_path / "commands.py").write_text(RUN, encoding="utf-8")
-    x = np.ones((8, 2, 4, 1), np.float32)
-    np.savez(tmp_path / "in.npz", q=x, k=x, v=x)
-    done = python("attention.py", cwd=tmp_path, path=[tmp_path])
+    done = python("attention.py", cwd=tmp_path, path=[tmp_path], CUPY_SDPA_TRACE="problems.jsonl")
     assert (done.status, done.err) == (0, "")
-    assert len((tmp_path / "problems.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    assert len((tmp_path / "problems.jsonl").read_text(encoding="utf-8").splitlines()) >= 3
     done = python("commands.py", *COMMANDS, cwd=tmp_path, path=[tmp_path], MPLBACKEND="agg")
     assert (done.status, done.err) == (0, "")
     outcomes = ast.literal_eval(done.out)

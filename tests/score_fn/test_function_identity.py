@@ -292,7 +292,7 @@ def test_functions_of_the_documentation_have_identities():
     """Every function of a page or a notebook that has the arguments of a score or mask function."""
     root = Path(__file__).parents[2]
     texts = [path.read_text(encoding="utf-8") for path in (root / "docs").glob("*.md")]
-    for path in (root / "docs" / "notebooks").glob("*.ipynb"):
+    for path in (root / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         texts += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     found = {}

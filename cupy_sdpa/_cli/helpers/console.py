@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
@@ -83,6 +83,33 @@ def output_file(value: str) -> Path:
     if is_new:
         target.unlink(missing_ok=True)
     return Path(value)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces ``path`` if the block succeeds, and is removed if it fails.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # preserves a symbolic link
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if target.exists() and not target.is_file():
+            raise CommandError(f"cannot write {path}: it is {'a folder' if target.is_dir() else 'not a file'}")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise CommandError(f"cannot write {path}: it is write-protected")
+        file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror} ({target.parent})") from error
+    try:
+        with file:
+            yield file
+        os.replace(temporary, target)
+    except OSError as error:  # for example, the disk is full
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)  # the temporary file does not exist after a successful rename
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Selection of the engine for ``demo`` and ``run``."""
+"""Selection of the engine for ``demo``, and the properties of a plan for ``--json``."""
 
 from __future__ import annotations
 
@@ -62,12 +62,9 @@ def plan_facts(plan: PlanInfo) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser, default_dtype: str | None) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--engine`` and ``--dtype`` to a command."""
-    default = default_dtype or "the file's"
-    parser.add_argument(
-        "--dtype", choices=FLOAT_DTYPES, default=default_dtype, help=f"dtype of the computation (default: {default})"
-    )
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
     parser.add_argument(
         "--engine",
         choices=("auto", "cudnn", "numpy"),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import machine, npz
-from .console import CommandError
+from . import machine
+from .console import CommandError, replacing
 
 #: The number of tokens in the passage.
 WINDOW = 40
@@ -55,7 +55,7 @@ def draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any
         axes.set_ylabel("query")
         figure.colorbar(image, ax=axes, shrink=0.7, extend="max", label="attention weight")
     try:
-        with npz.replacing(path) as file:
+        with replacing(path) as file:
             figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:  # ValueError: unknown format
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -69,8 +69,10 @@ def word_vectors(words: list[str], dimensions: int) -> Array:
     totals = counts.sum(axis=1)
     with np.errstate(divide="ignore"):
         information = np.log(counts * totals.sum() / np.outer(totals, totals))
-    vectors, lengths, _ = np.linalg.svd(np.maximum(information, 0))
-    return _unit(vectors[:, :dimensions] * np.sqrt(lengths[:dimensions]))[ids]
+    # the matrix is symmetric: its singular vectors are its eigenvectors, which take a third of the time
+    lengths, vectors = np.linalg.eigh(np.maximum(information, 0))
+    largest = np.argsort(-abs(lengths))[:dimensions]
+    return _unit(vectors[:, largest] * np.sqrt(abs(lengths[largest])))[ids]
 
 
 def position_vectors(count: int, dimensions: int) -> Array:

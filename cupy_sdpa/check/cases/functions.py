@@ -7,7 +7,9 @@ is read with one index expression, so its gradient is a sum of the gradient of t
 from __future__ import annotations
 
 import functools
-import re
+import importlib
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,9 +109,9 @@ PENDING_MASKS = {"large_product": Function(lambda b, h, q, k: (k * 8192 + q) % 3
 
 
 def function_of(option: str, name: str) -> Function:
-    """A function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its source code, lines joined by ``; ``."""
-    if name.count("return "):
-        return _of_source(option, name)
+    """A function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its program (:func:`of_program`)."""
+    if name.startswith("{"):
+        return of_program(option, name)
     return {**SCORES, **PENDING_SCORES}[name] if option == "score_mod" else {**MASKS, **PENDING_MASKS}[name]
 
 
@@ -123,79 +125,99 @@ def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
     return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
 
 
-# Functions of a trace
+# Functions of saved problems
 
 #: The parameters of the functions before the arrays.
 PARAMETERS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
-#: The axes of the scores, by the letters of :attr:`Function.tensors`.
-_LETTERS = {"b": "b", "h": "h", "q_idx": "q", "kv_idx": "k"}
-#: A line of a recorded function, and the read of a captured array.
-_OPERAND = r"(?:[A-Za-z]\w*|-?(?:np\.inf|np\.nan|\d[\d.]*(?:e[+-]?\d+)?))"
-_OPERANDS = rf"{_OPERAND}(?:, {_OPERAND})*"
-_CALL = re.compile(rf"t\d+ = (np|special)\.([a-z]\w*)\({_OPERANDS}\)")
-_READ = re.compile(rf"t\d+ = ([A-Za-z]\w*)\[({_OPERANDS})\]")
-_NAME = re.compile(r"(?<![\w.])(?!t\d+\b|np\b|special\b|return\b|True\b|False\b)[A-Za-z]\w*")
-_RETURN = re.compile(rf"return {_OPERAND}")
-
-
-def compiled(option: str, source: Sequence[str]) -> tuple[Callable[..., Any], dict[str, list[str]]]:
-    """The function that a trace recorded as source code, and how it indexes each captured array.
-
-    Every line is one call of a numpy function, one read of an array, or the return of a value; nothing else is executed.
-
-    Args:
-        option: ``score_mod`` or ``mask_mod``.
-        source: the lines.
-
-    Raises:
-        ValueError: a line has another form.
-
-    >>> function, reads = compiled("score_mod", ["t0 = x[h]", "t1 = np.multiply(score, t0)", "return t1"])
-    >>> function(2.0, 0, 1, 0, 0, x=[1.0, 3.0]), reads
-    (np.float64(6.0), {'x': ['h']})
-    """
-    reads: dict[str, list[str]] = {}
-    for line in source:
-        if read := _READ.fullmatch(line):
-            reads.setdefault(read[1], []).append(read[2])
-        elif not _RETURN.fullmatch(line) and not ((call := _CALL.fullmatch(line)) and _is_elementwise(*call.groups())):
-            raise ValueError(f"{line!r} is not a line of a recorded function")
-        else:  # an array without axes is an operand
-            for name in _NAME.findall(line.split(" = ")[-1]):
-                if name not in PARAMETERS[option]:
-                    reads.setdefault(name, []).append("")
-    names: dict[str, Any] = {"np": np, "special": _Special()}
-    code = f"def {option}({', '.join((*PARAMETERS[option], *reads))}):\n    " + "\n    ".join(source)
-    exec(code, names)
-    return names[option], reads
-
-
-def _is_elementwise(module: str, name: str) -> bool:
-    """Whether a function computes one element from one element of each operand."""
-    if module == "special":
-        return name in ("erf", "expit")
-    return name in ("where", "clip") or isinstance(getattr(np, name, None), np.ufunc)
-
-
-class _Special:
-    """The functions of scipy.special, imported when one is called."""
-
-    def __getattr__(self, name: str) -> Any:
-        import importlib
-
-        return getattr(importlib.import_module("scipy.special"), name)
+#: The numpy functions of the modes of a program.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide, "mod": np.fmod, "max": np.maximum,
+    "min": np.minimum, "pow": np.power, "neg": np.negative, "abs": np.absolute, "exp": np.exp, "log": np.log, "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": lambda x: 1 / x, "tanh_fwd": np.tanh, "sin": np.sin, "cos": np.cos,
+    "tan": np.tan, "erf": lambda x: importlib.import_module("scipy.special").erf(x), "floor": np.floor, "ceil": np.ceil,
+    "identity": lambda x: x, "cmp_eq": np.equal, "cmp_neq": np.not_equal, "cmp_ge": np.greater_equal, "cmp_gt": np.greater,
+    "cmp_le": np.less_equal, "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
+    "binary_select": lambda x, b, condition: np.where(condition, x, b), "log1p": np.log1p, "expm1": np.expm1, "hypot": np.hypot,
+}  # fmt: skip
+#: The steps without operands.
+_LEAVES = ("score", "index", "number", "constant", "captured")
+#: The modes whose result is not negative if the operands are not.
+_KEEP_SIGN = frozenset({"add", "mul", "div", "min", "max", "abs"})
 
 
 @functools.lru_cache(maxsize=64)
-def _of_source(option: str, source: str) -> Function:
-    """A recorded function. Its captured arrays are read with one index expression each."""
-    call, reads = compiled(option, source.split("; "))
-    axes = {}
-    for name, indices in reads.items():
-        if len(set(indices)) > 1:
-            raise ValueError(f"it reads {name} at {' and at '.join(dict.fromkeys(indices))}; the self-test reads an array once")
-        parts = indices[0].split(", ") if indices[0] else []
-        if any(part not in _LETTERS and not (part.isdecimal() and int(part) < 9) for part in parts):
-            raise ValueError(f"it reads {name}[{indices[0]}]; the self-test reads b, h, q_idx, kv_idx and indices up to 8")
-        axes[name] = "".join(_LETTERS.get(part) or str(int(part) + 1) for part in parts)
+def of_program(option: str, text: str) -> Function:
+    """The function that a program computes.
+
+    Args:
+        option: ``score_mod`` or ``mask_mod``.
+        text: a JSON object: ``steps`` as in a file of problems, the last one is the result; and ``arrays``, the axes of each
+            captured array, as in :attr:`Function.tensors`. Scalars have arbitrary values.
+
+    Raises:
+        ValueError: the program has an unknown step.
+
+    >>> steps = '[{"mode": "score"}, {"mode": "captured", "name": "t0"}, {"mode": "mul", "args": [0, 1]}]'
+    >>> function = of_program("score_mod", '{"arrays": {"t0": "h"}, "steps": %s}' % steps)
+    >>> function.call(2.0, 0, 1, 0, 0, t0=np.array([1.0, 3.0]))
+    np.float64(6.0)
+    """
+    found = json.loads(text)
+    steps = [_Step(**{**step, "args": tuple(step.get("args", ()))}) for step in found["steps"]]
+    axes: dict[str, str] = dict(found["arrays"])
+    if unknown := [step.mode for step in steps if step.mode not in (*_LEAVES, *_FUNCTIONS)]:
+        raise ValueError(f"a program has the step {unknown[0]}, which the self-test does not know")
+    numbers = [step for step in steps if step.mode == "number"]
+    literals = {step.name: 3 + i if step.kind == "int" else 0.75 + 0.125 * i for i, step in enumerate(numbers)}
+    letters = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx"}
+
+    def call(*positions: Any, **arrays: Any) -> Any:
+        given = dict(zip(PARAMETERS[option], positions, strict=True))
+        values: list[Any] = []
+        for step in steps:
+            operands = [values[arg] for arg in step.args]
+            match step.mode:
+                case "score" | "index":
+                    values.append(given[step.name or "score"])
+                case "number":
+                    values.append(literals[step.name])
+                case "constant":
+                    values.append({"int": int, "bool": bool, "float": float}[step.kind](step.value))
+                case "captured":
+                    index = tuple(int(axis) - 1 if axis.isdigit() else given[letters[axis]] for axis in axes[step.name])
+                    values.append(arrays[step.name][index])
+                case "div" if step.kind == "int":
+                    values.append(_truncated(*operands, positive=all(_is_positive(steps, arg) for arg in step.args)))
+                case mode:
+                    values.append(_FUNCTIONS[mode](*operands))
+        return values[-1]
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in (*PARAMETERS[option], *axes)])  # type: ignore[attr-defined]
     return Function(call, axes)
+
+
+class _Step(NamedTuple):
+    """A step of a program, as in a file of problems; a value that is not finite is a text."""
+
+    mode: str
+    args: tuple[int, ...] = ()
+    name: str = ""
+    kind: str = "float"
+    value: float | str = 0.0
+
+
+def _is_positive(steps: Sequence[_Step], index: int) -> bool:
+    """Whether a step is known to be 0 or more."""
+    step = steps[index]
+    if step.mode in ("index", "number") or (step.mode == "constant" and float(step.value) >= 0):
+        return True
+    return step.mode in _KEEP_SIGN and (step.mode == "abs" or all(_is_positive(steps, arg) for arg in step.args))
+
+
+def _truncated(x: Any, b: Any, *, positive: bool) -> Any:
+    """The quotient of integers, rounded to 0."""
+    if positive:
+        return x // b
+    quotient = abs(x) // abs(b)
+    return np.where(np.logical_xor(np.less(x, 0), np.less(b, 0)), -quotient, quotient)

@@ -121,13 +121,11 @@ _DEVICE_CODE = f"""
 _PADDED = _struct(("table", _Table), "out", "width")
 
 
-def padded_table(table: Any, lengths: Any, page: int, width: int) -> Any:
-    """A copy ``(width, B)`` of a page table ``(P, B)``; entries after the length name the first page of the sequence."""
-    batch = table.shape[1]
-    out = cupy_runtime.empty((width, batch), np.dtype(np.int32))
+def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
+    """Copy a page table ``(P, B)`` to ``(width, B)``; entries after the length name the first page of the sequence."""
+    width, batch = out.shape
     arguments = np.array((tuple(_table(table, lengths, page)), out.data.ptr, width), _PADDED)
     _padded_table_kernel()((max(1, min(64, -(-width // 256))), batch), (256,), (arguments,))
-    return out
 
 
 @functools.cache
@@ -149,7 +147,9 @@ _PREFIX = _struct("table", "entry", "pitch", "lengths", "stride", "batch", "page
 
 
 def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
-    """Divide the keys of sequences into a shared prefix and the rest; one launch.
+    """Divide the keys of sequences into a shared prefix and the rest; one launch, also for numpy arrays.
+
+    The sequence is chosen on the device: a released one has no pages.
 
     Args:
         table, lengths: the page table ``(P, B)`` and the lengths, int32 ``(B,)``.
@@ -158,6 +158,12 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
         shared_length: int32 ``(1,)``, written: the length of the prefix, or 0.
         rest: int32 ``(B,)``, written: the lengths after the prefix.
     """
+    if not cupy_runtime.is_array(lengths):
+        whole = lengths >= prefix
+        shared[...] = table[: len(shared), whole.argmax(), None] if whole.any() else 0
+        shared_length[...] = prefix if whole.any() else 0
+        np.maximum(lengths - np.int32(prefix), 0, out=rest)
+        return
     entry, pitch, stride = (step // 4 for step in (*table.strides, *lengths.strides))
     addresses = [array.data.ptr for array in (shared, shared_length, rest)]
     given = table.data.ptr, entry, pitch, lengths.data.ptr, stride, lengths.size, shared.size, prefix, *addresses

@@ -17,7 +17,7 @@ from ...device.merge import accumulate
 from ...helpers import merge_unchecked
 from ...problem.band import Band
 from ...problem.problem import row_stats_shape
-from ...programs.program import Constant
+from ...programs.steps import Constant
 from ..groups.channel import copy
 from .layout import Interval, Layout
 from .tiles import Tile, tiles
@@ -87,7 +87,6 @@ class Part:
         diagonal: the key on the diagonal of query 0 of the sequence.
         lengths: the numbers of queries and keys of every packed sequence of the call; None for dense arrays.
         buffer: the index of the partial result that the rows are written to; parts of different rows share one.
-        work: about the number of pairs of a query and a key that attend, in all sequences.
         known: the options of the call by device, if they do not depend on the caller's arrays.
     """
 
@@ -99,7 +98,6 @@ class Part:
     diagonal: int
     lengths: tuple[tuple[int, int], ...] | None
     buffer: int = 0
-    work: float = 0.0
     known: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def packing(self, like: Any) -> dict[str, Any]:
@@ -162,7 +160,6 @@ def parts(
                     b if positional and queries.packed else None,
                     diagonals[b],
                     tuple((x.rows[1] - x.rows[0], x.keys[1] - x.keys[0]) for _, x in batch) if queries.packed else None,
-                    work=sum(x.work for _, x in batch),
                 )
             )
     return made

@@ -29,22 +29,6 @@ class Tile(NamedTuple):
     band: Band | None
     first: tuple[int, int]
 
-    @property
-    def work(self) -> float:
-        """About the number of pairs that the band includes."""
-        n, m = self.rows[1] - self.rows[0], self.keys[1] - self.keys[0]
-        if self.band is None:
-            return n * m
-        left, right, bottom_right = self.band
-        shift = m - n if bottom_right else 0
-        total = 0.0
-        for part in range(16):  # 16 queries, evenly spaced
-            i = (part + 0.5) * n / 16 + shift
-            low = 0.0 if left is None else max(0.0, i - left - 0.5)
-            high = float(m) if right is None else min(float(m), i + right + 0.5)
-            total += max(0.0, high - low) * n / 16
-        return total
-
 
 def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, aligned: bool = True) -> Tile | None:
     """The visible part of a rectangle; None if no query attends to a key.

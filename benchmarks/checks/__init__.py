@@ -1,1 +1,0 @@
-"""Checks on the GPU: accuracy of all pairs of options, memory accesses, and cuDNN's shape override."""

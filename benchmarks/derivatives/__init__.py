@@ -1,1 +1,0 @@
-"""Directional derivatives (JVP): time, peak memory and accuracy."""

@@ -1,0 +1,209 @@
+"""The GPU: arrays, memory, rates, state, versions of the libraries; and the difference between two results."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.version import __version__, version_text
+
+from .timing import PRODUCTS, device_ms, interleaved
+
+#: Rows and columns of the matrix whose products keep the device busy, and of the one whose rate is measured.
+BUSY_SIZE, RATE_SIZE = 4096, 8192
+#: Bytes of the copy that measures the memory's rate.
+COPY_BYTES = 1 << 30
+
+
+def l2_bytes() -> int:
+    """The size of the current GPU's L2 cache."""
+    runtime = cupy_runtime.cupy().cuda.runtime
+    return int(runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"])
+
+
+def input_sets(bytes_per_set: int) -> int:
+    """The number of input sets that together are at least twice as large as the L2 cache; at least 2."""
+    return max(2, -(-2 * l2_bytes() // bytes_per_set))
+
+
+def random_normal(*shape: int) -> Any:
+    """Normal random numbers in bfloat16, in Fortran order."""
+    cupy = cupy_runtime.cupy()
+    numbers = cupy.random.standard_normal(shape, dtype="float32")
+    return cupy.asfortranarray(numbers.astype(numpy_dtype("bfloat16")))
+
+
+def as_torch(array: Any) -> Any:
+    """A PyTorch tensor ``(batch, heads, seq, head_dim)`` on the memory of an array ``(head_dim, heads, seq, batch)``."""
+    import torch
+
+    return torch.from_dlpack(array).permute(3, 1, 2, 0)
+
+
+def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
+    """A matrix whose products keep the device busy, and its dtype: bfloat16 of PyTorch, or without it float16 of CuPy."""
+    try:
+        import torch
+    except ImportError:
+        cupy = cupy_runtime.cupy()
+        return cupy.random.standard_normal((size, size), dtype="float32").astype("float16"), "float16"
+    return torch.randn(size, size, dtype=torch.bfloat16, device="cuda"), "bfloat16"
+
+
+def timed(
+    calls: Mapping[str, Sequence[Callable[[], Any]]], rounds: int, *, products: int = PRODUCTS, **limits: Any
+) -> dict[str, list[float]]:
+    """The milliseconds of several contenders' calls by CUDA events, in interleaved rounds.
+
+    Args:
+        calls: for each contender the calls, which are first repeated, so that repeated calls are captured.
+        rounds, limits: see :func:`~benchmarks.timing.interleaved`.
+        products: the matrix products that hide the host's time.
+    """
+    for several in calls.values():
+        for call in [*several] * 4:
+            call()
+    busy, _ = busy_matrix()
+    timers = {name: functools.partial(device_ms, several, busy, products) for name, several in calls.items()}
+    return interleaved(timers, rounds, **limits)
+
+
+def matmul_tflops() -> tuple[float, str]:
+    """The rate of a large product of random matrices in TFLOP/s, and its dtype."""
+    matrix, dtype = busy_matrix(RATE_SIZE)
+    ms = statistics.median(device_ms([lambda: matrix @ matrix] * 4, matrix, 1) for _ in range(7))
+    return 2 * RATE_SIZE**3 / ms / 1e9, dtype
+
+
+def copy_gbs() -> float:
+    """The rate of a copy on the device: bytes read and written, in GB/s."""
+    cupy = cupy_runtime.cupy()
+    source = cupy.zeros(COPY_BYTES, "u1")
+    target = cupy.empty_like(source)
+    busy, _ = busy_matrix()
+    ms = statistics.median(device_ms([lambda: cupy.copyto(target, source)] * 4, busy) for _ in range(7))
+    return 2 * COPY_BYTES / ms / 1e6
+
+
+def free_memory() -> None:
+    """Return the unused memory of CuPy's and PyTorch's pools to the GPU."""
+    gc.collect()
+    cupy_runtime.cupy().get_default_memory_pool().free_all_blocks()
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+
+
+def peak_allocation(call: Callable[[], Any]) -> int:
+    """The peak of the bytes that CuPy's memory pool hands out during a call."""
+    hook = cupy_runtime.cupy().cuda.MemoryHook
+    current, peak = 0, 0
+
+    class Count(hook):  # type: ignore[misc, valid-type]  # CuPy has no types
+        """Tracks the bytes in use and their maximum."""
+
+        name = "count"
+
+        def malloc_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            """Count an allocation."""
+            nonlocal current, peak
+            current += mem_size
+            peak = max(peak, current)
+
+        def free_postprocess(self, *, mem_size: int, **_: Any) -> None:
+            """Count a deallocation."""
+            nonlocal current
+            current -= mem_size
+
+    with Count():
+        results = call()
+        del results
+    return peak
+
+
+#: Modules of the peers, by the column of their version. A module that is not imported takes no part.
+_PEERS = {"torch": "torch", "triton": "triton", "jax": "jax", "cudnn_frontend": "cudnn"}
+#: Fields to query from nvidia-smi, by column.
+_STATE = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "celsius": "temperature.gpu",
+    "throttle": "clocks_throttle_reasons.active",
+}
+_TIMEOUT_SECONDS = 10
+
+
+def versions(**peers: str) -> dict[str, str]:
+    """The name of the GPU, and the versions of cuDNN, the given peers, CuPy and this package."""
+    cupy = cupy_runtime.cupy()
+    return {
+        "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
+        "cudnn": version_text(library().version),
+        **peers,
+        "cupy": cupy.__version__,
+        "cupy_sdpa": __version__,
+    }
+
+
+def all_versions() -> dict[str, str]:
+    """:func:`versions` with the driver, Python, numpy and all imported peers; empty strings for missing ones."""
+    peers = {column: str(getattr(sys.modules.get(module), "__version__", "")) for column, module in _PEERS.items()}
+    (driver,) = nvidia_smi(["driver_version"])
+    return versions(driver=driver, python=platform.python_version(), numpy=np.__version__, **peers)
+
+
+def nvidia_smi(fields: Sequence[str]) -> list[str]:
+    """Query nvidia-smi about the current GPU: values without units; empty strings if it fails."""
+    runtime = cupy_runtime.cupy().cuda.runtime
+    bus_id = runtime.deviceGetPCIBusId(runtime.getDevice())
+    command = ["nvidia-smi", f"--id={bus_id}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return [""] * len(fields)
+    values = [text.strip() for text in done.stdout.strip().split(",")]
+    return values if len(values) == len(fields) else [""] * len(fields)
+
+
+def state(when: str) -> dict[str, Any]:
+    """Clocks, power, temperature and throttle reasons of the GPU; ``when`` is the suffix of the columns."""
+    return {f"{column}_{when}": value for column, value in zip(_STATE, nvidia_smi(list(_STATE.values())), strict=True)}
+
+
+#: The columns of :func:`state` before and after a measurement.
+STATE_COLUMNS = tuple(f"{column}_{when}" for when in ("before", "after") for column in _STATE)
+
+
+class WrongResultError(ArithmeticError):
+    """A contender's results differ from the expected ones."""
+
+
+def largest_difference(results: Sequence[Any], expected: Sequence[Any]) -> float:
+    """The largest difference divided by the largest magnitude, of the worst pair of arrays; NaN if a result has one.
+
+    Raises:
+        WrongResultError: two shapes differ.
+    """
+    worst = 0.0
+    for a, b in zip(results, expected, strict=True):
+        if a.shape != b.shape:
+            raise WrongResultError(f"a result has the shape {a.shape}, the expected one {b.shape}")
+        a, b = a.astype("float32"), b.astype("float32")
+        difference = float(abs(a - b).max() / abs(b).max())
+        if not difference <= worst:  # keeps NaN
+            worst = difference
+        if math.isnan(worst):
+            return worst
+    return worst

@@ -1,1 +1,0 @@
-"""``python -m benchmarks packed``: packed (varlen) sequences against PyTorch and cudnn-frontend."""

@@ -1,1 +1,0 @@
-"""Block-sparse attention against FlexAttention."""

@@ -1,1 +1,0 @@
-"""``bench``: time the problems of a trace."""

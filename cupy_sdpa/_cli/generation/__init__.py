@@ -1,1 +1,0 @@
-"""A small GPT for ``demo --generate``: training, generation with a key/value cache, and speculative decoding."""

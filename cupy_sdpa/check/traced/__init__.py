@@ -1,1 +1,0 @@
-"""The problems of a trace (:func:`cupy_sdpa.trace`): read, plan, verify and time them."""

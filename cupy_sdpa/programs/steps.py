@@ -1,0 +1,216 @@
+"""Steps of programs: attention on views of arrays, and kernels; and what adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..arrays.view import View
+from ..calls.call import Fill
+from ..device import cupy_runtime, driver, memory
+from ..problem.problem import Problem
+
+
+class Constant:
+    """An array whose elements are known when a program is built, and its copies on GPUs.
+
+    Args:
+        array: the array, of numpy; dense.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        #: The copies by the id of the CUDA context.
+        self._copies: dict[int, Any] = {}
+
+    def on_device(self) -> Any:
+        """The copy in the current CUDA context; the first call makes it, and synchronizes.
+
+        Raises:
+            RuntimeError: there is no copy yet, and the stream is being captured.
+        """
+        context = driver.context_id()
+        if context not in self._copies:
+            if cupy_runtime.capturing():
+                raise RuntimeError(
+                    "the stream is being captured into a CUDA graph, and the tables of this call are not on the GPU yet: run "
+                    "the call once before the capture begins"
+                )
+            order = "F" if self.array.flags.f_contiguous else "C"
+            copy = cupy_runtime.cupy().asarray(self.array, order=order)
+            cupy_runtime.cupy().cuda.get_current_stream().synchronize()  # other streams may use it next
+            self._copies[context] = copy
+        return self._copies[context]
+
+
+class Scalar(NamedTuple):
+    """A number that is not known when a program is built: an argument of a kernel, by the name of the scalar of the call."""
+
+    name: str
+
+
+class Attend(NamedTuple):
+    """Attention, or its gradients, in one launch.
+
+    Attributes:
+        problem: the problem that the engine runs.
+        arrays: the views of its arrays, by name.
+        of: the problem that the caller or a builder asked for.
+        whole: whether gradients get all keys of their statistics, so that these can be checked.
+        scalars: the values of by-value scalars that belong to the program; the others are those of the call.
+        source_lines: the source line of each operation of the score and mask functions, if they belong to the program.
+    """
+
+    problem: Problem
+    arrays: Mapping[str, View]
+    of: Problem
+    whole: bool = False
+    scalars: Mapping[str, float] = {}
+    source_lines: Mapping[str, str] = {}
+
+
+class Step(NamedTuple):
+    """One step of a program.
+
+    Attributes:
+        name: what it does, for reports and errors.
+        attend: attention or its gradients; None for a kernel.
+        function: a function that takes arrays of numpy or of CuPy and writes into some of them; None for attention.
+        arguments: its arguments: views, scalars, numbers, None, and sequences of these.
+        writes: the views that it writes.
+        branch: whether it is part of a branch, which runs in parallel with the steps after the branch in a captured CUDA graph,
+            until one reads what the branch writes.
+    """
+
+    name: str
+    attend: Attend | None
+    function: Callable[..., None] | None
+    arguments: tuple[Any, ...]
+    writes: tuple[View, ...]
+    branch: bool = False
+
+    def views(self) -> Iterator[View]:
+        """All views that the step reads or writes."""
+        yield from self.writes
+        yield from views_of(self.arguments if self.attend is None else tuple(self.attend.arrays.values()))
+
+
+def join_of(steps: Sequence[Step]) -> int:
+    """The number of the step before which the branch must have ended; the number of steps if there is none."""
+    written = {view.storage.name for step in steps if step.branch for view in step.writes}
+    begun = False
+    for number, step in enumerate(steps):
+        begun = begun or step.branch
+        if begun and not step.branch and any(view.storage.name in written for view in step.views()):
+            return number
+    return len(steps)
+
+
+def views_of(value: Any) -> Iterator[View]:
+    """The views in an argument."""
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from views_of(part)
+
+
+@dataclass
+class Steps:
+    """Collects steps.
+
+    Attributes:
+        device: the number of the GPU that the program is for; None for numpy.
+        part: what the next steps compute; it is the beginning of their names. Empty for nothing.
+        branch: whether the next steps are a branch, see :class:`Step`. A program has at most one branch.
+        steps: the steps.
+        sizes: the bytes of each temporary.
+        constants: the constants by the name of their storage.
+        fills: the arrays of equal integers by the name of their storage.
+    """
+
+    device: int | None
+    part: str = ""
+    branch: bool = False
+    steps: list[Step] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, Constant] = field(default_factory=dict)
+    fills: dict[str, Fill] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the program is for a GPU."""
+        return self.device is not None
+
+    # arrays
+
+    def temporary(self, shape: Sequence[int], dtype: Any) -> View:
+        """An array in Fortran order that only this program uses."""
+        view = View.dense(f"temporary {len(self.sizes) + 1}", shape, dtype, self.device)
+        self.sizes[view.storage.name] = view.nbytes
+        return view
+
+    def constant(self, constant: Constant) -> View:
+        """An array that is known now."""
+        array = constant.array
+        name = next((name for name, other in self.constants.items() if other is constant), "")
+        if not name:
+            name = f"constant {len(self.constants) + 1}"
+            self.constants[name] = constant
+        view = View.dense(name, array.shape, array.dtype, self.device)
+        return view if array.flags.f_contiguous else view.strided(array.shape, array.strides)
+
+    def filled(self, fill: Fill) -> View:
+        """An array of equal integers."""
+        name = f"{fill.size} times {fill.value}, {fill.dtype}"
+        self.fills[name] = fill
+        return View.dense(name, (fill.size,), fill.dtype, self.device)
+
+    # steps
+
+    def attend_to(self, name: str, attend: Attend) -> None:
+        """Attention on arrays in the form that the engine needs; none if the problem is trivial, of which nothing runs."""
+        writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
+        self.steps.append(Step(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
+
+    def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View]) -> None:
+        """A kernel: a function of arrays, numbers and sequences of these that writes into ``writes``, which are arguments."""
+        self.steps.append(Step(function.__name__, None, function, arguments, tuple(writes), self.branch))
+
+    def copy(self, target: View, source: View) -> None:
+        """Copy ``source``, which may be broadcast and converted, into ``target``."""
+        if target.size:
+            self.run(copy, target, source, writes=(target,))
+
+    def copied(self, source: View) -> View:
+        """A copy in Fortran order."""
+        made = self.temporary(source.shape, source.dtype)
+        self.copy(made, source)
+        return made
+
+    def fill(self, target: View, value: float) -> None:
+        """Fill an array with a number."""
+        if target.size:
+            self.run(fill, target, value, writes=(target,))
+
+    def add(self, target: View, source: View) -> None:
+        """Add an array to another one."""
+        if target.size:
+            self.run(add, target, source, writes=(target,))
+
+
+def copy(target: Any, source: Any) -> None:
+    """Copy an array into another one."""
+    target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower
+
+
+def fill(target: Any, value: float) -> None:
+    """Fill an array with a number."""
+    memory.clear(target, value)
+
+
+def add(target: Any, source: Any) -> None:
+    """Add an array to another one."""
+    total = target.T
+    total += source.T  # as in copy

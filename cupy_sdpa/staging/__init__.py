@@ -1,1 +1,0 @@
-"""Arrays of a call in the form that the engine needs."""

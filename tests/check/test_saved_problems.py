@@ -1,0 +1,319 @@
+"""The problems of a program in a file: what is written, that it is read back, and that the commands take it."""
+
+import json
+import os
+import resource
+import signal
+import stat
+import threading
+
+import numpy as np
+import pytest
+from command_line import python, run
+
+import cupy_sdpa
+from cupy_sdpa import fp8, store, zoo
+from cupy_sdpa.check.cases.draw import draw
+from cupy_sdpa.check.cases.functions import MASKS, SCORES
+from cupy_sdpa.check.cases.saved import case_of, reduced
+from cupy_sdpa.check.verify.execute import execute
+from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.problem import problem_file
+
+#: A program on numpy arrays: equal calls, both passes, a score function with a scalar and an array, and dropout.
+PROGRAM = """
+import numpy as np, cupy_sdpa
+x = np.ones((8, 2, 5, 1), np.float16, order="F")
+for seed in range(3):
+    cupy_sdpa.attention(x, x, x, causal=True)
+    cupy_sdpa.attention(x, x, x, dropout_p=0.5, seed=seed)
+out, pullback = cupy_sdpa.attention_vjp(
+    x, x, x, score_mod=lambda s, b, h, q, k, t: s * t[h] - 0.25 * abs(q - k), tensors={"t": np.ones(2, np.float16)}
+)
+pullback(x)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "problems.jsonl"
+
+
+def asked(shape=(64, 8, 100, 2), dtype="float16", **options):
+    return cupy_sdpa.problem(shape, shape, shape, dtype=dtype, **options)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# What is written
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_problems_are_read_back(number, path):
+    """Problems of the self-test: field by field, and equal."""
+    found = [problem for problem in problems(draw(11, number, "plan")) if not problem.trivial]
+    if found:
+        assert problem_file.add(path, found) == len(set(found))
+        assert store.read_problems(path) == list(dict.fromkeys(found))
+
+
+def test_only_what_is_not_the_default_is_written(path):
+    """A score function is its expression, also with infinity; contents and names of the caller are not written."""
+    problem_file.add(path, [asked(score_mod=lambda s, b, h, q, k: np.where(s > 2.5, -np.inf, 2 * s), max_workspace=4096)])
+    (line,) = lines(path)
+    assert list(line) == ["q", "k", "v", "out", "settings"]
+    assert line["q"] == {
+        "name": "q", "dtype": "float16", "shape": [64, 8, 100, 2], "strides": [2, 128, 1024, 102400], "alignment": 16,
+    }  # fmt: skip
+    settings = line["settings"]
+    assert settings.pop("program")["steps"]
+    assert settings == {"max_workspace": 4096}
+
+
+def test_the_problems_of_the_plan_caches(engine, path):
+    """On cuDNN those of all threads; every problem once, also if they are saved again."""
+    if not engine.on_cudnn:
+        pytest.skip("numpy has no plan cache")
+    cupy_sdpa.get_plan_cache().clear()
+    x, y = (engine.put(np.ones((64, 2, n, 1), np.float16, order="F")) for n in (8, 24))
+    for _ in range(2):
+        cupy_sdpa.attention(x, x, x)
+    called, saved = threading.Event(), threading.Event()
+
+    def other():
+        cupy_sdpa.attention(y, y, y, causal=True)
+        called.set()
+        saved.wait(60)
+        cupy_sdpa.get_plan_cache().clear()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    called.wait(60)
+    store.save_problems(path)
+    once = path.read_bytes()
+    assert store.save_problems(path) == len(lines(path))
+    assert path.read_bytes() == once
+    saved.set()
+    thread.join()
+    sizes = [tuple(line["q"]["shape"]) for line in lines(path)]
+    assert {(64, 2, 8, 1), (64, 2, 24, 1)} <= set(sizes)
+    assert sizes.count((64, 2, 8, 1)) == 1
+
+
+def test_the_variable(path, tmp_path):
+    """A process on numpy writes what a GPU would plan when it ends; a second one adds nothing, and no call writes."""
+    for _ in range(2):
+        done = python("-c", PROGRAM, cwd=tmp_path, CUPY_SDPA_TRACE=str(path))
+        assert (done.status, done.err) == (0, "")
+    found = store.read_problems(path)
+    assert len(found) == 4
+    assert [problem.backward for problem in found].count(True) == 1
+    assert {problem.settings.dropout for problem in found} == {0.0, 0.5}
+    assert problem_file.kept is None  # in this process
+
+
+def test_a_failure_at_the_end_is_one_line(tmp_path):
+    """The program has its results and its exit status."""
+    done = python("-c", PROGRAM, cwd=tmp_path, CUPY_SDPA_TRACE=str(tmp_path))
+    assert done.status == 0
+    assert done.err.count("\n") == 1
+    assert "CUPY_SDPA_TRACE is" in done.err
+    assert "Is a directory" in done.err
+
+
+def test_programs_that_run_at_the_same_time(path):
+    """Threads add to one file: every problem once, in whole lines."""
+    every = [asked((64, 8, n, 1)) for n in range(1, 40)]
+    threads = [threading.Thread(target=problem_file.add, args=(path, every[start:])) for start in (0, 10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lines(path)) == len(every)
+    assert set(store.read_problems(path)) == set(every)
+
+
+# The file
+
+
+def test_an_incomplete_line_is_completed(path):
+    """The last line of a file that was copied without its end is not joined with the next one."""
+    problem_file.add(path, [asked()])
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    problem_file.add(path, [asked(causal=True)])
+    assert store.read_problems(path) == [asked(), asked(causal=True)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "text", "large"])
+def test_other_files_are_left_alone(kind, path):
+    """A pipe is not waited for; a file with other contents, or a large one, is unchanged."""
+    target = path
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        target = "/dev/full"
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "text":
+        path.write_text("notes")
+    else:
+        with path.open("wb") as file:
+            file.truncate(problem_file.MAX_BYTES + 1)
+    with pytest.raises(OSError, match=r"regular file|directory|No such device|other contents|MiB"):
+        problem_file.add(target, [asked()])
+    assert kind != "text" or path.read_text() == "notes"
+    assert kind != "large" or path.stat().st_size == problem_file.MAX_BYTES + 1
+    assert kind != "pipe" or stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path):
+    """Whole lines only."""
+    problem_file.add(path, [asked()])
+    before = path.read_bytes()
+    limits, previous = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+        with pytest.raises(OSError, match="large"):
+            problem_file.add(path, [asked(causal=True)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert path.read_bytes() == before
+
+
+WRONG = {
+    "": "has no problem",
+    "{": "line 1 is not a problem: Expecting",
+    "[]": "line 1 is not a problem",
+    '{"q": 3}': "k, v, out is missing",
+    "[" * 100_000: "line 1 is not a problem",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=["empty", "no JSON", "a list", "incomplete", "nested"])
+def test_wrong_files(text, path):
+    """The message has the line."""
+    path.write_text(text)
+    with pytest.raises(ValueError, match=WRONG[text]):
+        store.read_problems(path)
+
+
+CHANGES = {
+    "shape": lambda line: line["q"].update(shape=[64, -8, 100, 2]),
+    "dtype": lambda line: line["q"].update(dtype="int7"),
+    "axes": lambda line: line["q"].update(shape=[64], strides=[2]),
+    "name": lambda line: line.update(quality=line["q"]),
+    "setting": lambda line: line["settings"].update(hardness=3),
+    "step": lambda line: line["settings"]["program"]["steps"].insert(0, {"mode": "add", "args": [5, 6]}),
+    "root": lambda line: line["settings"]["program"].update(mask=99),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_values_are_checked(name, path):
+    """Before anything is planned."""
+    problem_file.add(path, [asked(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0)])
+    line = json.loads(path.read_text())
+    CHANGES[name](line)
+    path.write_text(json.dumps(line))
+    with pytest.raises(ValueError, match="line 1 is not a problem"):
+        store.read_problems(path)
+
+
+# Verification
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(24))
+def test_saved_problems_are_verified(number):
+    """Problems of the self-test for a GPU, with random data on the CPU engine."""
+    for problem in problems(draw(12, number, "plan")):
+        if not problem.trivial:
+            outcome = execute(reduced(case_of(problem, "cpu"), 100_000))
+            assert outcome.kind == "passed", outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
+def test_functions_are_verified(option):
+    """Every function of the self-test, as its expression."""
+    tables = {"float": "float32", "int": "int32", "bool": "bool", "number": "float32"}
+    for name, function in {"score_mod": SCORES, "mask_mod": MASKS}[option].items():
+        sizes = {"b": 2, "h": 2, "q": 20, "k": 24}
+        tensors = {
+            tensor: np.ones([int(axis) if axis.isdigit() else sizes[axis] for axis in axes], tables[function.kind])
+            for tensor, axes in function.tensors.items()
+        }
+        options = {option: function.call} | ({"tensors": tensors} if tensors else {})
+        shapes = (16, 2, 20, 2), (16, 2, 24, 2), (16, 2, 24, 2)
+        problem = cupy_sdpa.problem(*shapes, dtype="float16", **options)
+        outcome = execute(case_of(problem, "cpu"))
+        assert outcome.kind == "passed", (name, outcome)
+
+
+SAME = {
+    "pages": ({"page_table": (8, 3), "causal": "bottom_right"}, ((64, 8, 4, 3), (64, 2, 32, 24))),
+    "packed": ({"cu_seqlens_q": (4,), "cu_seqlens_kv": (4,), "max_seqlen_q": 50, "max_seqlen_kv": 50}, ((64, 8, 128),) * 2),
+    "masks": (
+        {"mask": (50, 1, 8, 1), "bias": (50, 40, 1, 2), "window": (5, 3), "seq_lens": True},
+        ((64, 8, 40, 2), (64, 8, 50, 2)),
+    ),
+    "scores": ({"softcap": 5.0, "sinks": True, "alibi_slopes": True, "scale": -1.0}, ((64, 8, 40, 2), (64, 8, 50, 2))),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_case_leads_to_the_same_problem(name):
+    """So that check runs the plan of the program; the number of pages and of packed tokens is drawn."""
+    options, (q, k) = SAME[name]
+    problem = cupy_sdpa.problem(q, k, k, dtype="float16", **options)
+    (found,) = problems(case_of(problem, "plan").with_(gpu="h200"))
+    assert (found.settings, found.sizes) == (problem.settings, problem.sizes)
+    assert name == "packed" or (found.q, found.out) == (problem.q, problem.out)
+    for option in ("mask", "bias", "sinks", "alibi_slopes", "seq_lens_kv", "page_table"):
+        assert getattr(found, option) == getattr(problem, option)
+
+
+# The commands
+
+
+@pytest.mark.slow
+def test_check_verifies_a_file(path, folder):
+    """Problems of numpy arrays, of a GPU, with a block mask in the kernel's problem, and one that is verified smaller."""
+    done = python("-c", PROGRAM, cwd=folder, CUPY_SDPA_TRACE=str(path))
+    assert done.status == 0
+    problem_file.add(
+        path, [asked((64, 4, 3000, 2), mask_mod=zoo.dilated(16, 3)), asked((64, 8, 100, 2), dtype="float8_e4m3fn")]
+    )
+    done = run(f"check --saved {path} --engine cpu --jobs 1")
+    assert done.status == 0
+    assert f"6 problems of {path}, verified by 6 cases; 1 with smaller sizes" in " ".join(done.out.split())
+    assert "0 findings" in done.out
+
+
+def test_a_file_that_cannot_be_read(folder):
+    """One line, for check and for plan."""
+    for command in ("check --saved none.jsonl --engine cpu", "plan --saved none.jsonl --gpu h200 -o plans"):
+        assert "none.jsonl: No such file" in run(command).err
+    (folder / "bad.jsonl").write_text("3\n")
+    assert "bad.jsonl, line 1 is not a problem" in run("plan --saved bad.jsonl --gpu h200 -o plans").complaint
+
+
+@pytest.mark.slow
+@pytest.mark.cudnn
+def test_plan_plans_a_file(path, folder):
+    """The plans of the problems, and what is refused with its reason."""
+    problem_file.add(path, [asked(), asked(dtype="float32")])
+    done = run(f"plan --saved {path} --gpu h200 -o plans -j 1")
+    assert done.status == 1
+    assert "1 plans, 1 refused" in done.text
+    assert "q, k and v are float32" in done.text
+
+
+def test_arrays_of_fp8_are_saved(path):
+    """As the problem of their 8 bits."""
+    x = fp8.quantize(np.ones((64, 2, 16, 1), np.float32, order="F"))
+    assert problem_file.add(path, [cupy_sdpa.explain(x, x, x).problem]) == 1
+    assert store.read_problems(path)[0].fp8

@@ -1,0 +1,264 @@
+"""examples/generation: gradients, generation with the cache, speculation, continuous batching, and the command."""
+
+import runpy
+import sys
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+from command_line import run
+
+from cupy_sdpa import attention, attention_vjp, get_plan_cache
+from cupy_sdpa._cudnn.library import library
+from examples.generation.decoder import CHUNK, Decoder
+from examples.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, read_text, split, train
+from examples.generation.serve import Request, gumbel, serve
+from examples.generation.speculate import NGrams, speculate
+
+pytestmark = [pytest.mark.usefixtures("folder"), pytest.mark.slow]
+SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
+#: Prompts of different lengths; the first one takes two chunks.
+STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small model in float64 that has learned the text in part."""
+    made, losses = train(sizes=SMALL, training=Training(steps=100, batch=4))
+    assert losses[-1] < losses[0] / 2
+    return cast(made, np.float64)
+
+
+@pytest.fixture(scope="module")
+def words(model):
+    """The tokens of the text."""
+    return model.encode(read_text())
+
+
+def on(engine, model):
+    """The model on an engine, with q, k and v in 16 bits; on numpy it is unchanged."""
+    if not engine.on_cudnn:
+        return model
+    weights = {name: engine.put(weight.astype(np.float32)) for name, weight in model.weights.items()}
+    dtype = np.dtype(ml_dtypes.bfloat16 if engine.name == "cupy" else np.float16)
+    return GPT(model.sizes, model.vocabulary, weights, dtype, engine.xp)
+
+
+def forget(engine, plans):
+    """The steps were captured with this number of plans."""
+    if engine.name == "fake":
+        get_plan_cache().clear()
+        assert library().forget_plans() == plans
+
+
+def prompts_of(words):
+    return {b: words[start : start + length] for b, (start, length) in enumerate(STARTS)}
+
+
+def random_noise(model, count, batch, seed=0):
+    """Gumbel noise, ``(count, C, B)``."""
+    return np.stack([gumbel(1.0, seed, b, count, len(model.vocabulary)) for b in range(batch)], axis=2)
+
+
+def test_gradients_against_finite_differences():
+    """The gradient of every weight equals the difference quotient of the loss."""
+    small = cast(initial(Sizes(2, 2, 4, 8, 6), list("abcde"), np.float32), np.float64)
+    rng = np.random.default_rng(0)
+    tokens, positions = rng.integers(0, 5, (7, 3)), np.arange(6)[:, None]
+
+    def loss():
+        logits, pullback = small.forward(tokens[:-1], positions, lambda layer, *qkv: attention_vjp(*qkv, causal=True))
+        value, dlogits = cross_entropy(logits, tokens[1:], np)
+        return value, lambda: pullback(dlogits)
+
+    gradients = loss()[1]()
+    assert gradients.keys() == small.weights.keys()
+    step = 1e-5
+    for name, weight in small.weights.items():
+        for place in {tuple(rng.integers(0, weight.shape)) for _ in range(5)}:
+            before, above = weight[place], []
+            for sign in (1, -1):
+                weight[place] = before + sign * step
+                above.append(loss()[0])
+            weight[place] = before
+            quotient = (above[0] - above[1]) / (2 * step)
+            np.testing.assert_allclose(gradients[name][place], quotient, atol=1e-6 * abs(gradients[name]).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-4)])
+def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
+    """Logits of prefill in chunks and of single tokens are those of one causal pass over the whole sequence."""
+    model = cast(model, dtype)
+    length, batch = CHUNK + 12, 2
+    tokens = np.stack([words[:length], words[300 : 300 + length]], axis=1)
+    full, _ = model.forward(tokens, np.arange(length)[:, None], lambda layer, *qkv: (attention(*qkv, causal=True), None))
+    decoder = Decoder(model, batch)
+    found = []
+    for start, end in ((0, CHUNK), (CHUNK, CHUNK + 5), *((i, i + 1) for i in range(CHUNK + 5, length))):
+        decoder.cache.begin_step(end - start)
+        found.append(decoder.compute(tokens[start:end]))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=0, atol=tolerance * abs(full).max())
+
+
+def test_prompts_of_different_lengths(model, words):
+    """The next token after each prompt, in one batch, is that of the prompt alone; other sequences are unchanged."""
+    prompts, decoder = prompts_of(words), Decoder(model, len(STARTS))
+    alone = {}
+    for b, prompt in prompts.items():
+        one = Decoder(model, 1)
+        alone[b] = one.prefill({0: prompt})[0]
+    assert decoder.prefill({0: prompts[0], 2: prompts[2]}) == {0: alone[0], 2: alone[2]}
+    assert decoder.prefill({1: prompts[1]}) == {1: alone[1]}
+    assert decoder.cache.host_lengths.tolist() == [length for _, length in STARTS]
+
+
+@pytest.mark.parametrize("proposals", [1, 4])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_speculation_gives_the_same_text(sampled, proposals, model, words):
+    """Greedy and sampled; some proposals are accepted and some are not."""
+    prompts, count = prompts_of(words), 20
+    decoder = Decoder(model, len(STARTS))
+    noise = random_noise(model, count, len(STARTS)) if sampled else None
+    first = list(decoder.prefill(prompts).values())
+    wanted = decoder.decode(first, count, noise)
+    decoder.clear()
+    decoder.prefill(prompts)
+    found, accepted, proposed = speculate(decoder, list(prompts.values()), first, count, NGrams(words), proposals, noise=noise)
+    np.testing.assert_array_equal(np.array(found).T, wanted)
+    assert 0 < accepted < proposed
+
+
+def test_a_perfect_draft_is_accepted(model, words):
+    """A draft that knows the greedy text: four tokens are accepted in every step."""
+    decoder, prompt = Decoder(model, 1), words[:5]
+    first = decoder.prefill({0: prompt})[0]
+    wanted = [first, *decoder.decode([first], 30)[:, 0].tolist()]
+    decoder.clear()
+    decoder.prefill({0: prompt})
+    draft = NGrams([*prompt, *wanted], order=30)
+    found, accepted, proposed = speculate(decoder, [prompt], [first], 25, draft)
+    assert found[0] == wanted[1:26]
+    assert (accepted, proposed) == (20, 20)
+
+
+def test_rejected_tokens_leave_the_cache(model, words):
+    """After speculation the cache has the prompt, the first token and the accepted ones; only the last token is missing."""
+    decoder, prompt = Decoder(model, 1), words[:5]
+    first = decoder.prefill({0: prompt})[0]
+    found, *_ = speculate(decoder, [prompt], [first], 1, NGrams([0, 0]))
+    assert len(found[0]) == 1
+    assert decoder.cache.host_lengths.tolist() == [6]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, engine, model, words):
+    """Prompts in two sequences, with an end token and different limits; the cache is empty afterwards. Float16 gives the same text."""
+    asked = [(words[start : start + 3 + n], 5 + 4 * n) for n, start in enumerate((0, 100, 200, 300))]
+    end = int(model.encode(",")[0])
+    requests = [Request(*one) for one in asked]
+    decoder = Decoder(on(engine, model), 2)
+    history = serve(decoder, requests, end=end, temperature=temperature, seed=3)
+    assert decoder.cache.host_lengths.tolist() == [0, 0]
+    longer = {n for n, request in enumerate(requests) if len(request.tokens) > 1}
+    assert {n for step in history for n in step if n is not None} == longer
+    for n, (prompt, count) in enumerate(asked):
+        noise = gumbel(temperature, 3, n, count, len(model.vocabulary))
+        one = Decoder(model, 1)
+        first = one.prefill({0: prompt}, {0: noise[0]})[0]
+        alone = [first, *one.decode([first], count - 1, noise[1:, :, None])[:, 0].tolist()]
+        stop = alone.index(end) + 1 if end in alone else count
+        assert engine.name == "cupy" or requests[n].tokens == alone[:stop]  # bfloat16 on a GPU
+    forget(engine, 1)
+
+
+def test_sampling_has_the_probabilities_of_the_temperature():
+    """The choice with noise: frequencies are within five standard deviations of the softmax of logits / T."""
+    logits, temperature, draws = np.array([1.0, 0.0, -1.0, 2.0]), 0.7, 20000
+    noise = gumbel(temperature, 0, 0, draws, 4)
+    found = np.bincount((logits + noise).argmax(axis=1), minlength=4) / draws
+    wanted = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    assert (abs(found - wanted) < 5 * np.sqrt(wanted / draws)).all()
+
+
+def test_captured_steps(engine, model, words):
+    """A replayed graph gives the tokens of the step without a graph, also in speculation; float16 gives those of numpy."""
+    prompts, count = prompts_of(words), 10
+    noise = random_noise(model, count, len(STARTS))
+    results = []
+    for made, graphs in ((on(engine, model), True), (on(engine, model), False), (model, False)):
+        decoder = Decoder(made, len(STARTS), graphs=graphs)
+        first = list(decoder.prefill(prompts).values())
+        greedy = decoder.decode(first, count)
+        decoder.clear()
+        decoder.prefill(prompts)
+        sampled = decoder.decode(first, count, noise)
+        decoder.clear()
+        decoder.prefill(prompts)
+        speculated, *_ = speculate(decoder, list(prompts.values()), first, count, NGrams(words))
+        results.append((first, greedy.tolist(), sampled.tolist(), np.array(speculated).T.tolist()))
+    assert results[0] == results[1]
+    assert engine.name == "cupy" or results[0] == results[2]
+    forget(engine, 2)
+
+
+def test_tokens_are_the_text(model):
+    """The words of the text, joined, are the text; a word without a space before it is found, an unknown one is named."""
+    passage = read_text()
+    assert "".join(split(passage)) == passage
+    assert model.decode(model.encode(passage)) == passage
+    assert model.decode(model.encode("rabbit-hole")) == " rabbit-hole"
+    with pytest.raises(ValueError, match="'zebra' does not occur"):
+        model.encode("Alice saw a zebra")
+
+
+# the command
+
+
+def program(words):
+    """Run the example as a program."""
+    with mock.patch.object(sys, "argv", ["generation", *words]):
+        runpy.run_module("examples.generation", run_name="__main__")
+    return 0
+
+
+#: A short run.
+SHORT = "--cpu --steps 3 --tokens 6 --batch 3"
+
+
+def test_the_command():
+    """It prints the texts and the tokens per second of training, prefill, decoding, speculation and the batch."""
+    done = run(f"{SHORT} --temperature 0 --draft 2 --prompt", "Alice was", main=program)
+    assert done.status == 0
+    for label in ("greedy", "sampled", "prefill", "decoding", "batch"):
+        assert any(line.startswith(label) for line in done.lines)
+    assert done.text.count("tokens/s") == 5
+    assert "with 2 draft tokens per step: the greedy text" in done.text
+    assert "10 prompts in 3 sequences" in done.text
+
+
+REFUSED = {
+    "--draft 17": "--draft 17 is more than 16",
+    "--steps 1 --tokens 128": "7 + 128 tokens; the model is trained on sequences of 128",
+    "--steps 0": "--steps 0 is not positive",
+    "--prompt zebra": "'zebra' does not occur",
+    "--temperature inf": "--temperature inf is negative or not finite",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_command_refuses(words):
+    """Errors of one line; also for a prompt without words."""
+    done = run(f"--cpu {words}", main=program)
+    assert (done.status, done.out) == (2, "")
+    assert REFUSED[words] in done.err.splitlines()[-1]
+    assert "--prompt has no words" in run("--cpu --prompt", " ", main=program).err
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu():
+    """On a GPU attention runs in bfloat16, and the steps are replayed CUDA graphs."""
+    done = run("--steps 20 --tokens 20", main=program)
+    assert done.status == 0
+    assert "attention in bfloat16" in done.text
+    assert "each step is a replayed CUDA graph" in done.text
