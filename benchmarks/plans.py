@@ -7,7 +7,8 @@ benchmark, attention of Llama 3.1 8B; the benchmark checks that they give the sa
 
     python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --causal --backward --gpu h200 -o FOLDER
 
-The case "nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new container.
+The case "nothing compiled" disables the CUDA driver's cache of compiled kernels on disk, as on a new machine or in a new
+container.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from . import _interrupt as _interrupt  # isort: skip  (before the imports that 
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
@@ -17,6 +18,8 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .rope import Rope, apply_rope
+from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
@@ -31,20 +34,24 @@ __all__ = [
     "Problem",
     "Pullback",
     "Report",
+    "Rope",
     "Unsupported",
     "__version__",
     "alibi_slopes",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_jvp",
     "attention_vjp",
     "autotune",
     "block_mask",
+    "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
     "get_plan_cache",
     "jvp_problems",
     "merge",
+    "page_table_from_lists",
     "prepare",
     "problem",
     "shared_prefix_attention",
@@ -74,7 +81,10 @@ else:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
         hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
+            raise ImportError(message)  # Python would replace an AttributeError by a message without the hint
+        raise AttributeError(message)
 
     def __dir__():
         """The public names."""

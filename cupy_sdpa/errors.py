@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def in_words(x: Any) -> str:
+    """An object that is no valid argument, for messages.
+
+    >>> in_words(None), in_words([1]), in_words(2)
+    ('None', 'a list', 'an int')
+    """
+    if x is None:
+        return "None"
+    module, _, _ = type(x).__module__.partition(".")
+    name = type(x).__qualname__ if module in ("builtins", "cupy_sdpa") else f"{type(x).__module__}.{type(x).__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' or name.startswith('Fp8') else 'a'} {name}"
+
 
 class Unsupported(NotImplementedError):
     """The arguments are valid, but this cuDNN version or GPU does not support them; the message states reason and remedy."""

@@ -18,6 +18,7 @@ from .device import cupy_runtime
 from .device.interpreted import plain
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
+from .errors import in_words
 from .problem.bucket import Bucket
 from .problem.validation import expected_arrays
 from .programs.run import compiled
@@ -222,7 +223,7 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     """Check the arguments of :func:`merge`."""
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
-            raise TypeError(f"{name} is a {type(given).__qualname__}; pass a list or a tuple of arrays")
+            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
     if len(outs) != len(stats) or not outs:
         raise ValueError(
             f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"

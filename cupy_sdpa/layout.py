@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _html
-
 #: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
 #: Common layouts, and the libraries that use them.
@@ -90,71 +88,3 @@ def _transpose(array: Any, source: str, target: str) -> Any:
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
     return array.transpose(order(source, target))
-
-
-class Layout:
-    """The memory layout of an array, shown by ``print`` and in notebooks.
-
-    Args:
-        array: a numpy or CuPy array.
-        letters: its axes. Default ``"dhsb"``, or ``"dht"`` for three axes.
-
-    Raises:
-        ValueError: the number of letters and the number of axes differ.
-
-    >>> import numpy as np
-    >>> print(Layout(np.zeros((64, 8, 100, 2), np.float16, order="F")))
-    float16, 205 kB, axes from the smallest stride: head_dim 64, heads 8, seq 100, batch 2; dense
-    >>> print(Layout(np.zeros((2, 8, 100, 64), np.float16), "bhsd"))
-    float16, 205 kB, axes from the smallest stride: head_dim 64, seq 100, heads 8, batch 2; dense
-    """
-
-    def __init__(self, array: Any, letters: str | None = None) -> None:
-        self.letters = letters or ("dht" if len(array.shape) == 3 else "dhsb")
-        if len(self.letters) != len(array.shape) or not set(self.letters) <= set(AXES):
-            raise ValueError(f"the letters are {self.letters!r} and the array has shape {tuple(array.shape)}: name each axis")
-        self._array = array
-
-    def _axes(self) -> list[tuple[str, int, int]]:
-        """Name, length and stride in elements of every axis, from the smallest stride."""
-        strides = [stride // self._array.itemsize for stride in self._array.strides]
-        axes = zip((AXES[letter] for letter in self.letters), self._array.shape, strides, strict=True)
-        return sorted(axes, key=lambda axis: (abs(axis[2]), axis[1] != 1))
-
-    @property
-    def dense(self) -> bool:
-        """Whether the elements are contiguous, in any order of the axes."""
-        expected = 1
-        for _, length, stride in self._axes():
-            if length > 1 and stride != expected:
-                return False
-            expected *= length
-        return True
-
-    def _dtype_and_size(self) -> str:
-        return f"{self._array.dtype}, {_size(self._array.nbytes)}"
-
-    def __str__(self) -> str:
-        axes = ", ".join(f"{name} {length}" for name, length, _ in self._axes())
-        gaps = "dense" if self.dense else "with gaps or overlap"
-        return f"{self._dtype_and_size()}, axes from the smallest stride: {axes}; {gaps}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = [(name, str(length), str(step)) for name, length, step in self._axes()]
-        return _html.with_title(
-            self._dtype_and_size(), _html.table(("axis, from the smallest stride", "length", "stride in elements"), rows)
-        )
-
-
-def _size(count: int) -> str:
-    """Format a number of bytes.
-
-    >>> _size(999), _size(204800), _size(3 << 30)
-    ('999 bytes', '205 kB', '3.22 GB')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count} bytes"

@@ -23,6 +23,50 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "add_linear_bias",
+    "alibi",
+    "alibi_by_index",
+    "bias",
+    "block_sparse",
+    "causal",
+    "causal_document",
+    "checkered",
+    "chunked",
+    "clipped",
+    "decayed",
+    "dilated",
+    "document",
+    "fixed",
+    "gaussian",
+    "head_bias",
+    "head_windows",
+    "image_window",
+    "images",
+    "kerple",
+    "key_bias",
+    "length_scaled",
+    "natten",
+    "nearby",
+    "periodic",
+    "permuted",
+    "prefix_lm",
+    "quadratic",
+    "relative_causal",
+    "relative_position",
+    "root",
+    "same_segment",
+    "sliding_window",
+    "softcap",
+    "softsign",
+    "squared_relu",
+    "streaming",
+    "strided",
+    "temperature",
+    "valid_keys",
+    "with_global",
+]
+
 Function = Callable[..., Any]
 
 
@@ -354,3 +398,8 @@ def images(b: Any, h: Any, q_idx: Any, kv_idx: Any, image: Any) -> Any:
 def checkered(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """``i + j`` is even."""
     return (q_idx + kv_idx) % 2 == 0
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -137,7 +137,8 @@ OPERATIONS = [
         "base": lambda s: 1.5**s, "cube": lambda s: 0.1 * s**3, "maximum": lambda s: np.maximum(s, 0.2),
         "minimum": lambda s: np.minimum(0.2, s),
         "both": lambda s: np.maximum(s, -0.5 * s), "sign": lambda s: s + np.sign(s), "floor": lambda s: s + np.floor(s),
-        "ceil": lambda s: s - np.ceil(s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s,
+        "ceil": lambda s: s - np.ceil(s), "round": lambda s: s + np.round(s), "trunc": lambda s: s - np.trunc(s),
+        "arctan": lambda s: np.arctan(2 * s), "remainder": lambda s: s % 1.5, "divide": lambda s: s // 0.75 + s,
         "where": lambda s: np.where(s > 0, s, 0.3 * s),
         "either": lambda s: np.where((s > 1) | (s < -1), 2 * s, s),
         "neither": lambda s: np.where(~((s > 1) ^ (s < 0.5)), 2 * s, s),
@@ -466,8 +467,8 @@ def evaluated(function, *x, dtype="float64", derivative=False):
 
     g = Builder(dtype)
     score = g.pointwise("s", "identity", tensor("x", "input"), out="s")
-    emitter = Emitter(g, Writer(done.program.steps), score, {name: tensor("y", "input") for name in done.captured})
-    root = emitter.derivative(done.program.score) if derivative else done.program.score
+    emitter = Emitter(g, Writer(done.expression.steps), score, {name: tensor("y", "input") for name in done.captured})
+    root = emitter.derivative(done.expression.score) if derivative else done.expression.score
     g.pointwise("out", "identity", emitter(root), out=tensor("out", "output"))
     arrays = {"x": np.asarray(x[0], dtype).reshape(shape), "out": np.empty(shape, dtype)}
     arrays |= {name: array.reshape(shape) for name, array in given.items()}

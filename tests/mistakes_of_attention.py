@@ -32,7 +32,7 @@ def options(engine="numpy", **rows):
 
 OPTIONS = options(
     scale=[(value, ValueError, "finite in float32") for value in (math.inf, 1e39, -(10**400))],
-    softcap=[(10**400, ValueError, "finite in float32"), (np.ones(1), TypeError, "softcap is a ndarray")],
+    softcap=[(10**400, ValueError, "finite in float32"), (np.ones(1), TypeError, "softcap is a numpy.ndarray")],
     causal=[("bottom", ValueError, "causal is 'bottom'")],
     window=[
         ("all", TypeError, "window is 'all'"), ((1,), TypeError, "window is (1,)"),
@@ -216,7 +216,7 @@ PREFIXES = [
     for mistake, change, error, *words in (
         ("one length for two sequences", lambda x: {"seq_lens_kv": x.integers(5)}, ValueError, "seq_lens_kv has shape (1,)", "(2,)"),
         ("lengths in two axes", lambda x: {"seq_lens_kv": x.integers(5, 8).reshape(2, 1)}, ValueError, "seq_lens_kv has shape (2, 1)"),
-        ("lengths in a list", lambda x: {"seq_lens_kv": [5, 8]}, TypeError, "seq_lens_kv is a list"),
+        ("lengths in a list", lambda x: {"seq_lens_kv": [5.0, 8]}, TypeError, "seq_lens_kv is a list"),
         ("the queries as out", lambda x: {"out": lambda q, k: q}, ValueError, "out overlaps q"),
     )
 ]  # fmt: skip

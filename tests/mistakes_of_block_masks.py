@@ -110,7 +110,7 @@ JVP = [
         ("a list as a tangent", derived(dv=[1.0]), TypeError, "dv is a list; attention takes numpy and CuPy arrays"),
         ("num_splits", derived(num_splits=2), ValueError, "num_splits is 2"),
         ("deterministic=1", derived(deterministic=1), TypeError, "deterministic is 1; it must be True or False"),
-        ("a number as the wide arrays", derived(dq=None, widened=3), TypeError, "widened is a int"),
+        ("a number as the wide arrays", derived(dq=None, widened=3), TypeError, "widened is an int"),
         ("the derivative in the memory of q", lambda x: attention_jvp(x.s, x.s, x.s, x.s, dout=x.s), ValueError,
          "dout overlaps q"),
     )

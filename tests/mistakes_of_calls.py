@@ -59,6 +59,10 @@ OTHER_NAMES = {
     "training": "dropout_p=", "is_training": "dropout_p=", "implementation": "remove", "backend": "remove",
     "pos_encoding_mode": "rotary", "rotary_cos": "rotary", "rope_theta": "rotary", "k_cache": "KVCache",
     "past_key_value": "KVCache", "precision": "compute_dtype=", "dtype": "compute_dtype=",
+    "score_fn": "score_mod=", "mask_fn": "mask_mod=", "head_mask": "out * head_mask", "bias_type": "score_mod=",
+    "dropout_rng": "seed=", "kv_seq_len": "seq_lens_kv=", "seq_lens": "seq_lens_q= and seq_lens_kv=", "lse": "return_stats=True",
+    "context_lens": "seq_lens_kv=", "scale_factor": "scale=", "mask_value": "-inf", "paged_kv_cache": "KVCache",
+    "soft_cap": "softcap=",
     "q_descale": "fp8", "k_descale": "fp8", "v_descale": "fp8", "k_scale": "fp8", "v_scale": "fp8",
     "block_sparse_tensors": "block_mask=", "aux_tensors": "tensors=", "pack_gqa": "remove", "head_first": "layout=",
 }  # fmt: skip
@@ -77,7 +81,7 @@ ARGUMENTS = [
     row("attention", "lists", lambda x: attention([[1.0]], x.k, x.v), TypeError, "q is a list", "numpy.asarray"),
     row("attention", "a number for q", lambda x: attention(1.0, x.k, x.v), TypeError, "q is a float", "numpy.asarray"),
     row("attention", "a masked array", lambda x: attention(np.ma.array(x.q), x.k, x.v), TypeError, "MaskedArray", "numpy.asarray"),
-    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "keys("),
+    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "cache.view("),
     row("attention", "keys without a call", lambda x: attention(x.q, cache(x).keys, x.v), TypeError, "k is a method", "call it"),
     row("attention", "a problem in place of q", lambda x: attention(a_problem(), x.k, x.v), TypeError, "q is", "Problem"),
     row("attention", "q and k swapped, grouped heads", lambda x: attention(x.k[:, :, :6], x.q, x.normal(16, 4, 6, 3)), ValueError,
@@ -201,7 +205,7 @@ MASKS = [
 ]  # fmt: skip
 
 NUMBERS = [
-    row("attention", "an array for the scale", passing(scale=np.ones(1)), TypeError, "scale is a ndarray", "float("),
+    row("attention", "an array for the scale", passing(scale=np.ones(1)), TypeError, "scale is a numpy.ndarray", "float("),
     row("attention", "a text for the scale", passing(scale="auto"), TypeError, "scale is a str", "number"),
     row("attention", "a scale of NaN", passing(scale=math.nan), ValueError, "scale is nan", "1/sqrt(head_dim)"),
     row("attention", "scale=True", passing(scale=True), TypeError, "scale is a bool"),
@@ -243,9 +247,17 @@ NUMBERS = [
 ]  # fmt: skip
 
 LENGTHS = [
-    row("attention", "lengths in a list", passing(seq_lens_kv=[7, 4, 1]), TypeError, "seq_lens_kv is a list", "int32"),
-    row("attention", "lengths in int64", passing(seq_lens_kv=np.array([7, 4, 1])), TypeError, "int64", ".astype('int32')"),
-    row("attention", "one length for all", passing(seq_lens_kv=4), TypeError, "seq_lens_kv is a int", "int32"),
+    *[
+        row("attention", f"lengths in {kind}", passing(seq_lens_kv=lengths), lambda x: attention(*x.qkv, seq_lens_kv=x.integers(7, 4, 1)))
+        for kind, lengths in {"a list": [7, 4, 1], "a tuple": (7, 4, 1), "int64": np.array([7, 4, 1])}.items()
+    ],
+    row("attention", "lengths in a list of floats", passing(seq_lens_kv=[7.0, 4, 1]), TypeError,
+        "seq_lens_kv is a list of float64", "integers"),
+    row("attention", "lengths of more than 32 bits", passing(seq_lens_kv=[2**32 + 7, 4, 1]), ValueError, "4294967303",
+        "32 bits"),
+    row("attention", "lengths in a list on a GPU", passing(seq_lens_kv=[7, 4, 1]), TypeError, "seq_lens_kv is a numpy array",
+        "cupy.asarray", engine="fake"),
+    row("attention", "one length for all", passing(seq_lens_kv=4), TypeError, "seq_lens_kv is an int", "int32"),
     row("attention", "a padding mask as lengths", passing(seq_lens_kv=np.ones((3, 7), bool)), TypeError, "number of True",
         "mask="),
     row("attention", "offsets as lengths", lambda x: attention(*x.qkv, seq_lens_kv=x.starts), ValueError, "(4,)", "(3,)"),
@@ -268,7 +280,7 @@ LENGTHS = [
     row("attention", "offsets in float", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": np.zeros(4)}),
         TypeError, "float64", "int32"),
     row("attention", "offsets in a list", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": [0, 5, 5, 11]}),
-        TypeError, "cu_seqlens_q is a list", "asarray"),
+        lambda x: attention(x.pq, x.pk, x.pv, **x.packed)),
     row("attention", "a longest length that is too small",
         lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "max_seqlen_kv": 5}), ValueError, "sequence of 6", "is 5"),
     row("attention", "the longest length as an array",
@@ -280,11 +292,19 @@ LENGTHS = [
         lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_kv": x.integers(0, 5, 11)}), ValueError, "(B + 1,)"),
     row("attention", "pages without lengths", lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=x.table), ValueError,
         "seq_lens_kv is None"),
-    row("attention", "a page table in int64",
-        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.astype("i8")}), TypeError, "int64",
-        ".astype('int32')"),
-    row("attention", "a page table in a list",
-        lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": [[0]]}), TypeError, "page_table is a list"),
+    *[
+        row("attention", f"a page table in {kind}", lambda x, made=made: attention(
+            x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": made(x)}), lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged))
+        for kind, made in {"int64": lambda x: x.table.astype("i8"), "a list": lambda x: x.table.tolist()}.items()
+    ],
+    row("attention", "a page table in a list, with a layout in C order", lambda x: attention(
+        x.q.T, x.pages_k.T, x.pages_v.T, layout="bshd", **{**x.paged, "page_table": x.table.T.tolist()}),
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged).T),
+    row("attention", "a page table with rows of several lengths", lambda x: attention(
+        x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": [[3, 0, 5], [1]]}), ValueError, "several lengths", "rectangular"),
+    row("attention", "a page table in int64 on a GPU", lambda x: attention(
+        x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table.astype("i8")}), TypeError, "int64", ".astype('int32')",
+        engine="fake"),
     row("attention", "a page that does not exist",
         lambda x: attention(x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": x.table + 3}), ValueError, "6 pages"),
     row("attention", "-1 after the pages of a sequence", lambda x: paged_with(x, -1), lambda x: paged_with(x, 0)),

@@ -71,16 +71,16 @@ ROWS = [
     row("attention_vjp", "float64 with FP8", pulled("f8", compute_dtype="float8_e5m2"), TypeError, "q is float64", "dtype of the gradients"),
     *[row("attention_vjp", f"dout in {dtype}, {options}", of_outputs(dtype, **options), TypeError, f"dout is {dtype}; it must be float32")
       for dtype, options in (("float16", {}), ("float64", {"compute_dtype": "float8_e4m3fn"}))],
-    *[row("attention_vjp", f"a number as dout, {options}", of_outputs(None, **options), TypeError, "dout is a int; attention takes")
+    *[row("attention_vjp", f"a number as dout, {options}", of_outputs(None, **options), TypeError, "dout is an int; attention takes")
       for options in ({}, {"compute_dtype": "float8_e4m3fn"})],
     row("attention_backward", "elements of FP8", lambda x: cupy_sdpa.attention_backward(*[elements(x)] * 5, np.ones((6, 4, 3), "f4")), Unsupported,
         "compute_dtype"),
     row("explain", "FP8 arrays and a block mask", converted(explain, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 6, 7)), TypeError,
         "does not take block_mask"),
-    row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "q is a Fp8Array", "dequantize()"),
-    row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is a Fp8Array", "dequantize()"),
+    row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "Fp8Array", "dequantize()"),
+    row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is an Fp8Array", "dequantize()"),
     row("parallel.ContextParallel.attention", "FP8 arrays", lambda x: run_threads(
-        Loopback(2).members, lambda member: context_parallel(member).attention(*fp8.quantize_qkv(*x.qkv))), TypeError, "q is a Fp8Array", "dequantize()"),
+        Loopback(2).members, lambda member: context_parallel(member).attention(*fp8.quantize_qkv(*x.qkv))), TypeError, "q is an Fp8Array", "dequantize()"),
     # what Hopper cannot run
     *[row("fp8.attention", name, on_gpu(call, d), Unsupported, *words, engine="fake")
       for name, d, call, *words in (

@@ -133,7 +133,7 @@ BACKWARD = [
     row("attention_backward", "pages", lambda x: attention_backward(x.dout, x.q, x.pages_k, x.pages_v, x.dout,
         np.zeros((6, 4, 3), "f4"), **x.paged), Unsupported, "page_table", "dense"),
     row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
-        np.zeros((6, 4, 3), "f4")), TypeError, "q is a Fp8Array", "dequantize"),
+        np.zeros((6, 4, 3), "f4")), TypeError, "q is an Fp8Array", "dequantize"),
     row("attention_backward", "sinks' gradient with a block mask", backward(
         {}, block_mask=block_mask(zoo.causal, 6, 7), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks", "only dq, dk and dv"),
     row("attention_backward", "the layout only in the forward pass", lambda x: attention_backward(

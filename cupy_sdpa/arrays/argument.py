@@ -9,18 +9,19 @@ import numpy as np
 
 from ..device import cupy_runtime
 from ..device.interpreted import InterpretedArray
+from ..errors import in_words
+from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import Expected, Signature, alignment_of, byte_range, check_spec, dtype_name, make_spec
 from .libraries import library_of
 from .view import View
 
+#: The arguments that are int32.
+INT32 = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
 #: What to pass in place of an object that is no array, by the names of arguments.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
-    **dict.fromkeys(
-        ("seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv", "page_table"),
-        "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')",
-    ),
+    **dict.fromkeys(INT32, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
 }
 
 
@@ -62,6 +63,8 @@ def read_array(name: str, array: Any) -> Argument:
     """
     if isinstance(array, View):
         return Argument(name, array, array.signature, array.offset, array.storage.device)
+    if name in INT32:
+        array = as_int32(name, array)
     array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, signature_of(array, 0, dtype), 0, None)
@@ -69,7 +72,7 @@ def read_array(name: str, array: Any) -> Argument:
         return Argument(name, array, signature_of(array, 0, dtype), array.data.ptr, None)
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
-            raise TypeError(f"{name} is a {type(array).__name__}; {remedy}")
+            raise TypeError(f"{name} is {in_words(array)}; {remedy}")
         if array is ...:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
         if library := library_of(array):
@@ -77,17 +80,41 @@ def read_array(name: str, array: Any) -> Argument:
                 f"{name} is an array of {library.name}; this call takes numpy and CuPy arrays: share it, for example with "
                 f"numpy.asarray({name}) or cupy.from_dlpack({name})"
             )
-        kind = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
         remedy = _REMEDIES.get(name, "")
         if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
             remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):
             remedy = "it is a function: call it, and pass the result"
         raise TypeError(
-            f"{name} is {'None' if array is None else f'a {kind}'}; attention takes numpy and CuPy arrays, or arrays of one "
+            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
     return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
+
+
+def as_int32(name: str, array: Any) -> Any:
+    """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
+
+    Anything else is returned unchanged, to be refused later; offsets of int64 too, which calls take.
+
+    Raises:
+        TypeError, ValueError: the list contains other objects than integers, or an integer has more than 32 bits.
+    """
+    listed = isinstance(array, (list, tuple))
+    if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
+        return array
+    try:
+        found = np.array(array, order="F")
+    except ValueError:
+        raise ValueError(
+            f"{name} has rows of several lengths; pass a rectangular list, with any pages after the last"
+        ) from None
+    if found.dtype.kind != "i" and found.size:
+        raise TypeError(f"{name} is {in_words(array)} of {found.dtype}; it must contain integers")
+    limits = np.iinfo(np.int32)
+    if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
+        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must have 32 bits")
+    return found.astype(np.int32)
 
 
 def signature_of(array: Any, address: int, dtype: str = "") -> Signature:

@@ -29,7 +29,7 @@ from ..problem.tensor_spec import (
     order_obstacle,
     stride_obstacle,
 )
-from .argument import Typed, signature_of
+from .argument import Typed, as_int32, signature_of
 
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
@@ -111,6 +111,8 @@ def options_in_own(options: Mapping[str, Any], layout: str) -> dict[str, Any]:
 
 def option_to_own(name: str, value: Any, layout: str) -> Any:
     """An option in the layout of this package."""
+    if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
+        value = as_int32(name, value)  # rows of pages; a shape is a tuple of integers
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
 
 

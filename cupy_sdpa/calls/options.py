@@ -13,6 +13,7 @@ import numpy as np
 
 from .._typing import Array, Layout
 from ..arrays.layouts import check_layout
+from ..errors import in_words
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
@@ -62,56 +63,69 @@ DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of options of other libraries.
 _ANSWERS = {
-    "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi",
+    "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",
     "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
     "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
     "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
     "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
-    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked": "leftpad_k",
+    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked; or packed "
+    "sequences with offsets of cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
     "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
-        "attn_bias core_attention_bias position_bias qk_bias",
+        "attn_bias bias_mod core_attention_bias position_bias qk_bias rpb",
     "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array unchanged with a "
     "layout in C order, else attn_mask.T": "attn_mask",
     "pass causal=True, or causal='bottom_right' if the last query attends to all keys; padding is seq_lens_q= and seq_lens_kv=":
         "attn_mask_type causal_mask is_causal mask_type use_causal_mask",
-    "pass softcap=": "attn_logit_softcapping logit_cap logits_soft_cap",
-    "pass scale=": "attn_scale scaling sm_scale softmax_scale",
+    "pass softcap=": "attn_logit_softcapping cap logit_cap logits_soft_cap soft_cap tanh_cap",
+    "pass scale=": "attn_scale scale_factor scaling scaling_factor sm_scale softmax_scale",
     "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose":
         "block_table block_tables",
-    "pass page_table=, the pages of each sequence as a column, and seq_lens_kv=; lists of pages with offsets are not supported":
+    "pass page_table= and seq_lens_kv=; cupy_sdpa.page_table_from_lists makes both from lists of pages":
         "kv_indices paged_kv_indices paged_kv_indptr",
     "pass seq_lens_q=": "query_seq_lengths seq_len_q seqused_q",
-    "pass seq_lens_kv=": "cache_seqlens key_value_seq_lengths kv_len seq_len_kv seqused_k",
+    "pass seq_lens_kv=":
+        "cache_seqlens context_lens key_value_seq_lengths kv_len kv_lens kv_seq_len kv_seq_lens seq_len_kv seqused_k",
+    "pass seq_lens_q= and seq_lens_kv=, the lengths of each batch entry": "actual_seq_lengths lengths seq_len seq_lens seqlens",
     "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=": "cu_seqlens",
     "pass cu_seqlens_q=": "qo_indptr",
     "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
-    "gaps between packed sequences are not supported: pass dense arrays with seq_lens_q= and seq_lens_kv=":
+    "pass cu_seqlens_q= and cu_seqlens_kv= of sequences with gaps, which cupy_sdpa.cu_seqlens_with_gaps makes; or dense arrays "
+    "with seq_lens_q= and seq_lens_kv=":
         "cu_seqlens_kv_padded cu_seqlens_q_padded",
     "pass cu_seqlens_q= and cu_seqlens_kv= of packed sequences; or mask_mod=cupy_sdpa.zoo.document with tensors=":
-        "kv_segment_ids q_segment_ids segment_ids",
+        "decoder_segment_ids document_ids kv_segment_ids q_segment_ids segment_ids",
     "pass max_seqlen_q= and max_seqlen_kv=": "max_s max_seqlen",
     "pass max_seqlen_kv=": "max_seqlen_k",
     "pass window=(left, right), where None is no bound": "local_window_size window_left window_right window_size",
     "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
-    "pass dropout_p= and seed=": "attention_dropout dropout dropout_rate dropout_seed p_dropout rng_state",
+    "pass dropout_p= and seed=":
+        "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
     "omit dropout_p= and seed= where nothing is dropped": "is_training training",
     "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
     "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups",
     "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
     "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
-    "pass return_stats=True": "generate_stats return_lse return_softmax_lse",
+    "pass return_stats=True":
+        "generate_stats lse return_lse return_residual return_residuals return_softmax_lse save_residuals",
     "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them": "return_attn_probs",
     "the weights are never stored; cupy_sdpa.nnlib.dot_product_attention computes them in a separate pass":
         "need_weights output_attentions return_attention_scores",
     "pass q, k and v by position, or as q=, k= and v=": "key query value",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
     "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
-    "pass arrays of cupy_sdpa.fp8.quantize, which have their factors": "k_descale k_scale q_descale q_scale v_descale v_scale",
+    "pass arrays of cupy_sdpa.fp8.quantize, which have their factors":
+        "k_descale k_scale kv_cache_sf q_descale q_scale v_descale v_scale",
     "the functions read arrays of tensors=": "aux_tensors",
     "pass block_mask=": "block_sparse_tensors",
-    "apply rotary embeddings to q and k before the call": "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
+    "pass score_mod=, a function f(score, b, h, q_idx, kv_idx)": "score_fn score_function score_modifier",
+    "pass mask_mod=, a function f(b, h, q_idx, kv_idx) -> condition": "mask_fn mask_function",
+    "pass bias= (float, added to the scores); other kinds are functions: score_mod=": "bias_type core_attention_bias_type",
+    "multiply the output of each head: out * head_mask[:, None, None]": "head_mask layer_head_mask",
+    "masked scores are -inf: no value is needed": "mask_value",
+    "apply rotary embeddings to q and k before the call, with cupy_sdpa.apply_rope":
+        "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
     "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
-        "k_cache past_key_value past_key_values v_cache",
+        "k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
     "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
 }  # fmt: skip
 #: The answers by the names of the options.
@@ -350,7 +364,7 @@ def read_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return default
     if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number: convert an array with float(...)")
+        raise TypeError(f"scale is {in_words(scale)}; it must be a number: convert an array with float(...)")
     value = _as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
@@ -370,7 +384,7 @@ def read_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
     if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
-        raise TypeError(f"softcap is a {type(softcap).__name__}; it must be a number, or None for no cap")
+        raise TypeError(f"softcap is {in_words(softcap)}; it must be a number, or None for no cap")
     if not SMALLEST_SCALE <= _as_float(softcap) <= LARGEST_SCALE:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
     return float(softcap)

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, check_separate, read_array
 from ..arrays.layouts import is_named
 from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
@@ -505,7 +505,12 @@ def _cache_on_host(
     if arguments is None or (call.identities and call.identities != function_identities(options)):
         return
     key, passed = arguments
-    new = HostCall(call, array_names(np.ndarray, names, arrays, options), passed)
+    passed_names = array_names(np.ndarray, names, arrays, options)
+    if any(type(options.get(name)) is tuple for name in INT32):
+        return
+    if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
+        return  # lengths of int64 are copied
+    new = HostCall(call, passed_names, passed)
     with _host_lock:
         _on_host[key] = new
         if len(_on_host) > MAX_CALLS:

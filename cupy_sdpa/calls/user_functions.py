@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.conversion import Conversion, needs_conversion
 from ..device import cupy_runtime
+from ..errors import in_words
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -103,7 +104,7 @@ def check_tensors(options: Mapping[str, Any]) -> None:
     """
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
+        raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
     for name in tensors or ():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; keys must be strings, the names of the functions' arguments")
@@ -152,7 +153,7 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
     arrays = {name: with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
-    settings = settings._replace(program=traced.program, band=band)
+    settings = settings._replace(program=traced.expression, band=band)
     return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
 

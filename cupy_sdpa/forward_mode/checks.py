@@ -11,7 +11,7 @@ from ..arrays.layouts import check_strides_of
 from ..calls.arguments import read_forward
 from ..calls.call import build_plan
 from ..device import cupy_runtime
-from ..errors import Unsupported
+from ..errors import Unsupported, in_words
 from ..problem.tensor_spec import Expected
 from ..problem.validation import expected_arrays
 from ..sparse.method import check as check_mask
@@ -66,7 +66,7 @@ def read_form(
 def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
     """The form of arrays that were widened before; checks that they fit the arguments."""
     if not isinstance(widened, Widened):
-        raise TypeError(f"widened is a {type(widened).__qualname__}; pass the result of cupy_sdpa.widen")
+        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.widen")
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
     if form != made:

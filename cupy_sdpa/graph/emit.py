@@ -57,9 +57,23 @@ def _hypot(w: Writer, x: int, b: int) -> int:
     return w.add("mul", longest, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
 
 
+def _atan(w: Writer, x: int) -> int:
+    # y + sin(atan x - y) twice, with y = 2 u / (1 + 9/32 u^2) and u = tan(atan(x) / 2): errors of 1e-2, 2e-7 and 1e-21
+    one, most = w.constant(1.0), 1e15
+    x = w.add("max", w.add("min", x, w.constant(most)), w.constant(-most))
+    root = w.add("sqrt", w.add("add", w.add("mul", x, x), one))
+    u = w.add("div", x, w.add("add", root, one))
+    y = w.add("div", w.add("mul", u, w.constant(2.0)), w.add("add", w.add("mul", w.add("mul", u, u), w.constant(9 / 32)), one))
+    sine, cosine = w.add("div", x, root), w.add("div", one, root)
+    for _ in range(2):
+        difference = w.add("sub", w.add("mul", sine, w.add("cos", y)), w.add("mul", cosine, w.add("sin", y)))
+        y = w.add("add", y, difference)
+    return y
+
+
 #: Modes that cuDNN does not have, composed of modes that it has. They are accurate for small operands, and overflow only if
 #: the result does.
-COMPOSED: dict[str, Callable[..., int]] = {"log1p": _log1p, "expm1": _expm1, "hypot": _hypot}
+COMPOSED: dict[str, Callable[..., int]] = {"log1p": _log1p, "expm1": _expm1, "hypot": _hypot, "atan": _atan}
 
 
 def _negative(w: Writer, x: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from .. import zoo
 from ..problem.band import Band
 from ..problem.problem import MASKED_SCORE, Problem
-from ..score_fn.expression import AXES, EMPTY_PROGRAM
+from ..score_fn.expression import AXES, EMPTY_EXPRESSION
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import Tracer
 from .emit import UNBOUNDED, Emitter, is_repeated
@@ -49,7 +49,7 @@ class Scores:
     def __init__(self, g: Builder, operands: Operands) -> None:
         self.g, self.operands, self.problem = g, operands, operands.problem
         self.settings, self.band = self.problem.settings, self.problem.band
-        self.program = self.settings.program or EMPTY_PROGRAM
+        self.program = self.settings.program or EMPTY_EXPRESSION
         self.scale = g.scalar("scale", g.compute_dtype)
         self.queries, self.keys = operands.lengths()
         self.mask = operands.score_input("mask")

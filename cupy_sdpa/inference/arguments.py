@@ -75,15 +75,16 @@ def check_arrays(
             )
         dense = x.ndim == 4 and x.shape[3] == batch
         if not (dense or x.ndim == 3) or x.shape[:2] != (dim, heads):
-            transposed = f": pass {name}.T" * (x.shape[:1:-1] == (dim, heads))
+            orders = {f"{name}.T": x.shape[::-1], f"{name}.transpose(3, 1, 2, 0)": (*x.shape[3:], *x.shape[1:3], x.shape[0])}
+            remedy = next((f": pass {passed}" for passed, axes in orders.items() if axes[:2] == (dim, heads)), "")
             raise ValueError(
                 f"{name} has shape {x.shape}; the cache takes ({dim}, {heads}, S, {batch}), or packed ({dim}, {heads}, T)"
-                f"{transposed}"
+                f"{remedy}"
             )
         if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
             raise ValueError(
-                f"{name} has a stride of {x.strides[0]} bytes along its first axis; it must be {x.dtype.itemsize}, "
-                f"copy it with asfortranarray()"
+                f"{name} has a stride of {x.strides[0]} bytes along its first axis; it must be {x.dtype.itemsize}: "
+                f"copy it with asfortranarray({name})"
             )
     if k.shape[2:] != v.shape[2:]:
         raise ValueError(f"k has shape {k.shape}, v {v.shape}; they must have the same tokens")

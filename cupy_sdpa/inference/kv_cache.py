@@ -12,6 +12,7 @@ from .._typing import Array
 from ..calls.options import read_flag, read_positive
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
+from ..rope import Rope, read_rope
 from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of
 from .fp8_pages import Fp8Pages
 from .state import CacheState
@@ -80,7 +81,7 @@ class KVCache(CacheState):
     """
 
     #: The end of the error message of a call that takes the cache for an array.
-    not_an_array = "pass cache.keys(layer) and cache.values(layer), with page_table=cache.table and seq_lens_kv=cache.lengths"
+    not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
 
     def __init__(
         self,
@@ -138,13 +139,13 @@ class KVCache(CacheState):
         )
         self._write(next(nothing), next(nothing), 0)
 
-    def _write(self, k: Any, v: Any, layer: int) -> None:
-        """Enqueue the kernel that writes tokens of a layer."""
+    def _write(self, k: Any, v: Any, layer: int, rotation: Any = None) -> None:
+        """Enqueue the kernel that writes tokens of a layer, and rotates their keys."""
         pages = self._keys[layer], self._values[layer]
         if self._fp8:
             self._fp8.append(k, v, pages, layer, self._parts, advance=not layer)
         else:
-            self._engine.append(k, v, *pages, self._parts, advance=not layer)
+            self._engine.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
 
     def __repr__(self) -> str:
         lengths, used = self._pages.lengths, self.pages - self.free_pages
@@ -174,6 +175,26 @@ class KVCache(CacheState):
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer)
 
+    def view(self, layer: int = 0) -> dict[str, Any]:
+        """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
+
+        Returns:
+            A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
+            ``lengths``. Make it after every append, as the table may have grown. For a captured graph use
+            ``cache.view(layer) | {"page_table": cache.full_table}``.
+
+        Raises:
+            TypeError, ValueError: the cache has no such layer.
+
+        >>> import cupy_sdpa
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 3, 2), np.float32, order="F")
+        >>> cache.append(tokens, tokens)
+        >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
+        (8, 2, 3, 2)
+        """
+        return {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
+
     def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
         return self._fp8.array(pages, side, layer) if self._fp8 else pages
@@ -201,7 +222,15 @@ class KVCache(CacheState):
         change, step, work = self._beginning(read_counts(counts, self.batch))
         self._perform(change, step, work)
 
-    def append(self, k: Array, v: Array, layer: int = 0, *, counts: int | Sequence[int] | NDArray[Any] | None = None) -> None:
+    def append(
+        self,
+        k: Array,
+        v: Array,
+        layer: int = 0,
+        *,
+        counts: int | Sequence[int] | NDArray[Any] | None = None,
+        rope: Rope | None = None,
+    ) -> None:
         """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
 
         Args:
@@ -213,12 +242,15 @@ class KVCache(CacheState):
             layer: the layer.
             counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
                 every sequence; packed arrays need counts.
+            rope: rotates the keys by their positions in the cache while they are written; :func:`cupy_sdpa.apply_rope` with
+                ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are.
 
         Raises:
-            TypeError, ValueError: arrays do not match the cache, each other, or the counts; and as :meth:`begin_step`.
+            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; and as
+                :meth:`begin_step`.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
             RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
-                captured and no step is announced.
+                captured and no step is announced, or no keys were rotated before.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
         >>> packed = np.ones((8, 2, 5), np.float32, order="F")
@@ -231,6 +263,7 @@ class KVCache(CacheState):
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
         check_arrays(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
+        rotation = None if rope is None else self._rotation(rope)
         self._recover()
         capturing, step = self._capturing(), self._step
         begun = self._check_layer(layer, capturing)
@@ -255,8 +288,10 @@ class KVCache(CacheState):
         if capturing:
             if self._fp8:
                 self._fp8.check_capture(layer, source)
+            if rope and not self._rope_compiled:
+                raise RuntimeError("the stream is being captured; append with rope= once before, to compile the kernel")
             with self._device():
-                self._write(k, v, layer)
+                self._write(k, v, layer, rotation)
             self._captured |= {layer}
             return
         change, begin = self._pages.unchanged(), None
@@ -268,11 +303,21 @@ class KVCache(CacheState):
                 begin()
             if self._fp8 and self._fp8.unknown(layer) and given.any():
                 self._fp8.set_scales(k, v, layer, self._parts.counts)
-            self._write(k, v, layer)
+            self._write(k, v, layer, rotation)
 
         lengths = self._lengths_of(self._pages.lengths - given if begun else self._pages.lengths) if layer == 0 else []
         tokens = k.shape[2] if k.ndim == 4 and layer == 0 else step.tokens
         self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
+        self._rope_compiled |= rope is not None
+
+    def _rotation(self, rope: Rope) -> Any:
+        """What rotates keys."""
+        if self._fp8:
+            raise ValueError(
+                f"rope is passed, but the cache is {self._fp8.dtype}; rotate the keys with cupy_sdpa.apply_rope(k, rope, "
+                "start=...), and append them without rope="
+            )
+        return read_rope(rope, self.head_dim)
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:
         """Whether the append of a layer belongs to the step that has begun; otherwise it begins one.

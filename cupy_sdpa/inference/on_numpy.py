@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..device.paging.cache_kernels import State
+from ..rope import rotated
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -28,14 +29,16 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
             storage[..., target, :] = storage[..., source, :]
 
 
-def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool) -> None:
+def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any = None) -> None:
     """Write the new tokens of one layer to their pages."""
     first = 0
     for b, count in enumerate(state.counts.tolist()):
         begin = int(state.lengths[b]) - (0 if advance else count)
-        for given, pages in ((k, keys), (v, values)):
-            new = given[:, :, first : first + count] if given.ndim == 3 else given[:, :, :count, b]
-            _write(new, pages, state.table[:, b], begin)
+        new_k, new_v = (x[:, :, first : first + count] if x.ndim == 3 else x[:, :, :count, b] for x in (k, v))
+        if rotation is not None:
+            new_k = rotated(new_k, rotation, np.arange(begin, begin + count))
+        _write(new_k, keys, state.table[:, b], begin)
+        _write(new_v, values, state.table[:, b], begin)
         first += count
     if advance:
         state.lengths[...] += state.counts

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..arrays.argument import read_array
+from ..arrays.argument import as_int32, read_array
 from ..arrays.view import View
 from ..attention import attention
 from ..calls.arguments import read_forward
@@ -77,6 +77,10 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
+    integers: Any = {
+        name: as_int32(name, value) for name in ("page_table", "seq_lens_kv") if (value := options.get(name)) is not None
+    }
+    options = {**options, **integers}
     given = (q, k, v, out)
     kind = ("shared prefix", shared_prefix, bool(return_stats))
     results = run_cached(kind, given, options) if type(shared_prefix) is int and type(return_stats) is bool else None

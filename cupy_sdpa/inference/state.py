@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The alignment of the parts of the state array, in elements of 4 bytes.
 _UNIT = 64
 #: The attributes that are views of others, or follow from them.
-_DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table")
+_DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled")
 
 
 class Step(NamedTuple):
@@ -62,6 +62,8 @@ class CacheState:
     max_length: int
     table: Any
     _fp8: Fp8Pages | None
+    #: Whether the kernel that rotates keys is compiled.
+    _rope_compiled = False
 
     def _create(self, dtype: np.dtype[Any], *, of_numpy: bool) -> None:
         """Create everything, without tokens.

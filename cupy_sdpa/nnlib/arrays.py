@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import Any
 
+from ..errors import in_words
 from ..problem.tensor_spec import hides_c_order
 
 
@@ -68,9 +69,9 @@ def to_four_axes(array: Any) -> Any:
 def check_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not an array."""
     if remedy := getattr(type(x), "not_an_array", None):
-        raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
+        raise TypeError(f"{name} is {in_words(x)}; {remedy}")
     if not hasattr(x, "ndim"):
-        raise TypeError(f"{name} is a {type(x).__name__}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
+        raise TypeError(f"{name} is {in_words(x)}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")
 
 
 def check_features(name: str, x: Any) -> None:

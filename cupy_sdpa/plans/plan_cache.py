@@ -31,7 +31,7 @@ class Refusal:
     text: str
 
 
-class Recorded(Closable, Protocol):
+class CapturedGraph(Closable, Protocol):
     """A captured CUDA graph, see :class:`cupy_sdpa.device.cuda_graph.Recording`."""
 
     size: int
@@ -52,12 +52,12 @@ class Recordings:
     def __init__(self) -> None:
         self.limit, self.bytes, self.warned = RECORDING_LIMIT, 0, False
         #: The dictionary and the key that each graph is stored under.
-        self._owners: OrderedDict[Recorded, tuple[dict[Any, Any], Any]] = OrderedDict()
+        self._owners: OrderedDict[CapturedGraph, tuple[dict[Any, Any], Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, recording: Recorded, owner: dict[Any, Any], key: Any) -> bool:
+    def add(self, recording: CapturedGraph, owner: dict[Any, Any], key: Any) -> bool:
         """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
         A graph that exceeds the limit on its own is destroyed at once.
@@ -87,7 +87,7 @@ class Recordings:
             else:
                 self.destroy(oldest)
 
-    def destroy(self, recording: Recorded) -> None:
+    def destroy(self, recording: CapturedGraph) -> None:
         """Destroy a graph; work that it has enqueued still completes."""
         owner, key = self._owners.pop(recording)
         del owner[key]

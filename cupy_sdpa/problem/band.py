@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
-#: The alignment of the diagonal: it starts at the first query and key, or ends at the last query and key.
-Diagonal = Literal["top_left", "bottom_right"]
-#: The type of ``causal=``.
-Causal = bool | Diagonal
-#: The type of ``window=``: the number of keys before and after the diagonal, None for unbounded, and optionally the diagonal.
-Window = tuple[int | None, int | None] | tuple[int | None, int | None, Diagonal] | None
+from typing import NamedTuple
 
 
 class Band(NamedTuple):

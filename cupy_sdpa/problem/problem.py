@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .. import _html
 from ..score_fn import mask_analysis
-from ..score_fn.expression import Program
+from ..score_fn.expression import Expression
 from .band import Band
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
@@ -87,7 +87,7 @@ class Settings(NamedTuple):
     max_seqlen_kv: int | None = None
     deterministic: bool = False
     max_workspace: int | None = None
-    program: Program | None = None
+    program: Expression | None = None
     gradient_of: str = ""
     num_splits: int | None = None
     split: Split | None = None
@@ -283,9 +283,10 @@ class Problem:
         most = "at most " if self.ragged else ""
         batch = f"{b} packed sequences" if self.packed else f"batch {b}"
         kind = f"{'deterministic ' * self.deterministic}{'backward' if self.backward else 'forward'}"
+        queries, keys = f"{sq} quer{'y' if sq == 1 else 'ies'}", f"{skv} key{'s' * (skv != 1)}"
         return (
             f"{kind} attention, {self.dtype}: {batch}, {hq} query and {hkv} key/value heads{group}, "
-            f"{most}{sq} queries, {most}{skv} keys, {dims}, {', '.join(self._features())}"
+            f"{most}{queries}, {most}{keys}, {dims}, {', '.join(self._features())}"
         )
 
     def _repr_html_(self) -> str:
@@ -295,19 +296,19 @@ class Problem:
 
     def _features(self) -> Iterator[str]:
         """Descriptions of the masks and other options."""
-        yield str(self.band or ("a mask" if self.mask else "no mask"))
-        if self.band and self.mask:
-            yield "a mask"
+        program = self.settings.program
+        masks = {"a mask": self.mask, "a mask function": program and program.mask is not None}
+        yield from (str(self.band),) if self.band else () if any(masks.values()) else ("no mask",)
+        yield from (name for name, applies in masks.items() if applies)
         if self.block_bits:
             yield "a block mask in the kernel"
         if self.page_table:
             yield f"pages of {self.k.shape[2]} keys"
         if split := self.settings.split:
             yield f"keys split into {split.chunks} chunks, query heads of a group and queries as rows"
-        program = self.settings.program
         descriptions = {
-            "a mask function": program and program.mask is not None, "a score function": self.has_score_mod,
-            "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes, "a bias": self.bias, "sinks": self.sinks,
+            "a score function": self.has_score_mod, "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes,
+            "a bias": self.bias, "sinks": self.sinks,
             f"dropout {self.settings.dropout:g}": self.settings.dropout,
             f"{self.out.dtype} output": self.fp8 and self.out.dtype != self.dtype,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,

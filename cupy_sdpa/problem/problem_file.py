@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..score_fn.expression import Program, Step
+from ..score_fn.expression import Expression, Step
 from .band import Band
 from .problem import DEFAULT_SETTINGS, Problem, Settings, Split
 from .tensor_spec import ITEMSIZE, TensorSpec
@@ -126,12 +126,12 @@ def _settings(value: Any) -> Settings:
     return Settings(**{name: made[name](part) if name in made else part for name, part in value.items()})
 
 
-def _program(value: Any) -> Program:
+def _program(value: Any) -> Expression:
     """The program of score and mask functions."""
     steps = _steps(value["steps"])
     roots = value["score"], value["mask"]
     _check(all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a program ends outside its steps")
-    return Program(steps, *roots)
+    return Expression(steps, *roots)
 
 
 def _steps(values: Any) -> tuple[Step, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import Unsupported
-from ..score_fn.expression import EMPTY_PROGRAM
+from ..score_fn.expression import EMPTY_EXPRESSION
 from .problem import (
     CU_SEQLENS,
     DEFAULT_SETTINGS,
@@ -41,9 +41,6 @@ from .tensor_spec import (
     make_spec,
     shown_shape,
 )
-
-#: The type of ``return_stats=``.
-ReturnStats = bool | Literal["max_sumexp"]
 
 _DENSE = (
     "shapes are (head_dim, heads, seq, batch). Arrays in C order (batch, seq, heads, head_dim) are passed as x.T, or with "
@@ -176,7 +173,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}
-    captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_PROGRAM).captured)
+    captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_EXPRESSION).captured)
     return Problem(q, k, v, q, settings._replace(band=band), captured=captured, **options)
 
 

@@ -23,7 +23,7 @@ from ..sparse.masks.block_mask import BlockMask
 from ..sparse.masks.segments import Packed, Slice, gradient_slices
 from ..sparse.method import as_pages, flattened, gradient_function, is_attended, method_of
 from ..sparse.native import native_of
-from ..sparse.positions import Positions, ScoreFunction, of_copies, of_entries, of_packed, of_slice
+from ..sparse.positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .program import Builder
 from .steps import Constant
 
@@ -166,7 +166,7 @@ class _Parts:
         return made
 
 
-def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> ScoreFunction | None:
+def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> MovableFunction | None:
     """The score function of a call with a block mask; None if there is none.
 
     Args:
@@ -181,7 +181,7 @@ def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any
         if tensors:
             raise ValueError(f"tensors has {', '.join(tensors)}, but score_mod is not passed to read it")
         return None
-    return ScoreFunction(score_mod, tensors, dict(zip(AXES, (q[3], q[1], q[2], k[2]), strict=True)))
+    return MovableFunction(score_mod, tensors, dict(zip(AXES, (q[3], q[1], q[2], k[2]), strict=True)))
 
 
 def sequences(copies: View) -> View:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import check_separate, read_array
+from ..arrays.argument import INT32, as_int32, check_separate, read_array
 from ..arrays.view import View, on_device, on_host
 from ..calls.arguments import check_lengths
 from ..calls.call import Call, Fill, LaunchRecord, active_tunings, given_stats, with_plan
@@ -429,6 +429,7 @@ class Inputs:
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.arrays = {name: array for name, array in arrays.items() if array is not None}
         self.options = {name: value for name, value in options.items() if value is not None}
+        self.options |= {name: as_int32(name, self.options[name]) for name in INT32 if name in self.options}
         for name, value in self.options.items():
             if is_any_array(value):
                 self.arrays[name] = value

@@ -191,6 +191,7 @@ RULES: dict[str, Rule] = {
     "mod": _mod,
     "log1p": lambda a, g, out, x: [a.divide(g, a.writer.add("add", x, a.writer.constant(1.0)))],
     "expm1": lambda a, g, out, x: [a.multiply(g, a.writer.add("exp", x))],
+    "atan": lambda a, g, out, x: [a.divide(g, a.writer.add("add", a.writer.add("mul", x, x), a.writer.constant(1.0)))],
     "hypot": lambda a, g, out, x, b: [a.divide(a.multiply(g, operand), out) for operand in (x, b)],
     "abs": _abs,
     "max": lambda a, g, out, x, b: (a.where_selected(g, "cmp_gt", x, b), a.where_selected(g, "cmp_lt", x, b)),

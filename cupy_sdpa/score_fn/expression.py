@@ -1,6 +1,6 @@
 """Score functions as immutable data: a sequence of steps, each of which reads earlier steps.
 
-A :class:`Program` is hashable, and two programs of the same structure are equal. It contains no array, no value of a by-value
+An :class:`Expression` is hashable, and two of the same structure are equal. It contains no array, no value of a by-value
 scalar, and no object or name of the caller, so it is part of the problem and of the plan's cache key.
 :mod:`cupy_sdpa.score_fn.tracer` records it, :mod:`cupy_sdpa.score_fn.autodiff` differentiates it, and
 :mod:`cupy_sdpa.graph.emit` converts it to operations of a graph.
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["float", "int", "bool"]
 
-#: Steps without operands: the score, the index along an axis, a by-value scalar, a constant of the program, an element of a
+#: Steps without operands: the score, the index along an axis, a by-value scalar, a constant of the expression, an element of a
 #: captured array.
 LEAVES = ("score", "index", "number", "constant", "captured")
 #: The axes of the scores: batch, head, query and key, by their names in score functions.
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     value: float = 0.0
 
 
-class Program(NamedTuple):
+class Expression(NamedTuple):
     """The steps of a score function and a mask function.
 
     Attributes:
@@ -85,12 +85,12 @@ class Program(NamedTuple):
         return tuple(step for step in self.steps if step.mode == "captured")
 
 
-#: The program without a score function and without a mask function.
-EMPTY_PROGRAM = Program((), None, None)
+#: The expression without a score function and without a mask function.
+EMPTY_EXPRESSION = Expression((), None, None)
 
 
 class Writer:
-    """Appends steps to a program; simplifies them, and appends equal steps once.
+    """Appends steps to an expression; simplifies them, and appends equal steps once.
 
     Simplifications hold for all values of the operands: ``x + 0``, ``x * 1``, ``-(-x)``, and arithmetic on constants.
 
@@ -108,7 +108,7 @@ class Writer:
         return self._append(Step(mode, (), name, kind, value))
 
     def constant(self, value: float, kind: Kind = "float") -> int:
-        """Append a constant of the program."""
+        """Append a constant of the expression."""
         return self.leaf("constant", kind=kind, value=value)
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
@@ -204,22 +204,22 @@ class Writer:
         return None
 
 
-class NormalizedProgram(NamedTuple):
-    """A program in normal form, and the traced names of its scalars and arrays.
+class NormalizedExpression(NamedTuple):
+    """An expression in normal form, and the traced names of its scalars and arrays.
 
     Attributes:
-        program: the steps, in normal form.
-        numbers: for every by-value scalar of the program its name during tracing.
-        captured: for every captured array of the program its name during tracing.
+        expression: the steps, in normal form.
+        numbers: for every by-value scalar of the expression its name during tracing.
+        captured: for every captured array of the expression its name during tracing.
     """
 
-    program: Program
+    expression: Expression
     numbers: dict[str, str]
     captured: dict[str, str]
 
 
-def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedProgram:
-    """The program of a score and a mask: without unused steps; order and names depend on its structure only.
+def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedExpression:
+    """The expression of a score and a mask: without unused steps; order and names depend on its structure only.
 
     Args:
         writer: contains the steps.
@@ -237,8 +237,8 @@ def normalized(writer: Writer, score: int | None, mask: int | None) -> Normalize
             names[name] = step.name
         indices[index] = len(steps)
         steps.append(step._replace(args=tuple(indices[arg] for arg in step.args), name=name))
-    program = Program(tuple(steps), None if score is None else indices[score], None if mask is None else indices[mask])
-    return NormalizedProgram(program, traced_names["number"], traced_names["captured"])
+    expression = Expression(tuple(steps), None if score is None else indices[score], None if mask is None else indices[mask])
+    return NormalizedExpression(expression, traced_names["number"], traced_names["captured"])
 
 
 def _depth_first(writer: Writer, roots: list[int]) -> Iterator[int]:

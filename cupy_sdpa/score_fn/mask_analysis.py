@@ -72,7 +72,7 @@ class LinearForms:
         return None
 
 
-class Split(NamedTuple):
+class SplitScore(NamedTuple):
     """A step without its infinite values.
 
     Attributes:
@@ -96,7 +96,7 @@ def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tup
         numbers: the values of the by-value scalars.
         score: the step of the score.
     """
-    splits: dict[tuple[int, float], Split] = {}
+    splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
         for infinity in (-math.inf, math.inf):
             splits[known, infinity] = _split(writer, known, infinity, splits)
@@ -106,41 +106,41 @@ def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tup
     return step, list(conditions)
 
 
-def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int, float], Split]) -> Split:
+def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int, float], SplitScore]) -> SplitScore:
     """Split a step whose operands are split."""
     mode, args, *_, kind, value = writer.steps[step]
     if mode == "constant" and value == infinity:
-        return Split(None)
+        return SplitScore(None)
     if mode == "binary_select":
         return _split_selection(writer, step, *(known[arg, infinity] for arg in args[:2]))
     same = mode == "add" or mode == ("min" if infinity < 0 else "max")
     if not same and mode not in ("sub", "neg"):
-        return Split(step)
+        return SplitScore(step)
     signs = (infinity, infinity) if same else (infinity, -infinity) if mode == "sub" else (-infinity,)
     parts = [known[arg, sign] for arg, sign in zip(args, signs, strict=True)]
     steps = tuple(part.step for part in parts)
     if steps == args:
-        return Split(step)
+        return SplitScore(step)
     found = [part for part in steps if part is not None]
     conditions = dict.fromkeys(condition for part in parts for condition in part.conditions)
-    return Split(writer.add(mode, *found, kind=kind), tuple(conditions)) if len(found) == len(steps) else Split(None)
+    return SplitScore(writer.add(mode, *found, kind=kind), tuple(conditions)) if len(found) == len(steps) else SplitScore(None)
 
 
-def _split_selection(writer: Writer, step: int, x: Split, b: Split) -> Split:
-    """Split ``where(condition, x, b)``."""
+def _split_selection(writer: Writer, step: int, x: SplitScore, b: SplitScore) -> SplitScore:
+    """SplitScore ``where(condition, x, b)``."""
     first, second, condition = writer.steps[step].args
     if (x.step, b.step) == (first, second) or writer.depends(condition, "score"):
-        return Split(step)  # a mask is evaluated on the finished score, so a condition on the score received is not one
+        return SplitScore(step)  # a mask is evaluated on the finished score, so a condition on the score received is not one
     if x.step is None and b.step is None:
-        return Split(None)
+        return SplitScore(None)
     opposite = writer.opposite(condition)
     if b.step is None:
-        return Split(x.step, (condition, *x.conditions))
+        return SplitScore(x.step, (condition, *x.conditions))
     if x.step is None:
-        return Split(b.step, (opposite, *b.conditions))
+        return SplitScore(b.step, (opposite, *b.conditions))
     conditions = [writer.add("logical_or", opposite, of_x) for of_x in x.conditions]
     conditions += [writer.add("logical_or", condition, of_b) for of_b in b.conditions]
-    return Split(writer.add("binary_select", x.step, b.step, condition), tuple(conditions))
+    return SplitScore(writer.add("binary_select", x.step, b.step, condition), tuple(conditions))
 
 
 def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:

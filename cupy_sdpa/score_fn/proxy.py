@@ -144,7 +144,7 @@ METHODS = {
 _OPERANDS_ONLY = "call it with its operands only"
 
 
-class Array:
+class CapturedArray:
     """A captured array, from which a score function reads one element.
 
     Args:
@@ -166,7 +166,7 @@ class Array:
         """The number of axes."""
         return len(self.shape)
 
-    def as_parameter(self) -> Array | Value:
+    def as_parameter(self) -> CapturedArray | Value:
         """The argument of the function: the array, or the element of an array without axes."""
         return self if self.ndim else self[()]
 
@@ -237,7 +237,7 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
         x = x[()]
     if isinstance(x, numbers.Real):
         return Value(tracer, tracer.number(x, kind if isinstance(x, numbers.Integral) else "float"))
-    if isinstance(x, Array):
+    if isinstance(x, CapturedArray):
         x._element()
     raise TypeError(
         f"a {type(x).__module__}.{type(x).__qualname__} is used as a number; score functions compute with traced values and "

@@ -1,4 +1,4 @@
-"""Trace score and mask functions: call them once with traced values and record their operations as a program.
+"""Trace score and mask functions: call them once with traced values and record their operations as an expression.
 
 Arithmetic, comparisons and numpy functions on traced values become steps (:mod:`cupy_sdpa.score_fn.expression`). An operation
 that cannot be traced raises an exception in the line of the function that uses it; the message names a replacement.
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .expression import AXES, LEAVES, Kind, Program, Step, Writer, normalized
+from ..errors import in_words
+from .expression import AXES, LEAVES, Expression, Kind, Step, Writer, normalized
 from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
-from .proxy import Array, Value, as_value
+from .proxy import CapturedArray, Value, as_value
 from .recorded import Access, NumpyCall, Recorded, Result, recorded
 from .ufuncs import FUNCTIONS, line_of_function
 
@@ -24,7 +25,7 @@ from .ufuncs import FUNCTIONS, line_of_function
 ScoreMod = Callable[..., Any]
 MaskMod = Callable[..., Any]
 
-#: Numbers that are constants of the program; all others are by-value scalars.
+#: Numbers that are constants of the expression; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
 
 
@@ -32,14 +33,14 @@ class Traced(NamedTuple):
     """The result of tracing a score function and a mask function.
 
     Attributes:
-        program: the steps, or None if no step remains.
-        numbers: the values of the by-value scalars, by their names in the program.
-        captured: how captured arrays are indexed, by their names in the program.
+        expression: the steps, or None if no step remains.
+        numbers: the values of the by-value scalars, by their names in the expression.
+        captured: how captured arrays are indexed, by their names in the expression.
         band: the number of keys before and after the diagonal that a query attends to, or None if no band was recognized.
         lines: the source line in which each mode was first used, for messages.
     """
 
-    program: Program | None
+    expression: Expression | None
     numbers: dict[str, float]
     captured: dict[str, Access]
     band: Sides | None
@@ -63,7 +64,7 @@ class Tracer:
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
         self.functions = FUNCTIONS
-        self.arrays = {name: Array(self, name, array).as_parameter() for name, array in arrays.items()}
+        self.arrays = {name: CapturedArray(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
         self.line = ""  # the source line of the numpy call that is being traced
 
@@ -144,7 +145,7 @@ class Tracer:
         return tensors
 
     def number(self, number: Any, kind: Kind) -> int:
-        """Record a number of the function: a constant of the program if it is 0, 1, -1 or infinite, else a by-value scalar."""
+        """Record a number of the function: a constant if it is 0, 1, -1 or infinite, else a by-value scalar."""
         value = int(number) if kind == "int" else float(number)
         if kind == "int" and not -(2**63) <= value < 2**63:
             raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
@@ -233,7 +234,7 @@ def check_function(option: str, function: Any) -> None:
     """
     if not callable(function):
         raise TypeError(
-            f"{option} is a {type(function).__name__}; it must be a function {_SIGNATURES[option]}. A bool array is "
+            f"{option} is {in_words(function)}; it must be a function {_SIGNATURES[option]}. A bool array is "
             "mask=, a BlockMask is block_mask="
         )
     try:
@@ -280,10 +281,10 @@ def trace(
     tracer.check_used()
     conditions = without_constants(writer, conditions)
     band, conditions = split_band(writer, tracer.numbers, conditions) if bands else (None, conditions)
-    program, number_names, captured_names = normalized(writer, score, conjunction(writer, conditions))
+    expression, number_names, captured_names = normalized(writer, score, conjunction(writer, conditions))
     numbers = {name: tracer.numbers[traced] for name, traced in number_names.items()}
     captured = {name: tracer.accesses[traced] for name, traced in captured_names.items()}
-    return Traced(program if program.steps else None, numbers, captured, band, tracer.lines)
+    return Traced(expression if expression.steps else None, numbers, captured, band, tracer.lines)
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:

@@ -113,7 +113,7 @@ def _conditions(*operands: Any) -> list[Value]:
     for x in values:
         if x.kind != "bool":
             raise TypeError(
-                "&, |, ^ and ~ need conditions, and an operand is a number: write x % 2 == 1 for a bit, x != 0 for a condition"
+                "&, |, ^ and ~ need conditions, or an integer and a number, such as q_idx & 3; x != 0 is a condition"
             )
     return values
 
@@ -138,6 +138,55 @@ def _not(x: Any) -> Value:
 def _logical_xor(x: Any, b: Any) -> Value:
     x, b = _conditions(x, b)
     return _logical("logical_or", _logical("logical_and", x, _not(b)), _logical("logical_and", _not(x), b))
+
+
+def _bitwise(logical: Callable[[Any, Any], Value], of_bits: Callable[[Any, int, Any], Value], x: Any, b: Any) -> Value:
+    """An operation on two conditions, or on a traced integer and the bits of a number.
+
+    Args:
+        logical: the operation on conditions.
+        of_bits: the operation on an integer x, a number, and ``x & number``.
+        x, b: the operands, in any order.
+    """
+    for value, number in ((x, b), (b, x)):
+        is_number = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+        if is_number and isinstance(value, Value) and value.kind == "int":
+            return of_bits(value, int(number), _bits_of(value, int(number)))
+    return logical(x, b)
+
+
+def _bits_of(x: Value, number: int) -> Any:
+    """``x & number``: runs of bits by divisions and remainders, which are exact and round down, as in two's complement."""
+    if number < 0:
+        return x - _bits_of(x, ~number)
+    total, low = 0 * x, 0
+    while number >> low:
+        run = 0
+        while number >> low + run & 1:
+            run += 1
+        if run:
+            total = total + x // (1 << low) % (1 << run) * (1 << low)
+        low += run or 1
+    return total
+
+
+def _shifted(x: Any, count: Any, *, left: bool) -> Value:
+    """``x << count`` or ``x >> count`` of a traced integer, as a product or a quotient that is rounded down."""
+    if not isinstance(count, numbers.Integral) or not isinstance(x, Value) or x.kind != "int" or count < 0:
+        raise TypeError("<< and >> take a traced integer and a number of bits, such as q_idx >> 3: use // and * otherwise")
+    return _binary("mul", x, 1 << int(count)) if left else _floor_divide(x, 1 << int(count))
+
+
+def _round(x: Any, decimals: int = 0) -> Value:
+    """The nearest integer; of two, the even one."""
+    if decimals:
+        raise TypeError(f"np.round was called with {decimals} decimals; round x * 10**decimals, and divide by 10**decimals")
+    (number,) = _operands(x)
+    if number.kind == "int":
+        return number
+    below = _unary("floor", number)
+    rest = number - below
+    return below + _where(rest == 0.5, _remainder(below, 2.0), _where(rest > 0.5, 1.0, 0.0))  # type: ignore[no-any-return]
 
 
 def _where(condition: Any, x: Any = None, b: Any = None) -> Value:
@@ -288,18 +337,23 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
             ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
             ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
             ("tan", "tan"), ("erf", "erf"), ("expm1", "expm1"), ("log1p", "log1p"),
+            ("arctan", "atan"),
         )
     },
     "floor": lambda x: _rounded("floor", x),
     "ceil": lambda x: _rounded("ceil", x),
+    "trunc": lambda x: x if _is_integer(x) else _where(x < 0, _unary("ceil", x), _unary("floor", x)),
+    **dict.fromkeys(("rint", "round", "around"), _round),
     "logical_and": lambda x, b: _logical("logical_and", x, b),
-    "bitwise_and": lambda x, b: _logical("logical_and", x, b),
+    "bitwise_and": lambda x, b: _bitwise(FUNCTIONS["logical_and"], lambda x, number, bits: bits, x, b),
     "logical_or": lambda x, b: _logical("logical_or", x, b),
-    "bitwise_or": lambda x, b: _logical("logical_or", x, b),
+    "bitwise_or": lambda x, b: _bitwise(FUNCTIONS["logical_or"], lambda x, number, bits: x + number - bits, x, b),
     "logical_xor": _logical_xor,
-    "bitwise_xor": _logical_xor,
+    "bitwise_xor": lambda x, b: _bitwise(_logical_xor, lambda x, number, bits: x + number - 2 * bits, x, b),
+    "left_shift": lambda x, b: _shifted(x, b, left=True),
+    "right_shift": lambda x, b: _shifted(x, b, left=False),
     "logical_not": _not,
-    "invert": _not,
+    "invert": lambda x: -1 - x if isinstance(x, Value) and x.kind == "int" else _not(x),
     "where": _where,
     "clip": _clip,
     "sign": _sign,

@@ -102,14 +102,14 @@ def _store(key: tuple[Any, ...], found: Decision) -> Decision:
 def _with_scores(found: Decision, score_mod: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
     """The decision with a score function: blocks do not take one that masks keys itself."""
     traced = trace(score_mod, None, {}, dict(zip(AXES, (sizes.batch, sizes.hq, sq, skv), strict=True)))
-    masks = traced.band or (traced.program and traced.program.mask is not None)
+    masks = traced.band or (traced.expression and traced.expression.mask is not None)
     return Decision(None, "score_mod masks keys: put the condition into the mask function") if masks else found
 
 
 def _evaluated(function: Any, sizes: Sizes, sq: int, skv: int) -> Decision:
     """Compare the cost of the blocks with that of a call with the function, which computes all blocks of its band."""
     traced = trace(None, function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, sq, skv), strict=True)))
-    if traced.program is None:
+    if traced.expression is None:
         return Decision(None, "the function is a causal mask or a window, whose tiles cuDNN skips itself")
     try:
         mask = block_mask(function, sq, skv)

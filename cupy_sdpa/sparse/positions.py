@@ -101,7 +101,7 @@ def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: An
     return Positions(found[0], found[1], np.asarray(entries, np.int32), heads)
 
 
-class ScoreFunction:
+class MovableFunction:
     """A score function of the caller.
 
     Args:
@@ -114,7 +114,7 @@ class ScoreFunction:
         self.tensors = dict(tensors)
         self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
         traced = trace(self._function, None, self.tensors, sizes)
-        if traced.band or (traced.program and traced.program.mask is not None):
+        if traced.band or (traced.expression and traced.expression.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
         self.options = {"score_mod": self._function, **({"tensors": self.tensors} if self.tensors else {})}

@@ -261,9 +261,12 @@ def test_remedies_name_the_axes_of_both_orders(name):
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func", "flex_attention"])
 def test_functions_of_other_libraries_are_answered_with_ours(name):
-    """An AttributeError names the function of this package."""
+    """An AttributeError, and the ImportError of ``from cupy_sdpa import ...``, name the function of this package."""
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; attention\(q, k, v\) takes its place"):
         getattr(cupy_sdpa, name)
+    with pytest.raises(ImportError, match=r"attention\(q, k, v\) takes its place"):
+        exec(f"from cupy_sdpa import {name}")
+    assert not hasattr(cupy_sdpa, name)
 
 
 def test_help_shows_every_option():

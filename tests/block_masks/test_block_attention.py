@@ -385,7 +385,7 @@ def test_deterministic_calls_of_one_query(queries, engine):
     get_plan_cache().clear()
     attention(q, k, k, return_stats=True, block_mask=mask, deterministic=True)
     attention_jvp(q, k, k, q, k, k, block_mask=mask, deterministic=True)
-    of_one_query = [line for line in str(get_plan_cache()).splitlines() if "forward" in line and " 1 queries" in line]
+    of_one_query = [line for line in str(get_plan_cache()).splitlines() if "forward" in line and " 1 query," in line]
     assert len(of_one_query) >= 2
     assert all("deterministic forward" in line for line in of_one_query)
 

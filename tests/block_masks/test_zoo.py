@@ -150,3 +150,9 @@ def test_scores_are_those_of_the_papers(name):
     scores = np.where(i >= j, formula(q[:, 0, :, 0].T @ k[:, 0, :, 0] / 8**0.5, i, j), -np.inf)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     np.testing.assert_allclose(got, (weights / weights.sum(axis=1, keepdims=True) @ v[:, 0, :, 0].T).T, atol=1e-12)
+
+
+def test_completion_shows_the_functions_only():
+    """dir() and ``import *`` give the functions of the module, and no import."""
+    functions = {name for name, x in vars(zoo).items() if name[0] != "_" and getattr(x, "__module__", "") == zoo.__name__}
+    assert set(dir(zoo)) == set(zoo.__all__) == functions - {"Function"}

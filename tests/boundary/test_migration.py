@@ -63,6 +63,32 @@ def varlen():
     return np.concatenate(found, axis=2), None
 
 
+def varlen_paged():
+    """The queries of packed sequences on the keys of pages, causal."""
+    k, v = (pool[PAGE_TABLE].reshape(B, 8, HKV, D).transpose(0, 2, 1, 3) for pool in PAGES)
+    found = []
+    for n in range(B):
+        q, skv = Q[:1, :, slice(*STARTS_Q[n : n + 2])], LENGTHS[n]
+        sq = q.shape[2]
+        found.append(
+            want(q, k[n : n + 1, :, :skv], v[n : n + 1, :, :skv], np.arange(skv) <= np.arange(sq)[:, None] + skv - sq)[0]
+        )
+    return np.concatenate(found, axis=2), None
+
+
+def one_paged():
+    """The first query of each sequence on the keys of pages."""
+    out, stats = paged()
+    return out[:, :, :1], stats
+
+
+def turned():
+    """The rotation of the packed queries by complex numbers, in the half form."""
+    angles = np.multiply.outer([3, 4, 10, 11, 12], 1e4 ** -(np.arange(D // 2) / (D // 2)))
+    found = (Q[:1, :, :, : D // 2] + 1j * Q[:1, :, :, D // 2 :]) * np.exp(1j * angles)
+    return np.concatenate([found.real, found.imag], axis=-1), None
+
+
 def features(x):
     """NNlib.jl's features (D H, S, B) as (B, H, S, D)."""
     return x.reshape(2, 4, 6, 3, order="F").transpose(3, 1, 2, 0)
@@ -97,6 +123,7 @@ EXPECTED = {
         want(Q, np.concatenate([Q] * 1, 1), Q), varlen(),
         want(allowed=IN & (np.arange(SQ)[:, None] + LENGTHS[:, None, None, None] - SQ >= KEY)), paged(),
     ],
+    "FlashInfer and vLLM": [varlen_paged(), one_paged(), varlen_paged(), turned()],
     "cudnn-frontend": [
         want(tau=1.0), want(tau=0.3), want(tau=0.3), want(tau=0.3, allowed=KEY <= QUERY), want(tau=0.3, allowed=BOTTOM),
         want(tau=0.3, allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)), want(tau=0.3, allowed=KEY <= QUERY + 1),
@@ -113,7 +140,9 @@ EXPECTED = {
     ],
 }  # fmt: skip
 #: The axes of q in each table.
-LETTERS = {name: "bshd" if name == "flash-attn" else "dhsb" if ".jl" in name else "bhsd" for name in EXPECTED}
+LETTERS = {
+    name: "bshd" if "flash" in name.lower() and "Flex" not in name else "dhsb" if ".jl" in name else "bhsd" for name in EXPECTED
+}
 
 
 def rows_of(section):
@@ -146,6 +175,12 @@ def names_of(section):
         "cupy_sdpa": cupy_sdpa, "nnlib": nnlib, "attention": cupy_sdpa.attention, "attention_vjp": cupy_sdpa.attention_vjp,
         "attention_backward": cupy_sdpa.attention_backward,
     }  # fmt: skip
+    if section == "FlashInfer and vLLM":
+        every |= {
+            "q": packed["qt"], "one": Q[:, :, 0], "kv": PAGES.transpose(1, 0, 2, 3, 4).copy(), "qo": STARTS_Q,
+            "indptr": np.int32([0, 2, 4]), "indices": PAGE_TABLE.ravel(), "last": LENGTHS - 4, "block_table": PAGE_TABLE,
+            "offsets": np.int32([3, 10]),
+        }  # fmt: skip
     return every | ({"table": PAGE_TABLE} if section == "flash-attn" else {})
 
 

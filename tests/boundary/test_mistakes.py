@@ -73,7 +73,7 @@ def public_callables():
     names = [(prefix, module, name) for prefix, module in modules.items() for name in module.__all__]
     for prefix, module in {"zoo.": zoo, "store.": store, "reference.": reference, "": layout}.items():
         own = [name for name, x in vars(module).items() if name[0] != "_" and getattr(x, "__module__", "") == module.__name__]
-        names += [(prefix, module, name) for name in own if inspect.isfunction(getattr(module, name)) or name == "Layout"]
+        names += [(prefix, module, name) for name in own if inspect.isfunction(getattr(module, name))]
     names += [("integrations.torch.", None, "attention"), ("integrations.thinc.", None, "fused_attention")]
     for prefix, module, name in names:
         value = getattr(module, name, None)
@@ -103,7 +103,7 @@ def test_the_rows():
     """There are enough rows; each is there once, names an outcome, and an error has words that its message must contain."""
     assert len(ROWS) >= ROWS_AT_LEAST
     assert len({(str(row), row.engine) for row in ROWS}) == len(ROWS)
-    known = set(public_callables()) | {"Problem", "Report", "to_julia", "from_julia", "Layout"}
+    known = set(public_callables()) | {"Problem", "Report", "to_julia", "from_julia"}
     assert {row.callable for row in ROWS} <= known
     for row in ROWS:
         assert row.engine in ("numpy", "fake", "no GPU"), row

@@ -257,18 +257,6 @@ def test_layouts_are_views(name, engine):
     assert ours[tuple(at[letter] for letter in letters)] == x[tuple(at[letter] for letter in name)]
 
 
-def test_memory_layouts_are_described():
-    """As text and as a table: the axes by increasing stride, gaps, and errors."""
-    x = np.zeros((2, 100, 8, 64), np.float16)
-    assert str(layout.Layout(x.T)) == str(layout.Layout(x, "bshd"))
-    assert "with gaps" in str(layout.Layout(x[:, ::2], "bshd"))
-    assert "with gaps or overlap" in str(layout.Layout(np.broadcast_to(x[:1], x.shape), "bshd"))
-    assert "head_dim 64, heads 8, total 200" in str(layout.Layout(np.zeros((64, 8, 200), order="F")))
-    table = layout.Layout(x, "bshd")._repr_html_()
-    assert table.index("head_dim") < table.index("heads") < table.index("seq") < table.index("batch")
-    assert "51200" in table
-
-
 def test_masks_in_place():
     """``&=`` gives a mask that the kernel supports, and does not change other references to the mask."""
     first = mask = make_causal_mask(rand(8, 5, 2))

@@ -9,7 +9,7 @@ from functions import has_plan
 from planner import plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import attention, attention_backward, explain, get_plan_cache
+from cupy_sdpa import attention, attention_backward, attention_jvp, explain, get_plan_cache
 from cupy_sdpa.offline.problems import PROBES
 from cupy_sdpa.support import gpus, padding
 from cupy_sdpa.support.why_not import why_not
@@ -251,3 +251,26 @@ def test_cudnn_plans_problems_without_copies(name, planner):
         if plan is not None:
             dense = replace(problem, settings=problem.settings._replace(padded=False))
             assert plan.workspace < planner.accept(plan_problem, dense, gpu).workspace + 65536
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_lengths_that_are_converted(kind):
+    """On numpy, lists, tuples and int64 arrays of lengths, offsets and pages are read by every call, also by repeated ones."""
+    q, k, v = (np.asfortranarray(np.random.default_rng(n).standard_normal((8, 2, 6, 3), np.float32)) for n in range(3))
+    packed = [x.reshape(8, 2, 18, order="F") for x in (q, k, v)]
+    pages = [x.reshape(8, 2, 2, 9, order="F") for x in (k, v)]
+    longest = {"max_seqlen_q": 6, "max_seqlen_kv": 6}
+    for lengths in ([3, 4, 5], [3, 4, 5], [6, 0, 2], [1, 4, 6]):
+        starts, table = [0, *np.cumsum(lengths).tolist()], [[lengths[0], 0, 8], [1, 2, 7], [4, 5, 3]]
+        for arrays, options, others in (
+            ((q, k, v), {"seq_lens_kv": lengths}, {}),
+            (packed, {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}, longest),
+            ((q, *pages), {"page_table": table, "seq_lens_kv": lengths}, {}),
+        ):
+            wanted = attention(*arrays, **{name: np.asfortranarray(x, np.int32) for name, x in options.items()}, **others)
+            np.testing.assert_array_equal(
+                attention(*arrays, **{name: kind(x) for name, x in options.items()}, **others), wanted
+            )
+        derivative = attention_jvp(q, k, v, dq=q, seq_lens_kv=kind(lengths))
+        for x, y in zip(derivative, attention_jvp(q, k, v, dq=q, seq_lens_kv=np.int32(lengths)), strict=True):
+            np.testing.assert_array_equal(x, y)

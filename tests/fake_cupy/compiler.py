@@ -48,6 +48,8 @@ _CUDA = """
 #define CUDART_INF_F INFINITY
 #define CUDART_NAN_F NAN
 static inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+static inline void sincospi(double x, double* s, double* c) { *s = std::sin(x * M_PI); *c = std::cos(x * M_PI); }
+static inline void sincospif(float x, float* s, float* c) { double y, z; sincospi(x, &y, &z); *s = y; *c = z; }
 using std::isinf; using std::isnan; using std::isfinite;
 struct dim3 { unsigned x, y, z; };
 static thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;

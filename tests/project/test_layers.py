@@ -24,7 +24,7 @@ LAYERS = (
     ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
     ("explain",),
-    ("attention", "jvp", "prepare", "helpers"),
+    ("attention", "jvp", "prepare", "helpers", "rope", "sequences"),
     ("fp8",),
     ("offline",),
     ("programs",),

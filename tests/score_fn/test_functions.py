@@ -262,6 +262,9 @@ def test_a_refusal_names_the_operations_and_their_lines(fake):
         lambda i, j: np.where(i > j, j > 2, False), lambda i, j: (i * np.int32(3) // np.int64(2)) % np.uint8(2) == 1,
         lambda i, j: i**np.array(2) > j * np.float32(2.5), lambda i, j: np.clip(i, None, np.array(3)) >= j,
         lambda i, j: (i > j) * (j + 1) - (j > 2) > 0, lambda i, j: np.True_ ^ (i > j) ^ True,
+        lambda i, j: (i & 5) > (j & 2), lambda i, j: ((i - 3) & np.int32(6)) != j, lambda i, j: ((i - 3) & -2) > -j,
+        lambda i, j: (1 | (i - j)) == 3, lambda i, j: ((i - 4) ^ 5) > j, lambda i, j: ~i + 3 > -j, lambda i, j: (6 ^ i) > ~(j - 4),
+        lambda i, j: (i - 3) >> 1 == j - 3, lambda i, j: i << 2 > j << np.int64(1), lambda i, j: (i | -3) > j - 4,
     ],
 )  # fmt: skip
 def test_operators_of_conditions_and_integers(function):
@@ -275,12 +278,13 @@ def test_operators_of_conditions_and_integers(function):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda i, j: (i > j) ^ 1, "x != 0 for a condition"), (lambda i, j: 1 ^ (i > j), "x != 0 for a condition"),
-        (lambda i, j: (i > j) ^ 0.5, "x != 0 for a condition"), (lambda i, j: (i > j) & 1, "x % 2 == 1 for a bit"),
-        (lambda i, j: np.int64(1) | (i > j), "x % 2 == 1 for a bit"), (lambda i, j: i & 1, "x % 2 == 1 for a bit"),
-        (lambda i, j: ~i > j, "x != 0 for a condition"), (lambda i, j: np.logical_not(i), "x != 0 for a condition"),
+        (lambda i, j: (i > j) ^ 1, "x != 0 is a condition"), (lambda i, j: 1 ^ (i > j), "x != 0 is a condition"),
+        (lambda i, j: (i > j) ^ 0.5, "x != 0 is a condition"), (lambda i, j: (i > j) & 1, "such as q_idx & 3"),
+        (lambda i, j: np.int64(1) | (i > j), "such as q_idx & 3"), (lambda i, j: (i & j) > 2, "such as q_idx & 3"),
+        (lambda i, j: (i & 1.0) > 2, "such as q_idx & 3"), (lambda i, j: np.logical_not(i), "x != 0 is a condition"),
         (lambda i, j: 0 < i < j, "a < b < c"), (lambda i, j: not i > j, "~"), (lambda i, j: bool(i > j) & (i > j), "np.where"),
-        (lambda i, j: i in (1, 2), "np.where"), (lambda i, j: i >> 1 == j, "np.right_shift is not supported"),
+        (lambda i, j: i in (1, 2), "np.where"), (lambda i, j: 2 >> i == j, "a number of bits, such as q_idx >> 3"),
+        (lambda i, j: i << -1 == j, "a number of bits"), (lambda i, j: np.round(0.5 * i, 1) > j, "1 decimals"),
         (lambda i, j: (i > j) == None, "NoneType is used as a number"),  # noqa: E711
         (lambda i, j: np.sinc(i) > j, "np.sinc is not supported in score functions"),
     ],

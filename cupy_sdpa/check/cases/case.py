@@ -99,6 +99,8 @@ class Cache(NamedTuple):
         event: ``"truncate"``: tokens are appended and removed before the last append; ``"release"``: the sequences had other
             tokens before; ``"fork"``: every sequence begins as a copy of sequence 0; ``""``: none of these.
         packed: whether new tokens are packed.
+        rope: the form of a rotation of queries and keys, ``"half"`` or ``"interleaved"``; ``""`` for none.
+        rope_dim: the number of channels that are rotated.
     """
 
     page: int
@@ -106,6 +108,8 @@ class Cache(NamedTuple):
     steps: int
     event: str
     packed: bool
+    rope: str = ""
+    rope_dim: int = 0
 
 
 class Dropout(NamedTuple):

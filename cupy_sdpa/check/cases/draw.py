@@ -267,7 +267,10 @@ def _cache(sampler: Sampler) -> Any:
     for name in ("d", "dv", "hkv", "hq"):
         sizes[name] = max(sizes[name], 1)
     event = sampler.pick("", "truncate", "release", "fork", "fork")
-    return tuple(Cache(page, _lengths(sampler), sampler.pick(1, 2, 3, 5), event, sampler.chance(0.5)))
+    lengths, steps, packed = _lengths(sampler), sampler.pick(1, 2, 3, 5), sampler.chance(0.5)
+    rope = sampler.pick("", "half", "interleaved") if sizes["d"] > 1 else ""
+    rope_dim = 2 * (1 + sampler.integer(min(sizes["d"], 256) // 2 - 1)) if rope else 0
+    return tuple(Cache(page, lengths, steps, event, packed, rope, rope_dim))
 
 
 def _parallel(sampler: Sampler) -> tuple[str, int]:

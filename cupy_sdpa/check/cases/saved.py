@@ -14,7 +14,7 @@ from typing import Any
 from ...problem.problem import Problem
 from ...problem.problem_file import encoded
 from ...problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
-from ...score_fn.expression import Program, Writer
+from ...score_fn.expression import Expression, Writer
 from .case import Case, Dropout, Packed, Paged
 
 #: The most scores of a problem that is verified; larger ones are verified with fewer heads and batch entries, then with
@@ -128,7 +128,7 @@ def _axes(problem: Problem, spec: TensorSpec) -> str:
     return "".join(letter if length > 1 or full <= 1 else "1" for letter, length, full in pairs)
 
 
-def _function(problem: Problem, program: Program, root: int) -> tuple[str, str]:
+def _function(problem: Problem, program: Expression, root: int) -> tuple[str, str]:
     """A function as the text of its program, and the dtype of the arrays that it reads."""
     needed = Writer(program.steps).reachable(root)
     numbers = {old: new for new, old in enumerate(needed)}

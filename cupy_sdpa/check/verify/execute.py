@@ -19,7 +19,7 @@ from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
-from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, wrong_scale
+from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
 from .tolerance import compare, exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
@@ -220,7 +220,7 @@ class CaseRunner:
         q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else (memory.views[name] for name in "qkv")
         if self.case.cache:
             cache = filled_cache(self.case, self.data[index], self.xp)
-            k, v = cache.keys(1), cache.values(1)
+            q, k, v = rotated_queries(self.case, self.data[index], q, cache, self.xp), cache.keys(1), cache.values(1)
             options = options | {"page_table": cache.table, "seq_lens_kv": cache.lengths}
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1

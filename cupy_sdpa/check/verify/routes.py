@@ -154,12 +154,49 @@ def _on_host(x: Any) -> Any:
     return x if isinstance(x, np.ndarray) else x.get()
 
 
+def rotation(case: Case) -> Any:
+    """The rotation of queries and keys by quarter turns, which are exact; None if the case has none."""
+    assert case.cache
+    *_, form, dim = case.cache
+    frequencies = np.pi / 2 * (1 + np.arange(dim // 2) % 3)
+    return cupy_sdpa.Rope(dim, frequencies=frequencies, interleaved=form == "interleaved") if form else None
+
+
+def turned_back(x: Any, rope: Any, positions: Any) -> Any:
+    """The array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places."""
+    pairs = np.arange(rope.dim // 2)
+    first, second = (2 * pairs, 2 * pairs + 1) if rope.interleaved else (pairs, pairs + len(pairs))
+    a, b = x[first], x[second]
+    turns = (np.multiply.outer(1 + pairs % 3, positions) % 4)[:, None]
+    out = x.copy(order="F")
+    out[first] = np.select([turns == 0, turns == 1, turns == 2], [a, b, -a], -b)
+    out[second] = np.select([turns == 0, turns == 1, turns == 2], [b, -a, -b], a)
+    return out
+
+
+def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
+    """The queries of a case, rotated by :func:`cupy_sdpa.apply_rope` from others."""
+    rope = rotation(case)
+    if not rope:
+        return q
+    lengths_q, lengths = (
+        np.asarray(x, np.int64) for x in (case.sq if data.lengths[0] is None else data.lengths[0], data.lengths[1])
+    )
+    before = xp.asarray(turned_back(data.arrays["q"], rope, np.arange(case.sq)[:, None] + lengths - lengths_q))
+    return cupy_sdpa.apply_rope(
+        before, rope, end=cache.lengths, seq_lens=None if data.lengths[0] is None else xp.asarray(data.lengths[0])
+    )
+
+
 def filled_cache(case: Case, data: Data, xp: Any) -> Any:
     """A cache of two layers with the keys and values of a case in layer 1, and other numbers in layer 0."""
     assert case.cache
-    page, _, steps, event, packed = case.cache
+    page, _, steps, event, packed, *_ = case.cache
+    rope = rotation(case)
     rng, lengths = np.random.default_rng([case.seed, _CACHE_STREAM]), data.lengths[1].astype(np.int64)
     k, v = (data.arrays[name] for name in "kv")
+    if rope:
+        k = turned_back(k, rope, np.arange(case.skv)[:, None])
     pages = case.b * (-(-2 * max(case.skv, 1) // page) + 1)
     cache = cupy_sdpa.KVCache(
         case.d, case.hkv, pages=pages, batch=case.b, page_size=page, head_dim_v=case.dv, dtype=case.dtype, layers=2,
@@ -179,7 +216,7 @@ def filled_cache(case: Case, data: Data, xp: Any) -> Any:
                     for b, part in enumerate(parts):
                         tokens[:, :, : counts[b], b] = part
                 found.append(xp.asarray(np.asfortranarray(tokens if layer else -tokens)))
-            cache.append(found[0], found[1], layer, counts=counts.tolist())
+            cache.append(found[0], found[1], layer, counts=counts.tolist(), rope=rope)
 
     def add_others(most: int) -> None:
         ends = rng.integers(0, most + 1, case.b)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...problem.tensor_spec import dtype_name
 from .. import cupy_runtime, memory
 from ..kernels import declaration, struct
 from ..memory import UNITS
+from .rope import RECORD, ROPE, SHARED_TURNS, types_of
 
 
 class State(NamedTuple):
@@ -150,11 +152,12 @@ class Arguments(NamedTuple):
     advance: int
 
 
-#: The argument of the kernel, passed by value; all fields are int64.
+#: The argument of the kernel, passed by value; all fields are int64. With a rotation, it is the last field.
 _STRUCT = np.dtype([(name, np.int64) for name in Arguments._fields] + [("sides", struct(_Side), 2)])
+_ROPE_STRUCT = np.dtype([("plain", _STRUCT), ("rope", RECORD)])
 
 
-def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool) -> None:
+def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any = None) -> None:
     """Write the new tokens of one layer to their pages; one launch.
 
     The other rows of a page that the new tokens begin become 0: cuDNN multiplies them by 0, and NaN would spread.
@@ -166,15 +169,19 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
+        rotation: of the keys by their positions, from :func:`.rope.record`; or None.
     """
     batch = state.lengths.size
     sides = [_side(k, keys), _side(v, values)]
     lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that copy one row
     arguments = arguments_of(k, keys, state, advance=advance)
-    _append_kernel()(
-        (blocks_of(arguments, batch, 256 // lanes), batch, 2), (lanes, 256 // lanes),
-        (np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(()),),
-    )  # fmt: skip
+    given = np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(())
+    if rotation is not None:
+        plain, given = given, np.zeros((), _ROPE_STRUCT)
+        given["plain"] = plain
+        given["rope"] = rotation
+    kernel = _append_kernel(None if rotation is None else dtype_name(k.dtype))
+    kernel((blocks_of(arguments, batch, 256 // lanes), batch, 2), (lanes, 256 // lanes), (given,))
 
 
 def blocks_of(arguments: Arguments, batch: int, rows_per_block: int) -> int:
@@ -214,36 +221,64 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, ali
 
 
 @functools.cache
-def _append_kernel() -> Any:
-    """The kernel of :func:`append`.
+def _append_kernel(rotated: str | None) -> Any:
+    """The kernel of :func:`append`; ``rotated`` is the dtype of keys that are rotated.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
-    of all heads, ``threadIdx.x`` the units of a row.
+    of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.
     """
-    cases = " ".join(f"case {size}: write_rows<{unit}>(a, s, begin, count, first); break;" for size, unit in UNITS.items())
+    cases = " ".join(
+        f"case {size}: write_rows(a, s, begin, count, first, Copy<{unit}>()); break;" for size, unit in UNITS.items()
+    )
+    field = header = writer = rotate = ""
+    if rotated:
+        of, real = types_of(rotated)
+        field, header = " Rope rope;", f"{of.header}{ROPE}"
+        writer = f"""struct Rotate {{
+            const Rope& rope;
+            const unsigned long long* turns;
+            __device__ void operator()(char* to, const char* from, int position, int bytes) const {{
+                {of.name}* const row = ({of.name}*)to;
+                const int dim = bytes / sizeof({of.name});
+                if (from) rotate_row<{real}>(rope, turns, position, (const {of.name}*)from, row, dim);
+                else for (int c = threadIdx.x; c < dim; c += blockDim.x) row[c] = {of.name}(0.0f);
+            }}
+        }};"""
+        rotate = f"""{SHARED_TURNS}
+            if (!blockIdx.z) write_rows(a, s, begin, count, first, Rotate{{a.rope, turns}});
+            else"""
     return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Side", _Side)}
-        struct Arguments {{ long long {", ".join(Arguments._fields)}; Side sides[2]; }};
+        f"""{header}{declaration("Side", _Side)}
+        struct Arguments {{ long long {", ".join(Arguments._fields)}; Side sides[2];{field} }};
         template <class Unit>
-        __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first) {{
+        struct Copy {{
+            __device__ void operator()(char* to, const char* from, int, int bytes) const {{
+                for (int c = threadIdx.x; c < bytes / (int)sizeof(Unit); c += blockDim.x)
+                    ((Unit*)to)[c] = from ? ((const Unit*)from)[c] : Unit{{}};
+            }}
+        }};
+        {writer}
+        // Writes the rows of new tokens; the source of a row that becomes 0 is null.
+        template <class Write>
+        __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first, const Write& write) {{
             const int size = a.page_size, b = blockIdx.y, end = begin + count, last = (end - 1) / size * size;
+            const int bytes = s.row * s.unit;
             // the rest of the last page, if its first row is new
             const unsigned heads = a.heads, rows = (count == 0 || last < begin ? end : last + size) - begin;
             for (unsigned i = blockIdx.x * blockDim.y + threadIdx.y; i < rows * heads; i += gridDim.x * blockDim.y) {{
                 const int row = i / heads, head = i % heads, position = begin + row, token = first + row;
                 if (position / size >= a.width) break;
                 const long long page = ((const int*)a.table)[b * a.width + position / size];
-                Unit* const to = (Unit*)s.pages + ((page * heads + head) * size + position % size) * s.row;
-                const Unit* const from =
-                    (const Unit*)(s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
-                const bool given = row < count && token < a.tokens;
-                for (int c = threadIdx.x; c < s.row; c += blockDim.x) to[c] = given ? from[c] : Unit{{}};
+                char* const to = (char*)s.pages + ((page * heads + head) * size + position % size) * bytes;
+                const char* const from = (const char*)(
+                    s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
+                write(to, row < count && token < a.tokens ? from : nullptr, position, bytes);
             }}
         }}
         extern "C" __global__ void cupy_sdpa_append(const Arguments a) {{
             {TOKENS}
             const Side& s = a.sides[blockIdx.z];
-            switch (s.unit) {{ {cases} }}
+            {rotate} switch (s.unit) {{ {cases} }}
             {ADVANCE}
         }}""",
         "cupy_sdpa_append",

@@ -15,7 +15,7 @@ from ...calls.options import ARRAYS, check_names, read_scale, read_settings
 from ...calls.user_functions import FUNCTIONS, check_tensors, function_identities
 from ...device import cupy_runtime
 from ...device.interpreted import InterpretedArray
-from ...errors import Unsupported
+from ...errors import Unsupported, in_words
 from ...problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem
 from ...problem.tensor_spec import Signature, dense_signature, dtype_name
 from ...problem.validation import expected_arrays, make_problem
@@ -234,7 +234,7 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) 
     parts_of_key: list[Any] = [*others]
     for name, x in arrays.items():
         if remedy := getattr(type(x), "not_an_array", None):
-            raise TypeError(f"{name} is a {type(x).__name__}; {remedy}")
+            raise TypeError(f"{name} is {in_words(x)}; {remedy}")
         if not hasattr(x, "dtype"):
             return None  # refused later
         parts_of_key.append((name, x.shape, x.dtype.str, x.dtype.name, cupy_runtime.is_array(x)))

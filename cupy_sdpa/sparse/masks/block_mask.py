@@ -17,7 +17,7 @@ from ...calls.options import read_count
 from ...device.blocks import BLOCK
 from ...score_fn.expression import AXES
 from ...score_fn.identity import identity
-from ...score_fn.tracer import trace
+from ...score_fn.tracer import check_function, trace
 from . import segments
 from .block_size import (
     TILE,
@@ -83,6 +83,7 @@ def block_mask(
     >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
     <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
     """
+    check_function("mask_mod", mask_mod)
     size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
     groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
     function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
+from ...errors import in_words
 from .evaluate import EMPTY, FULL, PARTIAL, Rows
 
 
@@ -45,7 +46,7 @@ def read_block(block: Any) -> BlockSize:
 def _on_host(name: str, array: Any) -> NDArray[Any]:
     found = array.get() if cupy_runtime.is_array(array) else array
     if not isinstance(found, np.ndarray):
-        raise TypeError(f"{name} is a {type(array).__name__}; it must be a numpy or CuPy array")
+        raise TypeError(f"{name} is {in_words(array)}; it must be a numpy or CuPy array")
     return found
 
 

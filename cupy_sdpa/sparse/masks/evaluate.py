@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...device import cupy_runtime
 from ...device.blocks import BLOCK
+from ...errors import in_words
 from ...score_fn.proxy import NO_BRANCHES
 from ...score_fn.tracer import check_function, record
 
@@ -75,11 +76,11 @@ class Function:
     ) -> None:
         check_function("mask_mod", mask_mod)
         if not isinstance(tensors or {}, Mapping):
-            raise TypeError(f"tensors is a {type(tensors).__name__}; it must be a mapping of names to arrays")
+            raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
         arrays = dict(tensors or {})
         for name, array in arrays.items():
             if not hasattr(array, "shape"):
-                raise TypeError(f"tensors[{name!r}] is a {type(array).__name__}; convert with numpy.asarray or cupy.asarray")
+                raise TypeError(f"tensors[{name!r}] is {in_words(array)}; convert with numpy.asarray or cupy.asarray")
         self.xp: Any = np
         on_gpu = {name: cupy_runtime.is_array(array) for name, array in arrays.items()}
         if len(set(on_gpu.values())) > 1:
@@ -110,13 +111,15 @@ class Function:
                 raise  # raised inside the function, not by a call with wrong arguments
             raise TypeError(f"mask_mod must be a function f(b, h, q_idx, kv_idx, **tensors) -> condition: {error}") from None
         except IndexError as error:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in self._arrays.items())
+            shapes = ", ".join(f"tensors[{name!r}] {array.shape}" for name, array in self._arrays.items())
             raise IndexError(
-                f"{error}: mask_mod reads {shapes}, and the indices are b, h, q_idx below sq and kv_idx below skv"
+                f"{error}: mask_mod reads {shapes or 'an array'}, and q_idx is below sq, kv_idx below skv, h below heads and b "
+                "below batch: pass a longer array, or the right sq, skv, heads and batch"
             ) from error
         if getattr(getattr(result, "dtype", None), "kind", "b" if isinstance(result, (bool, np.bool_)) else "") != "b":
-            kind = getattr(result, "dtype", type(result).__name__)
-            raise TypeError(f"mask_mod returned {kind}; it must return a condition, such as q_idx >= kv_idx")
+            kind = getattr(result, "dtype", "None" if result is None else type(result).__name__)
+            remedy = "add a return statement" if result is None else "x != 0 is the condition of a number x"
+            raise TypeError(f"mask_mod returned {kind}; it must return a condition, such as q_idx >= kv_idx: {remedy}")
         shape = np.broadcast_shapes(queries.shape, keys.shape, *(x.shape for x in (b, h) if hasattr(x, "shape")))
         found = getattr(result, "shape", ())
         if len(found) > len(shape) or any(n not in (1, full) for n, full in zip(found[::-1], shape[::-1], strict=False)):

@@ -1,0 +1,268 @@
+"""Rotary position embedding: the rotation, and the function that rotates queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._typing import Array, ArrayT
+from .arrays.argument import Argument, arrays_on_gpu, read_array
+from .calls.options import read_count, read_flag
+from .device import cupy_runtime
+from .device.paging import rope as kernels
+from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    r"""A rotary position embedding: it rotates pairs of channels of q and k by angles proportional to the position.
+
+    .. math:: (x_a, x_b) \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i,\; x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
+
+    for the i-th pair of channels (a, b) of the token at position p. Angles are computed in integers modulo a whole turn, so
+    they are as exact at a position of a million as at the first one. 16-bit numbers are rotated in float32.
+
+    ===================================================  ========================================================
+    model                                                rotation
+    ===================================================  ========================================================
+    LLaMA, Qwen, Mistral                                 ``Rope(128, base=500_000)``
+    GPT-J                                                ``Rope(64, interleaved=True)``
+    GPT-NeoX, Phi: a part of the head dim                ``Rope(32)``
+    Llama 3.1, linear and other scaled frequencies       ``Rope(128, frequencies=inv_freq)``
+    YaRN, LongRoPE: with a factor of the attention       ``Rope(128, frequencies=inv_freq, factor=attention_factor)``
+    ===================================================  ========================================================
+
+    Args:
+        dim: R, the number of channels that are rotated, even and at most 256: the first R channels of the head dim. The other
+            channels are unchanged.
+        base: the base of the frequencies :math:`\theta_i = b^{-2i/R}`. Default None: 10000, unless ``frequencies`` are passed.
+        frequencies: R/2 numbers in radians per position, in place of the base: a list or a numpy array.
+        interleaved: whether pairs are neighbours, the channels (2i, 2i+1); otherwise they are (i, i + R/2), the half form.
+            Default False.
+        factor: f, by which rotated channels are multiplied. Default 1.
+
+    Attributes:
+        dim, interleaved, factor: as above.
+        frequencies: the R/2 frequencies, a tuple of numbers.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or both ``base`` and ``frequencies`` are passed.
+
+    Sources: Su et al. 2021, "RoFormer", section 3.2; Peng et al. 2023, "YaRN", section 3.
+
+    >>> from cupy_sdpa import Rope
+    >>> Rope(4, base=100)
+    Rope(dim=4, interleaved=False, factor=1.0)
+    >>> Rope(4, base=100).frequencies
+    (1.0, 0.1)
+    >>> Rope(4, base=100) == Rope(4, frequencies=[1, 0.1])
+    True
+    """
+
+    dim: int
+    base: dataclasses.InitVar[float | None] = None
+    frequencies: Sequence[float] | NDArray[Any] | None = dataclasses.field(default=None, repr=False)
+    interleaved: bool = False
+    factor: float = 1.0
+
+    def __post_init__(self, base: float | None) -> None:
+        dim, given = read_count("dim", self.dim, 2), self.frequencies
+        if dim % 2 or dim > 2 * kernels.MAX_PAIRS:
+            raise ValueError(f"dim is {dim}; it must be even, and at most {2 * kernels.MAX_PAIRS}")
+        if given is None:
+            base = _number("base", 10_000.0 if base is None else base)
+            if base <= 0:
+                raise ValueError(f"base is {base}; it must be above 0")
+            found = [base ** (-2 * i / dim) for i in range(dim // 2)]
+        elif base is not None:
+            raise ValueError(f"base is {base} and frequencies are passed; pass one of them")
+        elif cupy_runtime.is_array(given):
+            raise TypeError("frequencies are a CuPy array; pass numbers on the host, for example frequencies.get()")
+        else:
+            array = np.asarray(given, np.float64)
+            if array.shape != (dim // 2,):
+                raise ValueError(f"frequencies have shape {array.shape}; dim is {dim}, so pass {dim // 2} numbers")
+            found = array.tolist()
+            if not all(map(math.isfinite, found)):
+                raise ValueError(f"frequencies are {found}; they must be finite")
+        values = {
+            "dim": dim, "frequencies": tuple(found), "interleaved": read_flag("interleaved", self.interleaved),
+            "factor": _number("factor", self.factor),
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        record = kernels.record(tuple(found), self.factor, interleaved=self.interleaved)
+        object.__setattr__(self, "_record", record)
+
+    def transposed(self) -> Rope:
+        """The rotation by the negative angles. It takes the gradients of rotated arrays to those of the arrays.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import Rope, apply_rope
+        >>> rope, x = Rope(8), np.random.default_rng(0).standard_normal((8, 1, 5, 1)).astype(np.float32, order="F")
+        >>> bool(np.allclose(apply_rope(apply_rope(x, rope), rope.transposed()), x, atol=1e-6))
+        True
+        """
+        return dataclasses.replace(self, base=None, frequencies=[-float(x) for x in self.frequencies])  # type: ignore[union-attr]
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def read_rope(rope: Any, head_dim: int) -> Any:
+    """The record of a rotation of arrays with a head dim.
+
+    Raises:
+        TypeError, ValueError: it is not a :class:`Rope`, or it rotates more channels.
+    """
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope is {rope!r}; pass a cupy_sdpa.Rope, for example Rope({head_dim // 2 * 2})")
+    if rope.dim > head_dim:
+        raise ValueError(f"rope.dim is {rope.dim}, but the head dim is {head_dim}; pass Rope({head_dim // 2 * 2}) or less")
+    return rope._record  # type: ignore[attr-defined]
+
+
+def apply_rope(
+    x: ArrayT,
+    rope: Rope,
+    *,
+    start: int | Array | None = None,
+    end: Array | None = None,
+    seq_lens: Array | None = None,
+    cu_seqlens: Array | None = None,
+) -> ArrayT:
+    """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
+
+    The positions of a sequence count from ``start``, or up to ``end``, which is the alignment of
+    ``attention(..., causal="bottom_right")``. With ``end=cache.lengths`` after the append to a :class:`KVCache`, queries have
+    the positions of the appended tokens; nothing is read by the host, so that the call can be captured in a CUDA graph. Its
+    kernel is compiled by the first call for a dtype, which must be before the capture.
+
+    Args:
+        x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens``; float16, bfloat16, float32 or float64, with unit
+            stride along D.
+        rope: the rotation, of at most D channels.
+        start: the position of the first token of each sequence: a number, or int32 ``(B,)``. Default None: 0 without ``end``.
+        end: int32 ``(B,)``, one more than the position of the last token of each sequence, in place of ``start``.
+        seq_lens: int32 ``(B,)``, with ``end`` the number of tokens of each sequence of a dense array; as ``seq_lens_q`` of
+            :func:`attention`. Default None: S.
+        cu_seqlens: int32 or int64 ``(B+1,)``, where each packed sequence begins; as ``cu_seqlens_q`` of :func:`attention`.
+
+    Returns:
+        A new array of the shape and dtype of x in Fortran order. Tokens beyond a sequence have the positions that follow.
+
+    Raises:
+        TypeError, ValueError: an array has the wrong type, dtype or shape; or ``start`` and ``end`` are both passed.
+
+    Source: Su et al. 2021, "RoFormer", section 3.2.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import KVCache, Rope, apply_rope, attention
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, 3, 2)).astype(np.float32)) for heads in (4, 2, 2))
+    >>> cache, rope = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True), Rope(8)
+    >>> cache.append(k, v, rope=rope)
+    >>> rotated = apply_rope(q, rope, end=cache.lengths)
+    >>> out = attention(rotated, cache.keys(), cache.values(), page_table=cache.table, seq_lens_kv=cache.lengths)
+    >>> bool(np.allclose(out, attention(rotated, apply_rope(k, rope), v), atol=1e-6))
+    True
+    """
+    given = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
+    if start is not None and end is not None:
+        raise ValueError("start and end are both passed; positions count from start, or up to end: pass one of them")
+    if seq_lens is not None and cu_seqlens is not None:
+        raise ValueError("seq_lens and cu_seqlens are both passed; packed arrays have cu_seqlens, dense ones seq_lens")
+    first = 0
+    if isinstance(start, (bool, float)):
+        raise TypeError(f"start is {start!r}; it must be a number of tokens, or int32 (B,)")
+    if start is None or isinstance(start, (int, np.integer)):
+        first, given["start"] = int(start or 0), None
+    array = read_array("x", x)
+    others = {name: read_array(name, y) for name, y in given.items() if y is not None}
+    on_gpu = arrays_on_gpu([array, *others.values()])
+    _check(array, others)
+    record = read_rope(rope, x.shape[0])
+    positions = kernels.Positions(first, given["start"], end, seq_lens, cu_seqlens)
+    if not on_gpu:
+        return rotated(x, record, _on_numpy(x.shape, positions))  # type: ignore[no-any-return]
+    with cupy_runtime.on_device_of(x):
+        dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions[1:]]
+        out = cupy_runtime.new_result(x, x.shape, x.dtype)
+        kernels.apply(x, out, record, kernels.Positions(first, *dense), array.signature[0])
+    return out  # type: ignore[no-any-return]
+
+
+def _check(x: Argument, others: dict[str, Argument]) -> None:
+    """Check the arrays of :func:`apply_rope`."""
+    spec = make_spec("x", x.signature)
+    if spec.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
+    packed = "cu_seqlens" in others
+    if len(spec.shape) != (3 if packed else 4):
+        raise ValueError(
+            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens=: "
+            f"cu_seqlens is {'passed' if packed else 'None'}"
+        )
+    if obstacle := stride_obstacle(spec):
+        raise ValueError(obstacle)
+    batch = spec.shape[-1]
+    if packed:
+        offsets = others["cu_seqlens"].array
+        if offsets.dtype not in (np.int32, np.int64):
+            raise TypeError(f"cu_seqlens is {offsets.dtype}; it must be int32 or int64: convert with .astype('int32')")
+        if offsets.ndim != 1 or offsets.size < 2:
+            raise ValueError(f"cu_seqlens has shape {offsets.shape}; it must be (B + 1,) for B sequences")
+        batch = offsets.size - 1
+    for name, other in others.items():
+        if name != "cu_seqlens":
+            check_spec(make_spec(name, other.signature), Expected(name, (batch,), "int32", "(B,)"))
+
+
+def _on_numpy(shape: tuple[int, ...], positions: kernels.Positions) -> Any:
+    """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
+    first, start, end, lengths, offsets = positions
+    token = np.arange(shape[2])
+    if offsets is None:
+        base = np.full(shape[3], first) if start is None else start.astype(np.int64)
+        if end is not None:
+            base = end.astype(np.int64) - (shape[2] if lengths is None else lengths)
+        return token[:, None] + base
+    offsets = offsets.astype(np.int64)
+    sequence = np.clip(np.searchsorted(offsets[:-1], token, side="right") - 1, 0, None)
+    base = np.full(offsets.size - 1, first) if start is None else start.astype(np.int64)
+    if end is not None:
+        base = end - np.diff(offsets)
+    return token - offsets[sequence] + base[sequence]
+
+
+def rotated(x: Any, record: Any, positions: Any) -> Any:
+    """Rotate a numpy array.
+
+    Args:
+        x: ``(D, H, ...)``.
+        record: from :func:`read_rope`.
+        positions: integers whose shape broadcasts to the axes of x after the second.
+    """
+    pairs, dtype = int(record["pairs"]), np.float64 if x.dtype == np.float64 else np.float32
+    angles = positions.astype(np.uint64) * record["turns"][:pairs].reshape(-1, 1, *[1] * positions.ndim)
+    angles = angles.view(np.int64) * (2 * math.pi / 2**64)
+    cosine, sine = ((record["factor"] * function(angles)).astype(dtype) for function in (np.cos, np.sin))
+    out = np.array(x, order="F")
+    first = slice(0, 2 * pairs, 2) if record["interleaved"] else slice(pairs)
+    second = slice(1, 2 * pairs, 2) if record["interleaved"] else slice(pairs, 2 * pairs)
+    a, b = x[first].astype(dtype), x[second].astype(dtype)
+    out[first], out[second] = a * cosine - b * sine, a * sine + b * cosine
+    return out

@@ -1,0 +1,214 @@
+"""Rotary position embeddings: of queries, and of keys while they are appended to a cache."""
+
+import pickle
+
+import numpy as np
+import pytest
+from engines import numbers
+
+from cupy_sdpa import KVCache, Rope, apply_rope, attention
+
+ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+
+
+def turned(x, rope, positions):
+    """The rotation in float64 by complex numbers; x is ``(D, H, n)`` and the positions ``(n,)``."""
+    x, n = x.astype(np.float64), rope.dim
+    first, second = (slice(0, n, 2), slice(1, n, 2)) if rope.interleaved else (slice(n // 2), slice(n // 2, n))
+    angles = np.multiply.outer(np.array(rope.frequencies), np.asarray(positions, np.float64))
+    found = rope.factor * (x[first] + 1j * x[second]) * np.exp(1j * angles)[:, None]
+    out = x.copy()
+    out[first], out[second] = found.real, found.imag
+    return out
+
+
+def close(engine, found, wanted, dtype):
+    """Equal up to the rounding of the dtype, which may add to one of float32; in float64, of angles up to 2^22."""
+    error = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 4e-7, "float64": 2e-9}[np.dtype(dtype).name]
+    x = engine.get(found).astype(np.float64)
+    np.testing.assert_allclose(x, wanted, rtol=error, atol=error * max(1, np.abs(wanted).max(initial=0)))
+
+
+def random_rope(rng, dim):
+    """A rotation of at most ``dim`` channels."""
+    n = 2 * int(rng.integers(1, dim // 2 + 1))
+    frequencies = rng.choice([rng.uniform(-2, 2, n // 2), 10_000.0 ** -np.linspace(0, 1, n // 2)])
+    factor = float(rng.choice([1, 1.3]))
+    return Rope(n, frequencies=frequencies, interleaved=bool(rng.integers(2)), factor=factor)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("seed", numbers(8, quick=2))
+def test_random_rotations(seed, dtype, engine):
+    """Dense and packed arrays, positions from a start or up to an end, in both forms and any layout."""
+    import ml_dtypes
+
+    rng, dtype = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    for _ in range(6):
+        dim, heads, tokens, batch = 2 * int(rng.integers(1, 70)) + int(rng.integers(2)), *rng.integers(1, 5, 3).tolist()
+        rope, packed = random_rope(rng, dim), bool(rng.integers(2))
+        counts = rng.integers(0, tokens + 1, batch)
+        shape = (dim, heads, int(counts.sum())) if packed else (dim, heads, tokens, batch)
+        x = rng.standard_normal(shape).astype(dtype)
+        given = (
+            engine.put(np.asfortranarray(np.repeat(x, 2, axis=1)))[:, ::2]
+            if rng.integers(2)
+            else engine.put(np.asfortranarray(x))
+        )
+        start = rng.integers(-5, 1 << int(rng.integers(1, 21)), batch).astype(np.int32)
+        options, form = {}, rng.choice(["none", "number", "start", "end"])
+        own = counts if packed or (form == "end" and rng.integers(2)) else np.full(batch, tokens)
+        if packed:
+            options["cu_seqlens"] = engine.put(np.concatenate([[0], np.cumsum(counts)]).astype(rng.choice(["i4", "i8"])))
+        elif form == "end" and own is counts:
+            options["seq_lens"] = engine.put(counts.astype(np.int32))
+        if form in ("none", "number"):
+            start[:] = start[0] if form == "number" else 0
+            options |= {"start": int(start[0])} if form == "number" else {}
+        else:
+            array = start if form == "start" else start + own
+            longer = np.repeat(array.astype(np.int32), 2)
+            options[form] = engine.put(longer)[::2]
+        found = apply_rope(given, rope, **options)
+        assert (found.shape, found.dtype, found.flags.f_contiguous) == (shape, dtype, True)
+        wanted, first = np.zeros(shape), 0
+        for b in range(batch):
+            if packed:
+                own_tokens = slice(first, first + counts[b])
+                wanted[..., own_tokens] = turned(x[..., own_tokens], rope, start[b] + np.arange(counts[b]))
+                first += counts[b]
+            else:
+                wanted[..., b] = turned(x[..., b], rope, int(start[b]) + np.arange(tokens))
+        close(engine, found, wanted, dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("seed", numbers(4, quick=1))
+def test_appended_keys_are_rotated(seed, packed, engine):
+    """The pages contain the keys at their positions, over several steps and layers; values are not rotated."""
+    rng, dtype = np.random.default_rng(seed), engine.dtype
+    d, dv, heads, page, batch = 10, 6, 2, 4, 3
+    cache = KVCache(
+        d, heads, head_dim_v=dv, pages=40, batch=batch, page_size=page, layers=2, dtype=str(dtype), numpy=not engine.on_cudnn
+    )
+    rope, known = random_rope(rng, d), [[np.zeros((n, heads, 0)) for n in (d, dv)] for _ in range(2 * batch)]
+    for _ in range(5):
+        counts = rng.integers(0, 6, batch)
+        for layer in range(2):
+            each = [[rng.standard_normal((n, heads, c)).astype(dtype) for n in (d, dv)] for c in counts]
+            given = []
+            for side, n in enumerate((d, dv)):
+                x = np.full((n, heads, counts.max(), batch), np.nan, dtype)
+                for b, tokens in enumerate(each):
+                    x[:, :, : counts[b], b] = tokens[side]
+                given.append(np.concatenate([tokens[side] for tokens in each], 2) if packed else x)
+            cache.append(*(engine.put(np.asfortranarray(x)) for x in given), layer, counts=counts, rope=None if layer else rope)
+            for b, (k, v) in enumerate(each):
+                begin = known[2 * b + layer][0].shape[2]
+                new = (k if layer else turned(k, rope, begin + np.arange(counts[b]))), v
+                known[2 * b + layer] = [np.concatenate(pair, 2) for pair in zip(known[2 * b + layer], new, strict=True)]
+    table, lengths = engine.get(cache.table), cache.host_lengths
+    for b, layer in np.ndindex(batch, 2):
+        for side, pages in enumerate((cache.keys(layer), cache.values(layer))):
+            own = engine.get(pages)[..., table[: -(-lengths[b] // page), b]]
+            flat = own.transpose(0, 1, 3, 2).reshape(*own.shape[:2], -1)
+            close(engine, flat[..., : lengths[b]], known[2 * b + layer][side], dtype)
+            assert not flat[..., lengths[b] :].any()
+
+
+def test_a_position_of_a_million_is_exact(engine):
+    """Angles have no rounding error that grows with the position; scores depend on distances alone."""
+    rope = Rope(64)
+    x = engine.normal(0, 64, 1, 1, 1, dtype=np.float32)
+    near, far = (apply_rope(x, rope, start=n) for n in (3, 1_000_003))
+    close(engine, far[..., 0], turned(engine.get(x)[..., 0], rope, [1_000_003]), np.float32)
+    moved = [engine.get(apply_rope(x, rope, start=n)).ravel() for n in (0, 1_000_000)]
+    near, far = engine.get(near).ravel(), engine.get(far).ravel()
+    np.testing.assert_allclose(near @ moved[0], far @ moved[1], rtol=2e-5)
+
+
+def test_a_step_with_rotations_is_attention_to_rotated_keys(engine):
+    """Steps of several tokens with ``end=cache.lengths`` are one causal call on rotated arrays."""
+    rope, shape = Rope(8, base=50), ((8, 4), (8, 2), (8, 2))
+    q, k, v = (engine.normal(i, *of, 12, 2) for i, of in enumerate(shape))
+    cache = KVCache(8, 2, pages=6, batch=2, page_size=4, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
+    found = []
+    for begin, end in ((0, 5), (5, 6), (6, 12)):
+        cache.append(k[:, :, begin:end], v[:, :, begin:end], rope=rope)
+        new = apply_rope(q[:, :, begin:end], rope, end=cache.lengths)
+        pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
+        found.append(engine.get(attention(new, cache.keys(), cache.values(), **pages)))
+    whole = attention(apply_rope(q, rope), apply_rope(k, rope), v, causal=True)
+    np.testing.assert_allclose(np.concatenate(found, 2).astype("f4"), engine.get(whole).astype("f4"), atol=2 * engine.tolerance)
+
+
+def test_the_gradient_is_the_transposed_rotation(engine):
+    """The products of dout with a rotation and of its transpose with x are equal; also with a factor."""
+    rope = Rope(6, base=3, factor=1.7, interleaved=True)
+    x, dout = (engine.normal(i, 8, 2, 5, 2, dtype=np.float32) for i in range(2))
+    forward, back = (engine.get(apply_rope(y, r, start=7)) for y, r in ((x, rope), (dout, rope.transposed())))
+    np.testing.assert_allclose((forward * engine.get(dout)).sum(), (back * engine.get(x)).sum(), rtol=1e-4)
+
+
+@ON_A_GPU
+def test_captured_rotations_follow_the_lengths(engine):
+    """A graph of an append and of a rotation of queries, launched for several steps; its kernel is compiled before."""
+    rope, xp = Rope(8), engine.xp
+    shape = {"pages": 12, "batch": 2, "page_size": 4, "dtype": "float16"}
+    cache, known = KVCache(8, 2, **shape), KVCache(8, 2, **shape, numpy=True)
+    k, q = engine.normal(0, 8, 2, 2, 2), engine.normal(1, 8, 4, 2, 2)
+    host = engine.get(k)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.Stream(non_blocking=True) as stream:
+        cache.begin_step(2)
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="append with rope= once before, to compile the kernel"):
+            cache.append(k, k, rope=rope)
+        stream.end_capture()
+        cache.append(k, k, rope=rope)
+        rotated = apply_rope(q, rope, end=cache.lengths)
+        cache.begin_step([2, 1])
+        stream.begin_capture()
+        cache.append(k, k, rope=rope)
+        rotated = apply_rope(q, rope, end=cache.lengths)
+        graph = stream.end_capture()
+        known.append(host, host, rope=rope)
+        for counts in ([2, 1], [1, 2], [2, 2]):
+            if counts != [2, 1]:
+                cache.begin_step(counts)
+            graph.launch(stream)
+            known.append(host, host, counts=counts, rope=rope)
+            wanted = apply_rope(engine.get(q), rope, end=known.lengths)
+            np.testing.assert_allclose(rotated.get().astype("f4"), wanted.astype("f4"), atol=4e-3)
+            np.testing.assert_allclose(cache.keys().get().astype("f4"), known.keys().astype("f4"), atol=4e-3)
+
+
+def test_a_refused_rotation_changes_nothing(engine):
+    """A cache refuses a rotation before a step begins; FP8 caches name the remedy."""
+    shape = {"pages": 4, "batch": 1, "numpy": not engine.on_cudnn}
+    x = engine.normal(0, 16, 1, 3, 1, dtype=np.float16)
+    cache = KVCache(16, 1, dtype="float16", **shape)
+    for rope, error in ((Rope(18), ValueError), (8, TypeError), ("half", TypeError)):
+        with pytest.raises(error, match="rope"):
+            cache.append(x, x, rope=rope)
+    assert (cache.host_lengths.tolist(), cache.free_pages) == ([0], 4)
+    fp8 = KVCache(16, 1, dtype="float8_e4m3fn", **shape)
+    with pytest.raises(ValueError, match=r"the cache is float8_e4m3fn; rotate the keys with cupy_sdpa.apply_rope"):
+        fp8.append(x, x, rope=Rope(16))
+    assert fp8.host_lengths.tolist() == [0]
+
+
+def test_rotations_are_values():
+    """Equal rotations are equal, hash equally, and survive pickle; they cannot be changed."""
+    rope = Rope(8, base=100.0, interleaved=True)
+    same = Rope(8, frequencies=np.array(rope.frequencies), interleaved=True)
+    assert rope == same == pickle.loads(pickle.dumps(rope)) == rope.transposed().transposed()
+    assert len({rope, same, Rope(8)}) == 2
+    with pytest.raises(AttributeError):
+        rope.factor = 2.0
+
+
+def test_nothing_to_rotate(engine):
+    """Arrays without tokens or sequences give arrays without elements."""
+    for shape in ((8, 2, 0, 3), (8, 2, 3, 0)):
+        assert apply_rope(engine.nan(*shape), Rope(8)).shape == shape

@@ -1,0 +1,94 @@
+"""Mistakes with rotary embeddings, lists of pages, and sequences with gaps."""
+
+# mypy: ignore-errors
+
+import numpy as np
+from mistakes import row
+
+from cupy_sdpa import KVCache, Rope, apply_rope, cu_seqlens_with_gaps, page_table_from_lists
+
+TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
+
+
+def appended(rope, **options):
+    """An append that rotates keys."""
+    cache = KVCache(8, 2, **{"pages": 4, "batch": 2, "dtype": "float32", "numpy": True} | options)
+    return cache.append(TOKENS, TOKENS, rope=rope)
+
+
+def rotation(*given, **options):
+    """A rotation that is refused."""
+    return lambda x: Rope(*given, **options)
+
+
+def applied(rope=None, **options):
+    """Queries that are rotated, and arguments that may be functions of the arrays."""
+    return lambda x: apply_rope(x.q, rope or Rope(8), **{name: y(x) if callable(y) else y for name, y in options.items()})
+
+
+ROWS = [
+    row("Rope", "an odd number of channels", rotation(7), ValueError, "dim is 7", "even"),
+    row("Rope", "the head dim as a float", rotation(64.0), TypeError, "dim is 64.0", "integer"),
+    row("Rope", "too many channels", rotation(512), ValueError, "dim is 512", "at most 256"),
+    row("Rope", "a base and frequencies", rotation(4, base=100.0, frequencies=[1, 2]), ValueError, "base is 100.0 and frequencies", "one"),
+    row("Rope", "a frequency for each channel", rotation(4, frequencies=np.ones(4)), ValueError, "shape (4,)", "pass 2 numbers"),
+    row("Rope", "a frequency of infinity", rotation(4, frequencies=[1, np.inf]), ValueError, "inf", "finite"),
+    row("Rope", "frequencies on the device", lambda x: Rope(4, frequencies=x.xp.ones(2, "f4")), TypeError, "CuPy array", "frequencies.get()",
+        engine="fake"),
+    row("Rope", "a base in text", rotation(4, base="100"), TypeError, "base is '100'", "a number"),
+    row("Rope", "a base of 0", rotation(4, base=0), ValueError, "base is 0", "above 0"),
+    row("Rope", "a form in text", rotation(4, interleaved="half"), TypeError, "interleaved is 'half'", "True or False"),
+    row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
+    row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
+    row("apply_rope", "start and end", applied(start=3, end=lambda x: x.lengths), ValueError, "start and end are both passed", "one of them"),
+    row("apply_rope", "lengths and offsets", applied(seq_lens=lambda x: x.lengths, cu_seqlens=lambda x: x.starts), ValueError,
+        "seq_lens and cu_seqlens are both passed"),
+    row("apply_rope", "offsets with a dense array", applied(cu_seqlens=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),
+    row("apply_rope", "a packed array without offsets", lambda x: apply_rope(x.pq, Rope(8)), ValueError, "x has shape (8, 4, 11)", "cu_seqlens="),
+    row("apply_rope", "one position per token", applied(start=np.zeros((6, 3), "i4")), ValueError, "start has shape (6, 3)", "(3,)"),
+    row("apply_rope", "ends in int64", applied(end=np.zeros(3, "i8")), TypeError, "end is int64", "int32"),
+    row("apply_rope", "float offsets", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.zeros(4, "f4")), TypeError, "cu_seqlens is float32",
+        ".astype('int32')"),
+    row("apply_rope", "a start of True", applied(start=True), TypeError, "start is True", "a number"),
+    row("apply_rope", "integers", lambda x: apply_rope(x.table[:, :, None, None], Rope(2)), TypeError, "x is int32", "float16"),
+    row("apply_rope", "an array in C order", lambda x: apply_rope(x.q.copy(order="C"), Rope(8)), ValueError, "axis 0 must be contiguous"),
+    row("apply_rope", "ends of numpy with CuPy queries", lambda x: apply_rope(x.q, Rope(8), end=np.zeros(3, "i4")), TypeError, "arrays are mixed",
+        "cupy.asarray", engine="fake"),
+    row("KVCache.append", "True as the rotation", lambda x: appended(True), TypeError, "rope is True", "Rope(8)"),
+    row("KVCache.append", "a rotation of more channels", lambda x: appended(Rope(10)), ValueError, "rope.dim is 10, but the head dim is 8"),
+    row("KVCache.append", "a rotation to an FP8 cache", lambda x: appended(Rope(8), dtype="float8_e4m3fn"), ValueError,
+        "the cache is float8_e4m3fn", "apply_rope(k, rope, start=...)"),
+]  # fmt: skip
+
+
+def lists(**changed):
+    """A page table from lists of pages, of which some are changed; None removes an argument."""
+
+    def make(x):
+        given = {"indptr": [0, 2, 3], "indices": [5, 1, 4], "last_page_len": [3, 4], "page_size": 4} | changed
+        arrays = {name: x.xp.asarray(np.array(y, "i4")) if isinstance(y, list) else y for name, y in given.items()}
+        return page_table_from_lists(**arrays)
+
+    return make
+
+
+ROWS += [
+    row("page_table_from_lists", "an array of int64", lists(indices=np.array([5, 1, 4])), TypeError, "indices is int64", ".astype('int32')"),
+    row("page_table_from_lists", "two axes", lists(indptr=np.zeros((2, 3), "i4")), ValueError, "indptr has shape (2, 3)", "(B + 1,)"),
+    row("page_table_from_lists", "the last pages of other sequences", lists(last_page_len=[1]), ValueError, "last_page_len has shape (1,)", "(2,)"),
+    row("page_table_from_lists", "a full last page as 0", lists(last_page_len=[0, 4]), ValueError, "last_page_len of sequence 0 is 0", "from 1 to page_size, 4"),
+    row("page_table_from_lists", "lists beyond the indices", lists(indptr=[0, 2, 9]), ValueError, "[0, 2, 9]", "the 3 indices"),
+    row("page_table_from_lists", "a page size of 0", lists(page_size=0), ValueError, "page_size is 0"),
+    row("page_table_from_lists", "lists on the device", lists(), ValueError, "max_pages is None", "pass max_pages=", engine="fake"),
+    row("page_table_from_lists", "a Python list", lambda x: page_table_from_lists([0, 1], x.lengths, x.lengths, page_size=4), TypeError,
+        "indptr is a list", "numpy.asarray"),
+    row("cu_seqlens_with_gaps", "the padded offsets of Transformer Engine", lambda x: cu_seqlens_with_gaps(x.starts, x.lengths), ValueError,
+        "lengths has shape (3,)", "(4,)"),
+    row("cu_seqlens_with_gaps", "lengths in int64", lambda x: cu_seqlens_with_gaps(x.lengths, x.lengths.astype("i8")), TypeError, "lengths is int64", "int32"),
+    row("cu_seqlens_with_gaps", "sequences that overlap", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([5, 1])), ValueError,
+        "sequence 0 ends at 5", "sequence 1 starts at 3"),
+    row("cu_seqlens_with_gaps", "a negative length", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([2, -1])), ValueError,
+        "lengths of sequence 1 is -1"),
+    row("KVCache.view", "a layer that the cache lacks", lambda x: KVCache(8, 2, pages=4, batch=2, numpy=True).view(1), ValueError,
+        "layer is 1", "from 0 to 0"),
+]  # fmt: skip
