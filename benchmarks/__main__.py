@@ -22,6 +22,7 @@ COMMANDS = {
     "plans": "plans: first calls, disk cache, buckets of lengths, autotuning",
     "batch_bits": "whether the bits of a sequence's results depend on the rest of the batch",
     "memcheck": "every kind of call under compute-sanitizer",
+    "saved": "the problems of a program (CUPY_SDPA_TRACE)",
     "tables": "the tables and figures of the documentation, from benchmarks/results",
 }
 

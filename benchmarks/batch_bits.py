@@ -287,36 +287,19 @@ def rows(case: Case) -> list[dict[str, Any]]:
     return [{"kind": case.kind, "pass": name, **common, **found.columns()} for name, found in comparisons.items()]
 
 
-def summary(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each kind, pass and number of queries: the number of problems, and of those with differences."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in sorted(found, key=lambda row: (row["kind"], row["pass"], row["sq"])):
-        splits = ", num_splits" * bool(row["num_splits"])
-        groups.setdefault((f"{row['kind']}{splits}", row["pass"], f"{row['sq']} queries"), []).append(row)
-    for name, group in groups.items():
-        counts = [f"{len(group)} problems"]
-        for column in ("runs_differ", "batch_differs", "refused"):
-            several = [row for row in group if row[column]]
-            if several:
-                names = "" if column == "refused" else f" ({' '.join(sorted({x for r in several for x in r[column].split()}))})"
-                counts.append(f"{len(several)} {column}{names}")
-        yield ", ".join((*name, *counts))
+def every(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of all cases, which run in several processes."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(given.jobs, context) as pool:
+        for several in pool.map(rows, cases()):
+            yield from several
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--jobs", type=positive, default=8, metavar="N", help="processes (default 8)")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark, and print a summary."""
-    found: list[dict[str, Any]] = []
-
-    def every(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(given.jobs, context) as pool:
-            for several in pool.map(rows, cases()):
-                found.extend(several)
-                yield from several
-
-    runner.run("batch_bits", __doc__, words, every, lambda parser: parser.add_argument(
-        "--jobs", type=positive, default=8, metavar="N", help="processes (default 8)"
-    ))  # fmt: skip
-    for line in summary(found):
-        print(line)
-    return 0
+    """Run the benchmark."""
+    return runner.run("batch_bits", __doc__, words, every, add_options)

@@ -132,6 +132,19 @@ def peak_allocation(call: Callable[[], Any]) -> int:
     return peak
 
 
+def torch_peak(call: Callable[[], Any]) -> int:
+    """The peak of the memory that a call allocates in PyTorch's pool."""
+    from torch import cuda
+
+    cuda.synchronize()
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    results = call()
+    cuda.synchronize()
+    del results
+    return int(cuda.max_memory_allocated()) - int(before)
+
+
 #: Modules of the peers, by the column of their version. A module that is not imported takes no part.
 _PEERS = {"torch": "torch", "triton": "triton", "jax": "jax", "cudnn_frontend": "cudnn"}
 #: Fields to query from nvidia-smi, by column.

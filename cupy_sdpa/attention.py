@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT, StatsT
-from .arrays.conversion import CONVERTING_OPTIONS, OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
+from .arrays.compute import read_compute_dtype
+from .arrays.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
 from .calls.arguments import read_backward, read_forward
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.replay_cache import cache_call, run_cached
 from .fp8.array import Fp8Array
-from .fp8.forward import attention_of_fp8
-from .programs.block_mask_calls import attention_with_block_mask, gradients_with_block_mask
+from .fp8.forward import attend as attend_in_fp8
+from .programs.passes import attend, attend_backward, blocks_of
 from .programs.run import compiled
-from .sparse.automatic import automatic_mask
 
 
 # fmt: off
@@ -191,19 +191,22 @@ def attention(
     """
     if positional or v is ...:
         refuse_arguments(attention, positional, options)
-    if type(q) not in OWN_TYPES or type(k) is Fp8Array or not CONVERTING_OPTIONS.isdisjoint(options):
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options:
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
-            return attention_of_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+            made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
+            return tuple(made) if len(made) > 1 else made[0]
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        return attention_with_block_mask(q, k, v, mask, options, **flags, out=out, stats=stats)
-    if "mask_mod" in options and return_stats != "max_sumexp" and (mask := automatic_mask(q, k, options)) is not None:
-        rest = {name: value for name, value in options.items() if name != "mask_mod"}
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        return attention_with_block_mask(q, k, v, mask, rest, **flags, out=out, stats=stats)
+    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
+    if dtype is not None or "block_mask" in options or "mask_mod" in options:
+        mask, rest = blocks_of(q, k, options, automatic=return_stats != "max_sumexp")
+        if dtype is not None or mask is not None:
+            made = attend(
+                q, k, v, rest, mask=mask, dtype=dtype, return_stats=return_stats, deterministic=deterministic, out=out,
+                stats=stats,
+            )  # fmt: skip
+            return tuple(made) if len(made) > 1 else made[0]
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
@@ -301,21 +304,25 @@ def attention_backward(
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
-    if (type(q) not in OWN_TYPES or not CONVERTING_OPTIONS.isdisjoint(options)) and needs_conversion(q, options):
+    if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         gradients: tuple[Any, ...] = convert(
             attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
         return gradients
-    if "block_mask" in options and (mask := options.pop("block_mask")) is not None:
-        others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-        every = (dout, q, k, v, out, stats, dq, dk, dv)
-        return gradients_with_block_mask(every, mask, options, deterministic=bool(deterministic), others=others)
-    requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
-    if "mask_mod" in options and not requested and (mask := automatic_mask(q, k, options)) is not None:
-        every, rest = (dout, q, k, v, out, stats, dq, dk, dv), {n: x for n, x in options.items() if n != "mask_mod"}
-        return gradients_with_block_mask(every, mask, rest, deterministic=bool(deterministic), others={})
+    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
+    if dtype is not None or "block_mask" in options or "mask_mod" in options:
+        requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
+        mask, rest = blocks_of(q, k, options, automatic=not requested)
+        if dtype is not None or mask is not None:
+            every = (dout, q, k, v, out, stats, dq, dk, dv)
+            return tuple(
+                attend_backward(
+                    every, rest, mask=mask, dtype=dtype, deterministic=deterministic, return_dbias=return_dbias,
+                    return_dsinks=return_dsinks, return_dtensors=return_dtensors,
+                )
+            )  # fmt: skip
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
     arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)

@@ -20,6 +20,7 @@ from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
 from .errors import in_words
 from .problem.bucket import Bucket
+from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays
 from .programs.run import compiled
 
@@ -113,8 +114,11 @@ def dropout_mask(
             return plain(kept.T if other_layout(options) else kept)
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
-        with cupy_runtime.temporary_results():  # of a captured graph
-            kept = compiled(call).run()[-1] > 0
+        with cupy_runtime.device_context(q):
+            for spec in call.problem.results:  # memory of the graph while the stream is captured
+                dtype = storage_dtype(spec.dtype, call.on_gpu)
+                call.arrays[spec.name] = cupy_runtime.temporary(q, spec.shape, dtype)
+        kept = compiled(call).run()[-1] > 0
     else:  # the graph draws no random numbers
         kept = cupy_runtime.new_result(q, call.problem.results[-1].shape, np.dtype(bool))
         kept.fill(True)

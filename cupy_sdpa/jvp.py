@@ -8,8 +8,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from ._typing import Array, ArrayT
+from .arrays.compute import cast, check_converted, read_compute_dtype
 from .arrays.conversion import convert, needs_conversion
-from .arrays.layouts import options_in_own, other_layout, to_own
+from .arrays.layouts import of_caller, options_in_own, other_layout, to_own
 from .arrays.view import View
 from .calls.arguments import read_shapes, views_of_shapes
 from .calls.options import Options, read_flag, read_scale, takes_options
@@ -20,9 +21,10 @@ from .errors import Unsupported
 from .forward_mode.checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .forward_mode.form import Form, Widened, form_of
 from .problem.problem import Problem, row_stats_shape
-from .problem.tensor_spec import placeholder
+from .problem.tensor_spec import numpy_dtype, placeholder
 from .programs.block_mask_calls import key_of, without_keys
 from .programs.derivative import Arrays, Tangents, derivative
+from .programs.passes import rounded
 from .programs.program import Builder, Program
 from .programs.run import Inputs, run_program
 from .sparse.masks.block_mask import BlockMask
@@ -105,6 +107,7 @@ def attention_jvp(
             deterministic=deterministic,
         )  # fmt: skip
         return converted
+    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     flags = {"return_stats": return_stats, "deterministic": deterministic}
     for name, value in flags.items():
         if type(value) is not bool:
@@ -113,17 +116,23 @@ def attention_jvp(
     others: dict[str, Any] = {**options}
     mask = others.pop("block_mask", None)
     names: tuple[str, ...] = _NAMES
-    kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic), *key_of(mask))
+    kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
     if widened is not None and isinstance(widened, Widened):
         given, names, kind = (*given, *widened[:-1]), (*_NAMES, *_WIDENED), (*kind, widened.form)
     # On the CPU the elements of widened are compared with those of q, k and v in every call.
     results = run_cached(kind, given, others) if widened is None or cupy_runtime.is_array(q) else None
     if results is None:
-        form = read_form(q, k, v, (dq, dk, dv), widened, options, deterministic=deterministic)
+        own: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+        if dtype is not None:
+            with of_caller(own, options):
+                check_converted({**own, "out": out, "dout": dout})
+            own = {name: _rounded(name, x, dtype, read=widened is not None) for name, x in own.items()}
+        tangents = own["dq"], own["dk"], own["dv"]
+        form = read_form(own["q"], own["k"], own["v"], tangents, widened, options, deterministic=deterministic)
         check_results(out, dout, stats, q, v)
         with cupy_runtime.device_context(q):
             try:
-                results = _run(kind, names, given, form, others, mask, flags)
+                results = _run(kind, names, given, form, others, mask, dtype, flags)
             except Unsupported as error:
                 name = str(getattr(error, "step", "")).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
@@ -137,6 +146,7 @@ def _run(
     form: Form,
     options: Mapping[str, Any],
     mask: BlockMask | None,
+    dtype: str | None,
     flags: Mapping[str, bool],
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid.
@@ -147,6 +157,7 @@ def _run(
         form: how the derivative is computed.
         options: the options, without the block mask.
         mask: the block mask, or None.
+        dtype: the dtype to compute in; None for that of q.
         flags: ``return_stats`` and ``deterministic``.
     """
     arrays = dict(zip(names, given, strict=True))
@@ -158,17 +169,27 @@ def _run(
     if with_stats and arrays["stats"] is None:
         arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
     inputs = Inputs(arrays, kept_options(q, options))
-    tangents: Tangents | Widened = Tangents(*inputs.of(TANGENTS))
-    if len(names) > len(_NAMES):
-        tangents = Widened(**dict(zip(Widened._fields, [*inputs.of(_WIDENED), form], strict=True)))
-    own = Arrays(*inputs.of(Arrays._fields))
+    wide = dict(zip(Widened._fields, [*inputs.of(_WIDENED), form], strict=True)) if len(names) > len(_NAMES) else None
     scaled = {**inputs.options, "scale": read_scale(inputs.options.get("scale"), form.head_dim)}
 
     def build(builder: Builder) -> None:
-        derivative(builder, own, tangents, scaled, form=form, mask=mask, deterministic=bool(flags["deterministic"]))
+        own, finish = rounded(builder, dict(zip(_NAMES, inputs.of(_NAMES), strict=True)), dtype, ("out", "dout"))
+        tangents = Tangents(*(own.pop(name) for name in TANGENTS)) if wide is None else Widened(**wide)
+        of_call = Arrays(*(own[name] for name in Arrays._fields))
+        derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(flags["deterministic"]))
+        finish()
 
     results = ["out", "dout", *(["stats"] if with_stats else [])]
     return run_program(kind, names, given, options, inputs, results, build)
+
+
+def _rounded(name: str, x: Any, dtype: str, *, read: bool) -> Any:
+    """An array in another dtype, to read a problem; with its elements if they are ``read``, as only those of numpy are."""
+    if x is None:
+        return None
+    if read and isinstance(x, np.ndarray):
+        return cast(x, dtype, cupy_runtime.temporary)
+    return View.dense(name, x.shape, numpy_dtype(dtype), x.data.device_id if cupy_runtime.is_array(x) else None)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:

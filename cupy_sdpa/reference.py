@@ -1,4 +1,4 @@
-"""Attention from the papers in float64 numpy, one head at a time: the independent reference of the tests.
+"""Attention from the papers in float64 numpy, one head at a time: the independent reference of the tests and of ``check``.
 
 It shares no code with the graphs and the engines, and imports only numpy and the standard library. Its matrices have one row
 per query and one column per key, ``(Sq, Skv)``.
@@ -225,6 +225,28 @@ def scores(
     return np.where(attends, s, -np.inf)
 
 
+def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    r"""The exponentials of the softmax, and the maximum and the sum of each row.
+
+    .. math:: m_i = \max(\max_j s_{ij}, \sigma_i), \quad e_{ij} = e^{s_{ij} - m_i}, \quad
+              \ell_i = \sum_j e_{ij} + e^{\sigma_i - m_i}
+
+    Args:
+        s: the scores, ``(..., Sq, Skv)``; -inf where masked.
+        sink: :math:`\sigma`, the score of the sink of each query, ``(..., Sq)``; -inf without a sink.
+
+    Returns:
+        e, the exponential of the sink, m and :math:`\ell`. In a fully masked row they are 0, 0, -inf and 0.
+
+    >>> exponentials(np.array([[0.0, -np.inf]]), np.array([0.0]))
+    (array([[1., 0.]]), array([1.]), array([0.]), array([2.]))
+    """
+    m = np.maximum(s.max(axis=-1, initial=-np.inf), sink)
+    shift = np.where(m == -np.inf, 0, m)
+    e, e_sink = np.exp(s - shift[..., None]), np.exp(sink - shift)
+    return e, e_sink, m, e.sum(axis=-1) + e_sink
+
+
 def visible(
     i: int | NDArray[Any],
     b: int,
@@ -330,12 +352,8 @@ def _keep(dropout_mask: NDArray[Any] | None, h: int, b: int, shape: tuple[int, .
 
 def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     """For each row the weights of the keys, the weight of the sink, the maximum and the sum of exponentials."""
-    m = np.maximum(s.max(axis=1, initial=-np.inf), sink)
-    masked = m == -np.inf  # fully masked rows: all weights are 0
-    shift = np.where(masked, 0.0, m)
-    e, e_sink = np.exp(s - shift[:, None]), np.exp(sink - shift)
-    sum_exp = e.sum(axis=1) + e_sink
-    divisor = np.where(masked, 1.0, sum_exp)
+    e, e_sink, m, sum_exp = exponentials(s, sink)
+    divisor = np.where(m == -np.inf, 1.0, sum_exp)
     return e / divisor[:, None], e_sink / divisor, m, sum_exp
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.compute import COMPUTE_DTYPES
+from .arrays.compute import COMPUTE_DTYPES, read_compute_dtype
 from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
 from .calls.call import stats_are
 from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .calls.user_functions import kept_options
-from .device.cupy_runtime import temporary_results
 from .errors import Unsupported
 from .fp8.array import Fp8Array
-from .fp8.vjp import dequantized, forward_in_fp8
+from .fp8.forward import forward_in_fp8, gradients_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import refuse_gradients
+from .programs.passes import attend, attend_backward, blocks_of
 
 GradientsT = TypeVar("GradientsT")
+#: The arguments of the forward pass for results that are created here.
+_OWN_RESULTS = frozenset(("out", "return_stats", "stats"))
 
 
 # fmt: off
@@ -72,7 +74,8 @@ def attention_vjp(
     """
     if positional or v is ...:
         refuse_arguments(attention_vjp, positional, options)
-    if extra := [name for name in ("out", "stats", "return_stats") if name in options]:
+    if not _OWN_RESULTS.isdisjoint(options):
+        extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(
             f"attention_vjp does not take {extra[0]}: it creates out and stats itself and keeps them for the pullback"
         )
@@ -84,27 +87,66 @@ def attention_vjp(
         return_dtensors = tuple(return_dtensors)  # the caller's list may change before the pullback is called
     others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
-        if read_flag(f"return_d{name}", requested) and options.get(name) is None:
+        if requested is not False and read_flag(f"return_d{name}", requested) and options.get(name) is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
     if options.get("block_mask") is not None:
         refuse_gradients(others)
-    outputs, kept = {"deterministic": deterministic, **others}, kept_options(q, options)
+    outputs: dict[str, Any] = {"deterministic": deterministic, **others}
+    kept = kept_options(q, options)
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {name: value for name, value in kept.items() if name != "compute_dtype"}
-        arrays = forward_in_fp8(q, k, v, kind, rest)
-        return arrays[3], Pullback(arrays, {**rest, **outputs})
+        rest: Any = {**kept}
+        del rest["compute_dtype"]
+        out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
+
+        def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            with stats_are("other"):
+                return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
+
+        return out, Pullback(backward, (*in_fp8[:3], out, stats), rest, outputs)
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
-        out, stats = attention(q, k, v, return_stats=True, deterministic=deterministic, **kept)
-        return out, Pullback((q, k, v, out, stats), {**kept, **outputs})
+        return _forward((q, k, v), kept, outputs)
     conversion = Conversion(q, kept)
     with conversion.stream():
-        own = [conversion.into(name, x, kept=True) for name, x in (("q", q), ("k", k), ("v", v))]
-        out, stats = attention(*own, return_stats=True, deterministic=deterministic, **conversion.options)
-        pullback: Pullback[Any] = Pullback((*own, out, stats), {**conversion.options, **outputs}, conversion)
+        own = tuple(conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        out, pullback = _forward(own, conversion.options, outputs)
+        pullback.conversion = conversion
         return conversion.back("out", out), pullback
+
+
+def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Pullback[Any]]:
+    """The forward pass of q, k and v, arrays of numpy or CuPy, and its pullback.
+
+    Args:
+        given: q, k and v.
+        options: of the call.
+        outputs: the flags of the backward pass.
+    """
+    rest: Any = {**options}
+    dtype = read_compute_dtype(rest.pop("compute_dtype", None), given[0])
+    q, k, v = given
+    if dtype is None:
+        out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
+
+        def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            found: tuple[Any, ...] = attention_backward(dout, q, k, v, out, stats, **rest, **outputs, dq=dq, dk=dk, dv=dv)
+            return found
+
+        return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
+    mask, others = blocks_of(q, k, rest, automatic=True)
+    flags: dict[str, Any] = {"return_stats": True, "deterministic": outputs["deterministic"]}
+    out, stats, *rounded = attend(q, k, v, others, mask=mask, dtype=dtype, kept=True, **flags)
+    kept = (*rounded, stats)
+    if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
+        mask, others = blocks_of(q, k, rest, automatic=False)
+
+    def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+        every = (dout, *kept, dq, dk, dv)
+        return tuple(attend_backward(every, others, mask=mask, dtype=dtype, result=out.dtype, **outputs))
+
+    return out, Pullback(rounded_backward, kept, rest, outputs)
 
 
 class Pullback(Generic[GradientsT]):
@@ -115,24 +157,25 @@ class Pullback(Generic[GradientsT]):
     those of the forward pass, also if they have changed since.
     """
 
-    def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any], conversion: Conversion | None = None) -> None:
-        self._arrays, self._options, self._conversion = arrays, options, conversion
+    def __init__(
+        self,
+        backward: Callable[[Any, Any, Any, Any], tuple[Any, ...]],
+        arrays: tuple[Any, ...],
+        options: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+    ) -> None:
+        self._backward, self._arrays, self._options, self._outputs = backward, arrays, options, outputs
+        #: The conversion of dout and of the gradients; None for arrays of numpy and CuPy.
+        self.conversion: Conversion | None = None
 
     def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         gradients: Any
-        if self._conversion is None:
-            with temporary_results():
-                q, k, v, out, stats = dequantized(self._arrays, self._arrays[3].dtype)
-            with stats_are("other") if isinstance(self._arrays[0], Fp8Array) else contextlib.nullcontext():
-                gradients = attention_backward(dout, q, k, v, out, stats, **self._options, dq=dq, dk=dk, dv=dv)
-            return gradients  # type: ignore[no-any-return]
-
-        def call(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            return attention_backward(dout, *self._arrays, **self._options, dq=dq, dk=dk, dv=dv)
-
-        names = gradient_names(self._options["return_dbias"], self._options["return_dsinks"])
-        gradients = self._conversion.run(call, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names, self._arrays[:3])
+        if self.conversion is None:
+            gradients = self._backward(dout, dq, dk, dv)
+        else:
+            names = gradient_names(self._outputs["return_dbias"], self._outputs["return_dsinks"])
+            gradients = self.conversion.run(self._backward, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names)
         return gradients  # type: ignore[no-any-return]
 
     @property

@@ -129,7 +129,7 @@ ROWS = [
     row("KVCache.begin_step", "unsigned counts", lambda x: made(x).begin_step(np.full(3, 2**64 - 1, np.uint64)), ValueError, "must not be negative"),
     row("KVCache.begin_step", "more tokens than pages", lambda x: made(x).begin_step([24, 1, 0]), OutOfPages, "needs 7 pages, but 6 of 6 are free; release"),
     row("KVCache.begin_step", "counts on the device", lambda x: made(x).begin_step(x.lengths), TypeError, "counts is a CuPy array", "counts.get()", engine="fake"),
-    row("KVCache.append", "a list", lambda x: made(x).append([1.0], x.q), TypeError, "k is builtins.list", "the cache consists of numpy arrays"),
+    row("KVCache.append", "a list", lambda x: made(x).append([1.0], x.q), TypeError, "k is a list", "the cache consists of numpy arrays"),
     row("KVCache.append", "values of another head dim", appended(ONE, (8, 2, 1, 3)), ValueError, "v has shape (8, 2, 1, 3)", "(16, 2, S, 3)"),
     row("KVCache.append", "keys of other heads", appended((16, 3, 1, 3), ONE), ValueError, "k has shape (16, 3, 1, 3)", "packed (16, 2, T)"),
     row("KVCache.append", "tokens (B, S, Hkv, D)", appended((3, 5, 2, 16)), ValueError, "k has shape (3, 5, 2, 16)", "pass k.T"),
@@ -140,10 +140,10 @@ ROWS = [
     row("KVCache.append", "packed tokens without counts", appended((16, 2, 5)), ValueError, "packed arrays need", "counts="),
     row("KVCache.append", "other counts of packed tokens", appended((16, 2, 5), counts=[1, 1, 1]), ValueError, "T = 5 tokens", "the sum of counts is 3"),
     row("KVCache.append", "numpy tokens to a cache of CuPy arrays", lambda x: made(x).append(*[np.ones(ONE, "f2", order="F")] * 2), TypeError,
-        "k is numpy.ndarray, but the cache consists of CuPy arrays", engine="fake"),
+        "k is a numpy.ndarray, but the cache consists of CuPy arrays", engine="fake"),
     row("KVCache.append", "CuPy values to a cache of numpy arrays", lambda x: made(x, numpy=True).append(
         np.ones(ONE, "f2", order="F"), x.xp.asarray(np.ones(ONE, "f2", order="F"))), TypeError,
-        "v is cupy.ndarray, but the cache consists of numpy arrays", engine="fake"),
+        "v is a cupy.ndarray, but the cache consists of numpy arrays", engine="fake"),
     # FP8 caches
     row("KVCache", "a scale in text", lambda x: made(x, **FP8, v_scale="1"), TypeError, "v_scale is a str", "pass a number"),
     row("KVCache", "rotate with an odd head dim", lambda x: KVCache(5, 1, pages=2, batch=1, rotate=True, numpy=True, **FP8), ValueError,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cupy_sdpa.device import cupy_runtime
 
-from ..device import as_torch
+from ..device import as_torch, torch_peak
 from .contender import Call, Contender, Inputs, UnavailableError
 
 
@@ -57,14 +57,7 @@ class _Torch(Contender):
 
     def peak_bytes(self, call: Call) -> int:
         """The peak of PyTorch's allocator."""
-        from torch import cuda
-
-        cuda.synchronize()
-        before = cuda.memory_allocated()
-        cuda.reset_peak_memory_stats()
-        call()
-        cuda.synchronize()
-        return int(cuda.max_memory_allocated()) - int(before)
+        return torch_peak(call)
 
 
 class _Sdpa(_Torch):

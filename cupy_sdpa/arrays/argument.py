@@ -61,11 +61,12 @@ def read_array(name: str, array: Any) -> Argument:
     Raises:
         TypeError: the argument is neither a numpy nor a CuPy array.
     """
+    array, dtype = array if type(array) is Typed else (array, "")
     if isinstance(array, View):
-        return Argument(name, array, array.signature, array.offset, array.storage.device)
+        own, shape, strides, alignment = array.signature
+        return Argument(name, array, (dtype or own, shape, strides, alignment), array.offset, array.storage.device)
     if name in INT32:
         array = as_int32(name, array)
-    array, dtype = array if type(array) is Typed else (array, "")
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, signature_of(array, 0, dtype), 0, None)
     if type(array) is InterpretedArray:

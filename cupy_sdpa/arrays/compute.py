@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..problem.tensor_spec import numpy_dtype
-from .layouts import VECTORS
+from ..device import cupy_runtime
+from ..problem.tensor_spec import dtype_name, numpy_dtype
+from .argument import arrays_on_gpu, read_array
+from .layouts import VECTORS, check_strides_of, of_caller
+from .libraries import check_one_library
 
 #: The dtypes to compute in.
 COMPUTE_DTYPES = ("float16", "bfloat16")
@@ -16,12 +19,12 @@ COMPUTE_DTYPES = ("float16", "bfloat16")
 CONVERTED = ("float32", "float64")
 
 
-def read_compute_dtype(value: Any, dtype: str) -> str | None:
+def read_compute_dtype(value: Any, q: Any) -> str | None:
     """The dtype to compute in; None if nothing is converted.
 
     Args:
         value: the option.
-        dtype: the dtype of q.
+        q: the queries.
 
     Raises:
         TypeError, ValueError: it is no such dtype, or q is not float32 or float64.
@@ -38,6 +41,7 @@ def read_compute_dtype(value: Any, dtype: str) -> str | None:
             f"compute_dtype is {value!r}; it must be {' or '.join(map(repr, COMPUTE_DTYPES))}, or None for q's dtype"
             f"{fp8 if 'fp8' in name or 'float8' in name else ''}"
         )
+    dtype = dtype_name(q.dtype) if isinstance(getattr(q, "dtype", None), np.dtype) else str(getattr(q, "dtype", None))
     if dtype == name:
         return None
     if dtype not in CONVERTED:
@@ -48,9 +52,70 @@ def read_compute_dtype(value: Any, dtype: str) -> str | None:
     return name
 
 
-def is_converted(name: str) -> bool:
-    """Whether an array is converted: those with a head dim are, the log-sum-exp, masks and biases are not."""
-    return name in VECTORS
+def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
+    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
+
+    Args:
+        arrays: q, k, v and other arrays by name, which may be None.
+        dtype: that of dout, dq, dk and dv, if the others are converted already. Default None: that of q.
+
+    Raises:
+        TypeError, ValueError: an array is not on the engine of q, not of its dtype, or probably in another layout.
+    """
+    check_one_library(arrays)
+    arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in ("q", "k", "v")])
+    own = arrays["q"].dtype if dtype is None else dtype
+    for name, x in arrays.items():
+        if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
+            continue
+        check_strides_of(name, x)
+        if x.dtype != own:
+            raise TypeError(
+                f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
+            )
+
+
+def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays in the dtype to compute in, and the options without it: for calls that are not programs.
+
+    Args:
+        arrays: q and other arrays of numpy or CuPy by name, in the layout of this package; all but q may be None.
+        options: with ``compute_dtype``.
+
+    Raises:
+        TypeError, ValueError: the option or an array is invalid.
+    """
+    given = {**options}
+    dtype = read_compute_dtype(given.pop("compute_dtype", None), arrays["q"])
+    if dtype is None:
+        return {**arrays}, given
+    with of_caller(arrays, options):
+        check_converted(arrays)
+    converted = {
+        name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
+    }
+    return converted, given
+
+
+def call_in_compute_dtype(
+    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str]
+) -> Any:
+    """Call a function on converted arrays, and convert its results back; arguments as for :func:`in_compute_dtype`.
+
+    Args:
+        function: takes the arrays and the options by name.
+        results: the names of its results, in order; it may return fewer, and a single one not as a tuple.
+    """
+    converted, given = in_compute_dtype(arrays, options)
+    found = function(**converted, **given)
+    own = arrays["q"].dtype
+
+    def back(name: str, x: Any) -> Any:
+        return cast(x, own, cupy_runtime.new_result) if name in VECTORS and x.dtype != own else x
+
+    if not isinstance(found, tuple):
+        return back(results[0], found)
+    return tuple(back(name, x) for name, x in zip(results, found, strict=False))
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
@@ -69,6 +134,6 @@ def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]
 
 
 def write(target: Any, source: Any) -> None:
-    """Copy an array into one with another dtype."""
+    """Copy an array into one of the same shape, which may have another dtype."""
     with np.errstate(over="ignore", under="ignore"):
-        target.T[...] = source.T  # CuPy converts arrays in C order at memory speed, others much slower
+        target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower

@@ -1,8 +1,8 @@
-"""Calls whose arrays are converted: those of other libraries, with ``compute_dtype`` or ``engine``, or with a layout.
+"""Calls whose arrays are converted: those of other libraries, with ``engine``, or with a layout where needed.
 
-A conversion shares the caller's arrays with numpy or CuPy, permutes their axes, and converts their dtype, in this order; the
-results are converted back in the opposite order. Calls with ``layout`` alone do not need one: their arrays are permuted where
-the call is parsed, so that repeated calls, which are not parsed, take little more time (:mod:`.layouts`).
+A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
+opposite order. Most calls of arrays of numpy and CuPy with ``layout`` do not need one: their arrays are permuted where the call
+is parsed, so that repeated calls, which are not parsed, take little more time (:mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -17,38 +17,26 @@ import numpy as np
 from ..device import cupy_runtime
 from ..device.interpreted import plain
 from ..problem.problem import CU_SEQLENS
-from ..problem.validation import expected_arrays
-from . import compute, layouts
-from .argument import check_arrays
+from . import layouts
 from .engine import interpreted, read_engine
 from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
-#: The options that may need a conversion.
-CONVERTING_OPTIONS = frozenset(("compute_dtype", "engine", "layout"))
 #: The names of the results of the forward pass, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
-#: Options that are computed by calls on parts of the arrays.
-_OF_PARTS = ("block_mask", "mask_mod")
 
 
 def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
     """Whether a call converts its arrays."""
-    if type(q) in OWN_TYPES:
-        return _by_options(options)
-    if library_of(q) is not None:
+    if type(q) not in OWN_TYPES:
+        if library_of(q) is not None:
+            return True
+        if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
+            OWN_TYPES.add(type(q))
+    if "engine" in options:
         return True
-    if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
-        OWN_TYPES.add(type(q))
-    return _by_options(options)
-
-
-def _by_options(options: Mapping[str, Any]) -> bool:
-    """Whether the options convert arrays of numpy or CuPy."""
-    if "compute_dtype" in options or "engine" in options:
-        return True
-    return "layout" in options and any(name in options for name in _OF_PARTS)
+    return "layout" in options and ("block_mask" in options or "mask_mod" in options)  # their programs permute no axes
 
 
 class Conversion:
@@ -56,7 +44,7 @@ class Conversion:
 
     Args:
         q: the queries.
-        options: the options, from which ``layout``, ``compute_dtype`` and ``engine`` are removed.
+        options: the options, from which ``layout`` and ``engine`` are removed.
 
     Attributes:
         options: the options in the form of this package.
@@ -70,64 +58,41 @@ class Conversion:
         given = dict(options)
         layout = given.pop("layout", None)
         layouts.check_layout(layout)
+        engine = given.pop("engine", None)
         self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
         self._library: Library | None = library_of(q)
         self._kind = kind_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
-        requested, engine = given.pop("compute_dtype", None), given.pop("engine", None)
-        self.engine: str | None = None
         with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
-            own = self._shared("q", q)
-            self.engine = read_engine(engine, own) if kind_of(own) else None  # other objects are refused by the call
+            own = self._in_own_library("q", q)
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
-            self._own_dtype = getattr(own, "dtype", None)
-            self._dtype = compute.read_compute_dtype(requested, str(self._own_dtype))
+            #: Other objects are refused by the call.
+            self.engine = read_engine(engine, own) if kind_of(own) else None
             #: The shapes of the caller's arrays, for messages.
             self._shapes = layouts.shapes_of({"q": q}, given)
             self.options = {name: self._option(name, value) for name, value in given.items()}
 
-    @property
-    def text(self) -> str:
-        """What is converted, for reports; empty if no array is copied."""
-        return f"{self._own_dtype} to {self._dtype} before the call, and back after it" if self._dtype else ""
-
-    def into(self, name: str, array: Any, *, result: bool = False, kept: bool = False) -> Any:
+    def into(self, name: str, array: Any, *, result: bool = False) -> Any:
         """An argument in the form of this package.
 
         Args:
             name: the argument.
             array: the caller's array, or None.
-            result: whether the call writes the array. If its dtype is converted, the call gets None.
-            kept: whether the array is used after the call, too.
+            result: whether the call writes the array.
         """
         if array is None:
             return None
         if result and self._library is not None and not self._library.writable:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
-        array = self._own(name, array)
-        if self._dtype is None or not compute.is_converted(name) or not hasattr(array, "dtype"):
-            return array
-        if not self._is_named:
-            layouts.check_strides_of(name, array)
-        if array.dtype != self._own_dtype:
-            raise TypeError(
-                f"{name} is {array.dtype} and q is {self._own_dtype}; the dtypes must be equal: convert one of them"
-            )
-        new = cupy_runtime.new_result if kept else cupy_runtime.temporary
-        return None if result else compute.cast(array, self._dtype, new)
+        return self._own(name, array)
 
     def back(self, name: str, array: Any, target: Any = None) -> Any:
         """A result in the caller's form; if the caller passed an array for it, that array."""
         if isinstance(array, dict):
             return {key: self._returned(value) for key, value in array.items()}
-        converted = self._dtype is not None and compute.is_converted(name)
         if target is not None:
-            if converted:
-                compute.write(self._own(name, target), array)
             return target
-        if converted:
-            array = compute.cast(array, self._own_dtype, cupy_runtime.new_result)
         if self._layout is not None:
             array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
         return self._returned(array)
@@ -146,51 +111,23 @@ class Conversion:
                 stack.enter_context(layouts.named())
             yield
 
-    def run(
-        self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any] = ()
-    ) -> Any:
+    def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str]) -> Any:
         """Call a function on converted arrays.
 
         Args:
             function: takes the arrays by name.
             arrays: the caller's arrays by name; the results among them are written to.
             results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
-            inputs: q, k and v in the form of this package if they are not among the arrays.
 
         Returns:
             The results of the function in the caller's form.
         """
         with self.stream():
-            given = {name: self.into(name, array, result=name in results) for name, array in arrays.items()}
-            if self._dtype is not None and any(arrays.get(name) is not None for name in results):
-                self._check_results(arrays, results, inputs or [given[name] for name in "qkv"])
-            if self._dtype is not None and self._device is not None and cupy_runtime.capturing():
-                given |= self._temporary_results(given, results, inputs)
-            found = function(**given)
+            found = function(**{name: self.into(name, array, result=name in results) for name, array in arrays.items()})
             if not isinstance(found, tuple):
                 return self.back(results[0], found, arrays.get(results[0]))
             pairs = zip(results, found, strict=False)
             return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
-
-    def _check_results(self, arrays: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> None:
-        """Check the caller's arrays for results that are converted: the call does not get them.
-
-        Args:
-            arrays, results: as for :meth:`run`.
-            inputs: q, k and v in the form of this package; others than arrays with these axes are refused by the call.
-        """
-        if all(getattr(x, "ndim", 0) in (3, 4) for x in inputs):
-            own = {name: self._own(name, x) for name, x in arrays.items() if x is not None}
-            table = expected_arrays(*inputs)
-            written = [table[name] for name in results if name in _result_shapes(*inputs)]
-            check_arrays([one._replace(dtype=str(self._own_dtype), writable=True) for one in written], own)
-
-    def _temporary_results(self, given: Mapping[str, Any], results: Sequence[str], inputs: Sequence[Any]) -> dict[str, Any]:
-        """Memory for the results that are converted, which belongs to the CUDA graph that is being captured."""
-        q, k, v = inputs or (given[name] for name in "qkv")
-        shapes = _result_shapes(q, k, v)
-        missing = [name for name in results if name in shapes and name in given and given[name] is None]
-        return {name: cupy_runtime.temporary(q, shapes[name], q.dtype) for name in missing}
 
     def _option(self, name: str, value: Any) -> Any:
         if value is None:
@@ -201,7 +138,7 @@ class Conversion:
         return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
 
     def _own(self, name: str, array: Any) -> Any:
-        """An array in the layout of this package; its dtype is not converted."""
+        """An array in the layout of this package."""
         array = self._shared(name, array)
         if self._layout is None:
             return array
@@ -226,12 +163,6 @@ class Conversion:
 
     def _returned(self, array: Any) -> Any:
         return plain(array) if self._library is None else self._library.returned(plain(array))
-
-
-def _result_shapes(q: Any, k: Any, v: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the results that are converted."""
-    shape = (v.shape[0], *q.shape[1:])
-    return {"out": shape, "dout": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
 
 
 def convert(

@@ -109,6 +109,18 @@ def options_in_own(options: Mapping[str, Any], layout: str) -> dict[str, Any]:
     return {name: option_to_own(name, value, layout) for name, value in options.items() if name != "layout"}
 
 
+def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a call in the layout of this package, and the options without ``layout``.
+
+    Raises:
+        TypeError, ValueError: the layout is unknown, or an array has another number of axes.
+    """
+    check_layout(options.get("layout"))
+    if layout := other_layout(options):
+        return {name: to_own(name, x, layout) for name, x in arrays.items()}, options_in_own(options, layout)
+    return {**arrays}, {name: value for name, value in options.items() if name != "layout"}
+
+
 def option_to_own(name: str, value: Any, layout: str) -> Any:
     """An option in the layout of this package."""
     if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
@@ -175,6 +187,21 @@ def named() -> Iterator[None]:
         yield
     finally:
         _is_named.reset(token)
+
+
+@contextlib.contextmanager
+def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[None]:
+    """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
+
+    Args:
+        arrays, options: of the caller.
+    """
+    with contextlib.ExitStack() as stack:
+        if layout := other_layout(options):
+            stack.enter_context(described(layout, shapes_of(arrays, options)))
+        if options.get("layout") is not None:
+            stack.enter_context(named())
+        yield
 
 
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.

@@ -75,7 +75,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(options)
     if isinstance(kept.get("window"), list):
         kept["window"] = tuple(kept["window"])
-    if not has_functions(kept):
+    if kept.get("score_mod") is None and kept.get("mask_mod") is None:
         return kept
     check_tensors(options)
     tensors = dict(options.get("tensors") or {})

@@ -263,32 +263,8 @@ def temporary_copy(array: Any) -> Any:
     return copy
 
 
-_temporary_results: ContextVar[bool] = ContextVar("temporary_results", default=False)
-
-
-@contextlib.contextmanager
-def temporary_results() -> Iterator[None]:
-    """Within a ``with`` block, :func:`new_result` creates arrays that are used within a call only.
-
-    In a captured graph their memory belongs to the graph, see :func:`allocate`. Memory of CuPy's pool would return to the pool
-    after the capture, and the graph would still write to it.
-    """
-    token = _temporary_results.set(True)
-    try:
-        yield
-    finally:
-        _temporary_results.reset(token)
-
-
-def result_allocator() -> Callable[[int], Any]:
-    """The function that allocates a number of bytes above 0 for a result; see :func:`temporary_results`."""
-    return allocate if _temporary_results.get() and capturing() else cupy().cuda.alloc
-
-
 def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
-    if _temporary_results.get() and is_array(like) and capturing():
-        return empty(shape, dtype)
     if is_array(like):
         return cupy().empty(shape, dtype, order="F")
     return np.empty_like(like, dtype, "F", subok=False, shape=shape)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from .._typing import Array
+from ..arrays.compute import in_compute_dtype
 from ..arrays.conversion import Conversion, needs_conversion
 from ..arrays.layouts import other_layout
 from ..arrays.view import View
@@ -61,6 +62,9 @@ def widen(
         with conversion.stream():
             own = {name: conversion.into(name, array) for name, array in arrays.items()}
             return widen(**own, deterministic=deterministic, **conversion.options)
+    if options.get("compute_dtype") is not None:
+        converted, rest = in_compute_dtype({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}, options)
+        return widen(**converted, deterministic=deterministic, **rest)
     check_names({name: value for name, value in options.items() if name != "block_mask"})
     form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
     with cupy_runtime.device_context(q):

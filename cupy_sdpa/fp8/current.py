@@ -48,7 +48,7 @@ class PreparedConversion(NamedTuple):
 
     def run(self, arrays: Sequence[Any], lengths: Sequence[Any]) -> list[Fp8Array]:
         """Convert arrays: two launches, without synchronization."""
-        ndarray, alloc = cupy_runtime.cupy().ndarray, cupy_runtime.result_allocator()
+        ndarray, alloc = cupy_runtime.cupy().ndarray, cupy_runtime.cupy().cuda.alloc
         count, blocks = len(arrays), self.grid[0] * self.grid[1]
         bytes_of_factors = 8 * kernels.FACTOR_STEP * count
         memory = alloc(bytes_of_factors + 4 * blocks)  # the factors, and the largest magnitudes of the blocks

@@ -74,7 +74,7 @@ ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
     """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
-    grid, arguments, source = _launch(conversions)
+    grid, arguments, source = launch(conversions)
     amax = cupy_runtime.empty(grid, np.uint32)
     kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
     numbers = np.int64(grid[0]), np.float32(headroom)
@@ -90,7 +90,7 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
         state: float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
             blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
-    grid, arguments, source = _launch([conversion])
+    grid, arguments, source = launch([conversion])
     kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
 
 
@@ -111,13 +111,19 @@ def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str
 def arguments_of(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
     """The grid, the arguments as int64 numbers, and the dtype of the sources."""
     arrays = [_array(conversion) for conversion in conversions]
-    blocks = max(1, min(-(-max(array.units for array in arrays) // THREADS), _MAX_BLOCKS))
+    blocks = blocks_of([conversion.source for conversion in conversions])
     numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
     numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
     return (blocks, len(arrays)), numbers, dtype_name(conversions[0].source.dtype)
 
 
-def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+def blocks_of(sources: Sequence[Any]) -> int:
+    """The blocks of a launch that converts arrays."""
+    units = max(int(x.size) // UNIT for x in sources)
+    return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
+
+
+def launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
     """The grid, the argument of the kernels, and the dtype of the sources."""
     grid, numbers, source = arguments_of(conversions)
     return grid, numbers.view(ARRAYS).reshape(()), source

@@ -82,7 +82,7 @@ def quantize_all(
         other = other_layout({"layout": layout})
         own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)] if other else arrays
         for array, of_array in zip(own, lengths, strict=True):
-            _check(array, of_array, layout)
+            check_source(array, of_array, layout)
         parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(own, rotations, strict=True)]
         if key is None:
             found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(own, parts, lengths, strict=True)]
@@ -131,13 +131,18 @@ def quantize_qkv(
     (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
 <Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
     """
+    check_alike(q, k, v)
+    rotate = read_flag("rotate", rotate)
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
+    return results[0], results[1], results[2]
+
+
+def check_alike(q: Any, k: Any, v: Any) -> None:
+    """Raise TypeError if arrays are of several kinds or dtypes."""
     for name, x in (("k", k), ("v", v)):
         if type(x) is not type(q) or getattr(x, "dtype", None) != getattr(q, "dtype", None):
             kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
             raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
-    rotate = read_flag("rotate", rotate)
-    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
-    return results[0], results[1], results[2]
 
 
 class DelayedScaling:
@@ -207,13 +212,13 @@ class DelayedScaling:
         if other := other_layout({"layout": layout}):
             return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
         self._check_engine(x)
-        _check(x, lengths, layout)
+        check_source(x, lengths, layout)
         part = rotation_of(x.shape[0]) if self.rotate else 1
         if not cupy_runtime.is_array(x):
             values = rotated_values(x, part, lengths)
             scale, descale = self._state[:1].copy(), self._state[1:2].copy()
             self._advance(np.abs(values).max(initial=0))
-            return Fp8Array(_elements(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
+            return Fp8Array(elements_of(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
         with cupy_runtime.on_device_of(x):
             conversion = _conversion(x, part, lengths)
             kernels.delayed(conversion, self.dtype, self._state)
@@ -254,7 +259,7 @@ def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
     return made(data, x.descale, x.scale, x.dtype, rotated=rotated, axis=data.ndim - 1 if rotated else 0)
 
 
-def _check(x: Any, lengths: Any, layout: Any) -> None:
+def check_source(x: Any, lengths: Any, layout: Any) -> None:
     """Check an array to convert, in the layout of this package; ``layout`` is that of the caller."""
     on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
@@ -313,10 +318,11 @@ def _on_cpu(x: Any, dtype: str, rotation: int, lengths: Any) -> tuple[Any, Any, 
     """The elements, the scale and the descale of a numpy array."""
     values = rotated_values(x, rotation, lengths)
     scale, descale = factors_of(np.abs(values).max(initial=0), dtype)
-    return _elements(values, scale, dtype), scale, descale
+    return elements_of(values, scale, dtype), scale, descale
 
 
-def _elements(values: Any, scale: Any, dtype: str) -> Any:
+def elements_of(values: Any, scale: Any, dtype: str) -> Any:
+    """The elements of float32 numbers, dense in Fortran order."""
     with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
         return np.asfortranarray(rounded(values * scale, dtype))
 

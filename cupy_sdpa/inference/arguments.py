@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device import cupy_runtime
+from ..errors import in_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -49,7 +50,7 @@ def uniform(count: int, batch: int) -> NDArray[np.int64]:
     return counts
 
 
-def check_arrays(
+def check_new_tokens(
     k: Any, v: Any, dims: tuple[int, int], heads: int, batch: int, dtype: np.dtype[Any] | None, device: int | None
 ) -> None:
     """Check the type, device, dtype, shape and strides of new keys and values.
@@ -65,7 +66,7 @@ def check_arrays(
     for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
         if not (type(x) in (np.ndarray, np.memmap) if device is None else cupy_runtime.is_array(x)):
             kind = "numpy" if device is None else "CuPy"
-            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__name__}, but the cache consists of {kind} arrays")
+            raise TypeError(f"{name} is {in_words(x)}, but the cache consists of {kind} arrays")
         if device is not None and x.data.device_id != device:
             raise ValueError(f"{name} is on device {x.data.device_id}, the cache on device {device}; copy the array")
         if dtype is not None and x.dtype != dtype:

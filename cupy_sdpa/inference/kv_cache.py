@@ -13,7 +13,7 @@ from ..calls.options import read_flag, read_positive
 from ..device import cupy_runtime
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_rope
-from .arguments import check_arrays, check_tokens, index, read_counts, tokens_of
+from .arguments import check_new_tokens, check_tokens, index, read_counts, tokens_of
 from .fp8_pages import Fp8Pages
 from .state import CacheState
 
@@ -262,7 +262,7 @@ class KVCache(CacheState):
         layer = index(layer, self.layers, "layer")
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
-        check_arrays(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
+        check_new_tokens(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
         rotation = None if rope is None else self._rotation(rope)
         self._recover()
         capturing, step = self._capturing(), self._step

@@ -6,7 +6,8 @@ import functools
 import numbers
 from typing import Any
 
-from ..arrays.conversion import Conversion, convert, gradient_names, needs_conversion
+from ..arrays.compute import call_in_compute_dtype, in_compute_dtype
+from ..arrays.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
 from ..arrays.layouts import check_strides_of, other_layout
 from ..attention import attention, attention_backward
 from ..calls.options import read_flag
@@ -115,9 +116,12 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
+        flags: dict[str, Any] = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
         if needs_conversion(q, options) or other_layout(options):
-            flags = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-            return convert(self.attention, {"q": q, "k": k, "v": v}, options, ("out", "stats"), **flags)
+            return convert(self.attention, {"q": q, "k": k, "v": v}, options, OUTPUTS, **flags)
+        if options.get("compute_dtype") is not None:
+            call = functools.partial(self.attention, **flags)
+            return call_in_compute_dtype(call, {"q": q, "k": k, "v": v}, options, OUTPUTS)
         config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with cupy_runtime.device_context(q):
             if self.size == 1:
@@ -168,10 +172,16 @@ class ContextParallel:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         gradients: tuple[Any, ...]
+        flags: dict[str, Any] = {
+            "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "deterministic": deterministic,
+            "return_dsinks": return_dsinks,
+        }  # fmt: skip
+        names = gradient_names(False, return_dsinks)
         if needs_conversion(q, options) or other_layout(options):
-            flags = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "deterministic": deterministic}
-            names = gradient_names(False, return_dsinks)
-            gradients = convert(self.attention_backward, arrays, options, names, return_dsinks=return_dsinks, **flags)
+            gradients = convert(self.attention_backward, arrays, options, names, **flags)
+            return gradients
+        if options.get("compute_dtype") is not None:
+            gradients = call_in_compute_dtype(functools.partial(self.attention_backward, **flags), arrays, options, names)
             return gradients
         config, chosen = self._agreement.configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
@@ -227,6 +237,9 @@ class ContextParallel:
                 own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
                 given: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
                 return self.explain(**own, **given, **conversion.options)
+        if options.get("compute_dtype") is not None:
+            own, rest = in_compute_dtype({"q": q, "k": k, "v": v}, options)
+            return self.explain(**own, method=method, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **rest)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._agreement.requested(method))
 

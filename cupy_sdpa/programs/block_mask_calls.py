@@ -1,4 +1,4 @@
-"""Calls with a block mask: their checks, their programs, and the problems of these."""
+"""Block masks of calls: their keys, their checks, and the problems of their programs."""
 
 from __future__ import annotations
 
@@ -9,109 +9,13 @@ import numpy as np
 
 from ..arrays.view import View
 from ..calls.arguments import read_shapes, views_of_shapes
-from ..calls.options import read_flag
-from ..calls.replay_cache import run_cached
-from ..calls.user_functions import kept_options
-from ..device import cupy_runtime
 from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import dtype_name
 from ..sparse.entries import Sizes
 from ..sparse.masks.block_mask import BlockMask
-from ..sparse.method import check, check_arrays, method_of
-from ..sparse.native import is_supported
-from .block_masks import Forward, Gradients, backward, forward, score_function
+from ..sparse.method import check, method_of
+from .block_masks import Forward, Gradients, backward, forward
 from .program import Builder
-from .run import Inputs, run_program
-
-
-def attention_with_block_mask(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: BlockMask,
-    options: Mapping[str, Any],
-    *,
-    return_stats: Any,
-    deterministic: Any,
-    out: Any,
-    stats: Any,
-) -> Any:
-    """:func:`cupy_sdpa.attention` with a block mask.
-
-    Args:
-        q, k, v, return_stats, deterministic, out, stats: as for :func:`cupy_sdpa.attention`.
-        mask: the block mask.
-        options: the other options.
-    """
-    deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    kind = ("blocks", *key_of(mask), bool(return_stats), deterministic)
-    given = (q, k, v, out, stats)
-    if (results := run_cached(kind, given, options)) is not None:
-        return tuple(results) if len(results) > 1 else results[0]
-    sizes = check(q, k, v, mask, options)
-    check_return_stats(return_stats)
-    arrays: dict[str, Any] = dict(zip(Forward._fields, given, strict=True))
-    check_arrays(arrays, options.get("sinks"), ("out", "stats"))
-    with cupy_runtime.device_context(q):
-        kept = kept_options(q, options)
-        score_function(q.shape, k.shape, kept)  # checks it
-        if out is None:
-            arrays["out"] = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype)
-        if stats is None and return_stats:
-            arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
-        inputs = Inputs(arrays, kept)
-        with_stats = arrays["stats"] is not None
-        in_blocks = method_of(mask, sizes).blocks is not None
-        native = in_blocks and is_supported((q, k, v), mask, sizes, kept, return_stats=with_stats)
-        own, names = Forward(*inputs.of(Forward._fields)), ["out", "stats"][: 2 if with_stats else 1]
-        flags = {"deterministic": deterministic, "native": native}
-
-        def build(builder: Builder) -> None:
-            forward(builder, own, mask, inputs.options, **flags)
-
-        results = run_program(kind, Forward._fields, given, options, inputs, names, build)
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-def gradients_with_block_mask(
-    arrays: tuple[Any, ...], mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool, others: Mapping[str, Any]
-) -> tuple[Any, Any, Any]:
-    """:func:`cupy_sdpa.attention_backward` with a block mask.
-
-    Args:
-        arrays: dout, q, k, v, out, stats, dq, dk and dv; the last three may be None.
-        mask: the block mask.
-        options: the other options.
-        deterministic: whether to return the same bits in every run.
-        others: the other requested gradients, which are refused.
-    """
-    named = dict(zip(Gradients._fields, arrays, strict=True))
-    _, q, k, v, *_ = arrays
-    kind = ("gradients of blocks", *key_of(mask), deterministic, *map(repr, others.values()))
-    if (results := run_cached(kind, arrays, options)) is not None:
-        return tuple(results)
-    check(q, k, v, mask, options)
-    refuse_gradients(others)
-    for name in ("dout", "out", "stats"):
-        if named[name] is None:
-            raise TypeError(
-                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
-            )
-    check_arrays(named, options.get("sinks"), ("dq", "dk", "dv"))
-    with cupy_runtime.device_context(q):
-        kept = kept_options(q, options)
-        score_function(q.shape, k.shape, kept)  # checks it
-        for name, x in (("dq", q), ("dk", k), ("dv", v)):
-            if named[name] is None:
-                named[name] = cupy_runtime.new_result(q, x.shape, x.dtype)
-        inputs = Inputs(named, kept)
-        own = Gradients(*inputs.of(Gradients._fields))
-
-        def build(builder: Builder) -> None:
-            backward(builder, own, mask, inputs.options, deterministic=deterministic)
-
-        dq, dk, dv = run_program(kind, Gradients._fields, arrays, options, inputs, ["dq", "dk", "dv"], build)
-    return dq, dk, dv
 
 
 def key_of(mask: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..arrays.compute import write
 from ..arrays.view import View
 from ..calls.call import Fill
 from ..device import cupy_runtime, driver, memory
@@ -201,8 +202,8 @@ class Steps:
 
 
 def copy(target: Any, source: Any) -> None:
-    """Copy an array into another one."""
-    target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower
+    """Copy an array into another one, which may have another dtype; numbers beyond its range become infinite."""
+    write(target, source)
 
 
 def fill(target: Any, value: float) -> None:

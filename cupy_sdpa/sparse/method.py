@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.argument import check_arrays as check_array_arguments
+from ..arrays import argument
 from ..arrays.layouts import check_strides_of
 from ..arrays.view import View
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
+from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
 from ..score_fn.expression import AXES
 from ..score_fn.mask_analysis import Sides
@@ -197,13 +198,17 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
     return Sizes(hq, hkv, batch)
 
 
-def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) -> None:
+def check_arrays(
+    arrays: Mapping[str, Any], sinks: Any, results: Sequence[str], *, dtype: Any = None, rounded: bool = False
+) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
     Args:
         arrays: the arrays by name; those that are None are not passed.
         sinks: the option.
         results: the names of the arrays that are written.
+        dtype: the dtype of dout, dq, dk and dv. Default None: that of q.
+        rounded: whether the call computes in another dtype than that of its arrays. Default False.
 
     Raises:
         TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
@@ -211,9 +216,11 @@ def check_arrays(arrays: Mapping[str, Any], sinks: Any, results: Sequence[str]) 
     q, k, v = (arrays[name] for name in "qkv")
     given = {**arrays, "sinks": sinks}
     # gradients of float64 arrays also take float64 statistics
-    doubles = "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
+    doubles = not rounded and "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
     table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
-    check_array_arguments([one._replace(writable=one.name in results) for one in table.values()], given)
+    if dtype is not None:
+        table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
+    argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
             check_strides_of(name, given[name], required=cupy_runtime.is_array(q))

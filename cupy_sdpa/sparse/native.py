@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..calls.arguments import read_shapes
-from ..calls.call import with_plan
-from ..device import cupy_runtime, driver
+from ..calls.call import describing, for_gpu, with_plan
+from ..device import driver
 from ..device.blocks import BLOCK
 from ..errors import Unsupported
 from ..problem.problem import Problem
@@ -93,7 +93,13 @@ def _every_query_attends(mask: BlockMask) -> bool:
 
 
 def native_problem(
-    arrays: tuple[Any, Any, Any], mask: BlockMask, sizes: Sizes, options: Mapping[str, Any], *, return_stats: bool
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    sizes: Sizes,
+    options: Mapping[str, Any],
+    *,
+    return_stats: bool,
+    dtype: str | None = None,
 ) -> Problem | None:
     """The problem of the call; None if the mask does not have this form.
 
@@ -103,25 +109,36 @@ def native_problem(
         sizes: the sizes of the call.
         options: the other options.
         return_stats: whether the log-sum-exp is returned.
+        dtype: the dtype of dense arrays that are computed in place of these. Default None: these are.
     """
     native = native_of(mask)
     if native is None:
         return None
-    problem = read_shapes(*arrays, {**options, **native.options}, return_stats=return_stats)
+    q, k, v = (tuple(x.shape) if dtype else x for x in arrays)
+    problem = read_shapes(q, k, v, {**options, **native.options}, dtype=dtype, return_stats=return_stats)
     bits = dense_spec("block_bits", "uint8", (*native.bits.shape[:2], sizes.hq, sizes.batch))
     return dataclasses.replace(problem, block_bits=bits)
 
 
 def is_supported(
-    arrays: tuple[Any, Any, Any], mask: BlockMask, sizes: Sizes, options: Mapping[str, Any], *, return_stats: bool
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    sizes: Sizes,
+    options: Mapping[str, Any],
+    *,
+    return_stats: bool,
+    dtype: str | None = None,
 ) -> bool:
     """Whether the GPU of the arrays can run the call: its first call plans it. The arguments are those of the problem."""
     q, _, v = arrays
-    if not cupy_runtime.is_array(q) or native_of(mask) is None:
+    if not for_gpu(q) or native_of(mask) is None:
         return False
-    key = (driver.context_id(), sizes, "native", q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))
+    if (description := describing.get()) is not None and description.is_supported:
+        described = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
+        return described is not None and description.is_supported(described)
+    key = (driver.context_id(), sizes, "native", dtype or q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))
     if key not in mask.tables:
-        problem = native_problem(arrays, mask, sizes, options, return_stats=return_stats)
+        problem = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
         assert problem
         try:
             with_plan(problem, q.data.device_id, lambda session, plan: None)

@@ -36,9 +36,14 @@ def wide_values(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
+def writes_16_bits(capability: int) -> bool:
+    """Whether a GPU writes outputs of FP8 arrays in 16 bits."""
+    return 100 <= capability < 120
+
+
 def out(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     """Outputs of another dtype."""
-    if problem.fp8 and problem.out.dtype != problem.dtype and not 100 <= capability < 120:
+    if problem.fp8 and problem.out.dtype != problem.dtype and not writes_16_bits(capability):
         yield (
             f"out_dtype is {problem.out.dtype}; compute capability {capability / 10} writes the output of FP8 arrays in FP8: "
             "omit out_dtype, and convert the result with its method dequantize"

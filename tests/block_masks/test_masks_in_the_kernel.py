@@ -9,6 +9,7 @@ from planner import library_version, plan_problem
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask, explain, zoo
 from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.calls.arguments import read_forward
+from cupy_sdpa.programs.run import compiled
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
@@ -30,7 +31,7 @@ def test_the_graph_on_numpy(seed):
     expected = attention(q, k, v, return_stats=True, mask=np.asfortranarray(dense), **options)
     call = read_forward(q, k, v, options, return_stats=True, block_bits=bits)
     assert "a block mask in the kernel" in str(call.problem)
-    for x, y in zip(call.run(), expected, strict=True):
+    for x, y in zip(compiled(call).run(), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
     with pytest.raises(ValueError, match=r"block_bits has shape \(1, 2, 2, 1\); it must be"):
         read_forward(q, k, v, options, block_bits=np.zeros((1, 2, 2, 1), np.uint8))

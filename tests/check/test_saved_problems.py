@@ -12,6 +12,7 @@ import pytest
 from command_line import python, run
 
 import cupy_sdpa
+from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import fp8, store, zoo
 from cupy_sdpa.check.cases.draw import draw
 from cupy_sdpa.check.cases.functions import MASKS, SCORES
@@ -291,6 +292,21 @@ def test_check_verifies_a_file(path, folder):
     assert done.status == 0
     assert f"6 problems of {path}, verified by 6 cases; 1 with smaller sizes" in " ".join(done.out.split())
     assert "0 findings" in done.out
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_a_file(path, folder):
+    """Both passes, lengths and pages, on numpy."""
+    pages = (64, 2, 16, 20)
+    paged = cupy_sdpa.problem((64, 4, 3, 2), pages, pages, dtype="float16", page_table=(8, 2), causal="bottom_right")
+    problem_file.add(path, [asked((64, 2, 40, 2), seq_lens=True, backward=True), paged])
+    done = run(f"saved rows.csv --problems {path} --cpu", main=benchmarks)
+    assert done.status == 0
+    assert [line.split(", problem ")[1] for line in done.lines] == [str(problem) for problem in store.read_problems(path)]
+    assert all(", ms " in line for line in done.lines)
+    assert len((folder / "rows.csv").read_text().splitlines()) == 3
+    path.write_text("3")
+    assert "line 1 is not a problem" in run(f"saved --problems {path} --cpu", main=benchmarks).complaint
 
 
 def test_a_file_that_cannot_be_read(folder):

@@ -91,7 +91,7 @@ def backward_agrees(case, direct=False, guards=(), altered=unaltered):
     asked = {name: True for name in ("return_dbias", "return_dsinks") if name in case.options}
     out, stats = (np.asfortranarray(truth.values[name]) for name in ("out", "stats"))
     exact = 1e-10
-    if {"bias", "sinks", "seq_lens_q", "seq_lens_kv"} & options.keys():  # the statistics are converted to float32
+    if {"bias", "sinks", "seq_lens_q", "seq_lens_kv", "score_mod"} & options.keys():  # a step copies the statistics in float32
         exact, stats = 2e-5, stats.astype(np.float32, order="F")
     call = arguments.read_backward(*arrays, altered(options), dout=dout, out=out, **asked)
     call.arrays["stats"] = stats

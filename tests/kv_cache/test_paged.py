@@ -157,7 +157,7 @@ def test_a_report_gives_the_reason_against_gradients(packed, options, gpu, engin
 
 def test_a_report_on_gradients_checks_the_arguments():
     """Invalid arguments raise, as for the call."""
-    for wrong in ({"page_table": zeros(3, 2, dtype="int64")}, {"seq_lens_kv": zeros(3, dtype="int32")}, {"bucket": 16}):
+    for wrong in ({"page_table": zeros(3, 2, dtype="float32")}, {"seq_lens_kv": zeros(3, dtype="int32")}, {"bucket": 16}):
         arrays, given = arguments(packed=False, **wrong)
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             cupy_sdpa.explain(*arrays, **given, backward=True)

@@ -1,16 +1,38 @@
 """Programs: static checks of every program, memory that temporaries share, and the host work of repeated calls."""
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import Engine, numbers
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, shared_prefix_attention
+from cupy_sdpa import (
+    BlockMask,
+    StepError,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    explain_function,
+    fp8,
+    shared_prefix_attention,
+    validate,
+)  # fmt: skip
+from cupy_sdpa.calls.call import describing
+from cupy_sdpa.calls.replay_cache import run_cached
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import run
 from cupy_sdpa.programs.program import Builder
+from cupy_sdpa.programs.readers.describe import program_of
+from cupy_sdpa.programs.readers.watch import Modes, Watcher
+from cupy_sdpa.programs.run import Inputs, run_program
 from cupy_sdpa.programs.steps import Constant
 
 FEATURES = (
@@ -20,25 +42,33 @@ FEATURES = (
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 
 
-def programs_of(engine, features, number, monkeypatch):
-    """The calls of programs that a random problem makes."""
-    made = []
-    own = run.ProgramCall.run
+@pytest.fixture
+def program_calls(monkeypatch):
+    """The calls of programs that the test makes, and functions to call before each of them runs."""
+    made, before, own = [], [], run.ProgramCall.run
 
     def kept(call, memory=None):
-        made.append(call)
+        if describing.get() is None:
+            made.append(call)
+            for function in before:
+                function(call)
         return own(call, memory)
 
     monkeypatch.setattr(run.ProgramCall, "run", kept)
-    engine.agrees(engine.draw(features, number), refused=True)
-    return made
+    return made, before
 
 
 @pytest.mark.parametrize("number", numbers(12, quick=4))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
-def test_static_checks(features, number, engine, monkeypatch):
+def test_static_checks(features, number, engine, program_calls):
     """Temporaries are written before they are read, in memory of their own; views stay inside; inputs are not written."""
-    for call in programs_of(engine, features, number, monkeypatch):
+    engine.agrees(engine.draw(features, number), refused=True)
+    check_statically(program_calls[0])
+
+
+def check_statically(calls):
+    """The static checks of calls of programs."""
+    for call in calls:
         program = call.program
         written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
         results = {name for name, x in call.arrays.items() if name in call.result_names}
@@ -64,27 +94,24 @@ def test_static_checks(features, number, engine, monkeypatch):
 
 @pytest.mark.parametrize("number", numbers(12, quick=4))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
-def test_results_do_not_depend_on_the_memory(features, number, monkeypatch):
+def test_results_do_not_depend_on_the_memory(features, number, program_calls):
     """The same bits whatever the memory of the temporaries contained before."""
-    from engines import Engine
-
-    own = run.ProgramCall.run
-
-    def twice(call, memory=None):
-        call.create_inputs()
-        call.create_results()
-        found = []
-        for byte in (0xFF, 0x00):  # NaN, and 0
-            for name in call.result_names:
-                call.arrays[name].fill(np.nan)
-            call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
-            found.append([call.arrays[name].tobytes() for name in call.result_names])
-        assert found[0] == found[1]
-        return own(call, memory)
-
-    monkeypatch.setattr(run.ProgramCall, "run", twice)
+    program_calls[1].append(check_memory)
     engine = Engine("numpy", np)
     engine.agrees(engine.draw(features, number))
+
+
+def check_memory(call):
+    """Run a call of a program on numpy twice, with other memory for temporaries."""
+    call.create_inputs()
+    call.create_results()
+    found = []
+    for byte in (0xFF, 0x00):  # NaN, and 0
+        for name in call.result_names:
+            call.arrays[name].fill(np.nan)
+        call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
+        found.append([call.arrays[name].tobytes() for name in call.result_names])
+    assert found[0] == found[1]
 
 
 def test_temporaries_share_memory():
@@ -127,13 +154,44 @@ TABLE = np.random.default_rng(1).random((3, 3, 1, 1)) < 0.7
 def composed_calls(engine):
     """Calls of several steps, by name; each takes arrays."""
     mask = BlockMask.from_blocks(TABLE, 300, 300)
+    rounded = {"compute_dtype": "float16"}
 
-    def gradients(q, k, v, options):
-        out, stats = attention(q, k, v, return_stats=True, **options)
-        return lambda: attention_backward(out, q, k, v, out, stats, **options)
+    def arrays(dtype, *axes):
+        made = [engine.normal([1, n], 16, heads, 300, 1, dtype=dtype) for n, heads in enumerate((2, 1, 1))]
+        return [x.transpose(axes).copy(order="C") for x in made] if axes else made
 
-    def arrays():
-        return [engine.normal([1, n], 16, heads, 300, 1) for n, heads in enumerate((2, 1, 1))]
+    def forward(dtype=None, *axes, **options):
+        return lambda: (lambda x: lambda: attention(*x, **options))(arrays(dtype, *axes))
+
+    def derivative(dtype=None, **options):
+        return lambda: (lambda x: lambda: attention_jvp(*x, *x, **options))(arrays(dtype))
+
+    def gradients(dtype=None, **options):
+        def make():
+            x = arrays(dtype)
+            out, stats = attention(*x, return_stats=True, **options)
+            return lambda: attention_backward(out, *x, out, stats, **options)
+
+        return make
+
+    def with_pullback(dtype, **options):
+        return lambda: (lambda x: lambda: attention_vjp(*x, **options))(arrays(dtype))
+
+    def pullback(dtype, **options):
+        def make():
+            out, call = attention_vjp(*arrays(dtype), **options)
+            return lambda: call(out)
+
+        return make
+
+    def in_fp8(dtype=None, **options):
+        def make():
+            q, k, v = arrays("float16")
+            in_8_bits = fp8.quantize_qkv(q, k, v, rotate=True)
+            x = in_8_bits if dtype is None else (arrays(dtype)[0], *in_8_bits[1:])
+            return lambda: attention(*x, **options)
+
+        return make
 
     def pages(sq, **options):
         q = engine.normal(1, 64, 4, sq, 2)
@@ -147,13 +205,28 @@ def composed_calls(engine):
         return lambda: call(*arrays, *others, **given)
 
     return {
+        "block mask": forward(block_mask=mask),
+        "gradients with a block mask": gradients(block_mask=mask),
+        "derivative": derivative(),
+        "derivative with a block mask": derivative(block_mask=mask),
+        "compute_dtype": forward("float32", **rounded),
+        "compute_dtype with all statistics": forward("float64", return_stats="max_sumexp", **rounded),
+        "compute_dtype with a layout": forward("float32", 3, 2, 1, 0, layout="bshd", **rounded),
+        "compute_dtype with a block mask": forward("float32", block_mask=mask, **rounded),
+        "gradients with compute_dtype": gradients("float32", **rounded),
+        "gradients with compute_dtype and a block mask": gradients("float32", block_mask=mask, **rounded),
+        "derivative with compute_dtype": derivative("float32", **rounded),
+        "derivative with compute_dtype and a block mask": derivative("float32", block_mask=mask, **rounded),
+        "attention_vjp with compute_dtype": with_pullback("float32", **rounded),
+        "pullback with compute_dtype": pullback("float32", **rounded),
+        "FP8": in_fp8(causal=True, return_stats=True),
+        "FP8 and 16 bits": in_fp8("float16"),
+        "FP8 and float32": in_fp8("float32", causal=True),
+        "attention_vjp in FP8": with_pullback("float16", compute_dtype="float8_e4m3fn"),
+        "pullback in FP8": pullback("float16", compute_dtype="float8_e4m3fn"),
         "split keys": lambda: on_pages(attention, sq=3, causal="bottom_right"),
         "shared prefix": lambda: on_pages(shared_prefix_attention, 64),
         "shared prefix of several queries": lambda: on_pages(shared_prefix_attention, 64, sq=3, causal="bottom_right"),
-        "block mask": lambda: (lambda x: lambda: attention(*x, block_mask=mask))(arrays()),
-        "gradients with a block mask": lambda: gradients(*arrays(), {"block_mask": mask}),
-        "derivative": lambda: (lambda x: lambda: attention_jvp(*x, *x))(arrays()),
-        "derivative with a block mask": lambda: (lambda x: lambda: attention_jvp(*x, *x, block_mask=mask))(arrays()),
     }
 
 
@@ -161,19 +234,199 @@ def composed_calls(engine):
 OTHER_ADDRESSES = {
     "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
     "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
+    "compute_dtype": 150, "compute_dtype with all statistics": 150, "compute_dtype with a layout": 150,
+    "compute_dtype with a block mask": 300, "gradients with compute_dtype": 250,
+    "gradients with compute_dtype and a block mask": 400, "derivative with compute_dtype": 650,
+    "derivative with compute_dtype and a block mask": 1000, "attention_vjp with compute_dtype": 250,
+    "pullback with compute_dtype": 250, "FP8": 200, "FP8 and 16 bits": 200, "FP8 and float32": 200,
+    "attention_vjp in FP8": 300, "pullback in FP8": 250,
 }  # fmt: skip
+#: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
+SAME_ADDRESSES = {"attention_vjp with compute_dtype": 20, "attention_vjp in FP8": 16}
 
 
 @pytest.mark.parametrize("name", OTHER_ADDRESSES)
 def test_host_work_of_repeated_calls(name, fake):
     """A call on the same addresses enters at most 15 functions of the package; on other addresses nothing is parsed."""
-    from engines import Engine
-
     make = composed_calls(Engine("fake", fake))[name]
     call = make()
     for _ in range(10):
-        call()
-    assert functions_entered(call) <= 15
+        kept = call()
+    assert functions_entered(call) <= SAME_ADDRESSES.get(name, 15)
     other = make()
     assert functions_entered(other) <= OTHER_ADDRESSES[name]
+    del kept
     fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER_ADDRESSES if "_dtype" in name or "FP8" in name])
+def test_calls_that_check_does_not_draw(name, engine, program_calls):
+    """The static checks, and on numpy the same bits whatever the memory contained."""
+    calls, before = program_calls
+    if not engine.on_cudnn:
+        before.append(check_memory)
+    composed_calls(engine)[name]()()
+    assert calls
+    check_statically(calls)
+
+
+# Printing and comparing steps
+
+WATCHED = (
+    (), {"block_mask"}, {"jvp"}, {"seq_lens_kv"}, {"packed"}, {"paged"}, {"bias"}, {"bucket"}, {"dropout"}, {"sinks"}, {"fp8"},
+    {"compute_dtype"}, {"score_mod"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", numbers(4, quick=2))
+@pytest.mark.parametrize("features", WATCHED, ids=lambda features: " ".join(sorted(features)) or "any")
+def test_right_steps_are_valid(features, number, engine):
+    """Random problems of every feature; on the fake CuPy, kernels compiled as C++ are compared with their numpy functions."""
+    with validate():
+        engine.agrees(engine.draw(features, number), refused=True)
+
+
+def test_a_wrong_plan_is_named(engine):
+    """A plain call is one step; its result is compared with the float64 result of its graph."""
+    call = program_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3)))
+    call.create_results()
+    (step,) = call.program.steps
+    for _, arrays in call.bound():
+        call.execute(0 if engine.on_cudnn else None)
+        arrays["out"] *= engine.dtype.type(1.25)
+        watch = Watcher(call.program, Modes(debug=False, validate=True), on_gpu=engine.on_cudnn)
+        with pytest.raises(StepError, match=r"step 1, 'attention', differs .* out has an error of"):
+            watch.run(step, arrays, call.scalars, lambda: None)
+
+
+def test_repeated_calls_are_validated(fake):
+    """Graphs that were captured are not replayed within the block, and are after it."""
+    call = composed_calls(Engine("fake", fake))["block mask"]()
+    for _ in range(10):
+        call()
+    with validate():
+        assert functions_entered(call) > 100
+    assert functions_entered(call) <= 15
+    fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+SCRIPT = """
+import numpy as np, cupy_sdpa
+x = [np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 300, 1)).astype(np.float32)) for n in range(3)]
+mask = cupy_sdpa.BlockMask.from_blocks(np.tri(3, 3, dtype=bool).T[:, :, None, None], 300, 300)
+for _ in range(2):
+    cupy_sdpa.attention(*x)
+cupy_sdpa.attention_jvp(*x, *x, block_mask=mask)
+"""
+
+
+@pytest.mark.parametrize("variable", ["CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"])
+def test_environment_variables(variable):
+    """One line for each step of each call, also of repeated ones, with time, bytes and rate; validation prints nothing."""
+    environment = {**os.environ, variable: "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
+    lines = done.stderr.splitlines()
+    if variable == "CUPY_SDPA_VALIDATE":
+        assert lines == []
+        return
+    assert lines[0].startswith("cupy_sdpa: forward attention, float32")
+    assert re.fullmatch(r" +1\. attention +[\d.]+ us +0\.\d+ MiB +[\d.]+ GB/s", lines[1])
+    assert lines[2].startswith("cupy_sdpa: forward attention")
+    assert sum(line.startswith("cupy_sdpa:") for line in lines) == 3
+    assert any("add_terms" in line for line in lines)
+
+
+# A feature of one builder
+
+PAGE = 16
+
+
+def scale(target, factor):
+    """A kernel: multiply an array by a number."""
+    product = target.T
+    product *= np.float32(factor)
+
+
+def mean_of_pages(builder, x):
+    """Add the steps of the mean over pages of 16 keys, in float32."""
+    total = builder.temporary((*x.shape[:2], x.shape[2] // PAGE, x.shape[3]), np.float32)
+    builder.fill(total, 0)
+    for n in range(PAGE):
+        builder.add(total, x[:, :, n::PAGE])
+    builder.run(scale, total, 1 / PAGE, writes=(total,))
+    mean = builder.temporary(total.shape, x.dtype)
+    builder.copy(mean, total)
+    return mean
+
+
+def attention_mean(q, k, v, *, out=None, deterministic=False, return_stats=False, **options):
+    """Attention to the means of keys and values over pages of 16."""
+    if return_stats:
+        raise Unsupported("attention_mean returns no statistics, and therefore has no gradients")
+    kind, given = ("mean", deterministic), (q, k, v, out)
+    results = run_cached(kind, given, options)
+    if results is None:
+        if k.shape[2] % PAGE:
+            raise ValueError(f"k has {k.shape[2]} keys; they must be a multiple of {PAGE}")
+        made = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype) if out is None else out
+        inputs = Inputs({"q": q, "k": k, "v": v, "out": made}, options)
+
+        def build(builder):
+            q, k, v, out = inputs.of(("q", "k", "v", "out"))
+            means = mean_of_pages(builder, k), mean_of_pages(builder, v)
+            builder.attend("attention", q, *means, inputs.options, out=out, deterministic=deterministic)
+
+        results = run_program(kind, ("q", "k", "v", "out"), given, options, inputs, ["out"], build)
+    return results[0]
+
+
+def mean_arrays(engine, seed=0):
+    """q, k and v."""
+    return [engine.normal([seed, n], 16, heads, size, 2) for n, (heads, size) in enumerate(((4, 20), (2, 64), (2, 64)))]
+
+
+def mean_in_numpy(engine, q, k, v):
+    """The result in float64."""
+    q, k, v = (engine.get(x).astype(np.float64) for x in (q, k, v))
+    k, v = (x.reshape(*x.shape[:2], -1, PAGE, x.shape[3]).mean(axis=3) for x in (k, v))
+    return attention(np.asfortranarray(q), np.asfortranarray(k), np.asfortranarray(v))
+
+
+def test_a_feature_is_one_builder(engine):
+    """It runs on both engines, repeated and validated; explain shows its steps; prepare plans it; gradients are refused."""
+    x = mean_arrays(engine)
+    want = mean_in_numpy(engine, *x)
+    for _ in range(5):  # the third is captured
+        np.testing.assert_allclose(engine.get(attention_mean(*x)), want, atol=engine.tolerance)
+    with validate():
+        attention_mean(*x)
+    report = explain_function(attention_mean, *x)
+    assert report
+    assert [line.split()[1] for line in report.steps].count("add") == 2 * PAGE
+    assert report.temporary_bytes > 0
+    assert "bytes of temporary arrays" in str(report)
+    call = prepare_function(attention_mean, dict(zip("qkv", x, strict=True)), {}, {})
+    np.testing.assert_allclose(engine.get(call(*x)), want, atol=engine.tolerance)
+    with pytest.raises(ValueError, match="differs from the prepared one"):
+        call(*(engine.normal(n, 16, 2, 32, 1) for n in range(3)))
+    with pytest.raises(Unsupported, match="has no gradients"):
+        attention_mean(*x, return_stats=True)
+
+
+def test_a_feature_is_captured(fake):
+    """A repeated call launches one CUDA graph; the caller can capture it, too."""
+    engine = Engine("fake", fake)
+    x = mean_arrays(engine)
+    for _ in range(10):
+        attention_mean(*x)
+    assert functions_entered(lambda: attention_mean(*x)) <= 15
+    fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+def test_a_feature_is_planned_ahead():
+    """The problems of its launches are those of a described GPU, from numpy arrays."""
+    x = [y.astype(np.float16, order="F") for y in mean_arrays(Engine("numpy", np))]
+    report = explain_function(attention_mean, *x, gpu="H200", cudnn="9.20.5")
+    assert report
+    assert report.problem.k.shape == (16, 2, 4, 2)
+    assert report.engine == "cuDNN"

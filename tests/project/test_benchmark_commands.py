@@ -124,7 +124,7 @@ def test_usage():
 
 
 #: Options with which a command needs a GPU that also runs without one.
-WITH_GPU = {"fp8": "--decode"}
+WITH_GPU = {"saved": "--problems problems.jsonl", "fp8": "--decode"}
 NOT_INSTALLED = r"needs \w+, which is not installed"
 
 
@@ -140,7 +140,8 @@ def test_every_command(name):
     if name == "tables":
         return
     for path in ("none/x.csv", "."):
-        last = run(f"{name} {'--csv ' if name == 'compare' else ''}{path}").err.splitlines()[-1]
+        option = {"compare": "--csv ", "saved": "--problems x.jsonl "}.get(name, "")
+        last = run(f"{name} {option}{path}").err.splitlines()[-1]
         assert re.search(rf"cannot write {re.escape(path)}: (No such file|Is a)|{NOT_INSTALLED}$", last)
 
 

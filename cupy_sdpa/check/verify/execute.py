@@ -12,6 +12,7 @@ import numpy as np
 
 import cupy_sdpa
 
+from ...tolerance import compare
 from ..cases.case import Case
 from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of, named_layout
@@ -20,7 +21,7 @@ from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
 from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
-from .tolerance import compare, exact_elements, rounding_floors
+from .tolerance import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.

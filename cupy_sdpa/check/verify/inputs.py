@@ -1,6 +1,6 @@
 """The values of a case in the shapes of the oracle: scores are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
 
-This module uses no code of the package outside the self-test.
+This module uses no code of the package but the self-test and the reference.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...reference import diagonal, visible
 from ..cases.data import Data
 from ..cases.functions import function_of
 
@@ -99,32 +100,30 @@ class Inputs:
 
     def diagonal(self) -> Array:
         """The key index on the diagonal for each batch entry and query, ``(B, 1, 1, Sq, 1)``."""
-        i = np.arange(self.case.sq)[:, None]
-        window = self.case.options.get("window", ())
-        if "bottom_right" in (self.case.options.get("causal"), *window[2:]):
-            return np.asarray(i + (self.lengths[1] - self.lengths[0])[:, None, None, None, None])
-        return np.broadcast_to(i, (1, 1, 1, self.case.sq, 1))
+        i, (lengths_q, lengths_kv) = np.arange(self.case.sq)[:, None], self.lengths
+        found = [diagonal(i, n, m, **self._band) for n, m in zip(lengths_q, lengths_kv, strict=True)]
+        return np.array(found).reshape(self.case.b, 1, 1, self.case.sq, 1)
+
+    @property
+    def _band(self) -> dict[str, Any]:
+        """The options of the reference that are a band."""
+        return {name: self.case.options[name] for name in ("causal", "window") if name in self.case.options}
 
     def visible(self) -> Array:
         """Whether each query attends to each key, according to the lengths and the mask options."""
         case, options = self.case, self.case.options
-        j, i, diagonal = np.arange(case.skv), np.arange(case.sq)[:, None], self.diagonal()
-        lengths_q, lengths_kv = (lengths[:, None, None, None, None] for lengths in self.lengths)
-        visible = np.broadcast_to((i < lengths_q) & (j < lengths_kv), self.shape).copy()
-        if "causal" in options:
-            visible &= j <= diagonal
-        left, right, *_ = options.get("window", (None, None))
-        if left is not None:
-            visible &= j >= diagonal - left
-        if right is not None:
-            visible &= j <= diagonal + right
+        i, (lengths_q, lengths_kv) = np.arange(case.sq)[:, None], self.lengths
+        band = {**self._band, "seq_lens_q": lengths_q, "seq_lens_kv": lengths_kv}
+        entries = [visible(i, b, case.sq, case.skv, **band) for b in range(case.b)]
+        in_band = np.array(entries, bool).reshape(case.b, 1, 1, case.sq, case.skv)
+        found = np.broadcast_to(in_band, self.shape).copy()
         if "mask" in options:
-            visible &= self.expand_scores(self.data.arrays["mask"])
+            found &= self.expand_scores(self.data.arrays["mask"])
         if self.data.attends is not None:
-            visible &= self.expand_scores(self.data.attends)
+            found &= self.expand_scores(self.data.attends)
         if "mask_mod" in options:
-            visible &= self.call_function("mask_mod")
-        return visible
+            found &= self.call_function("mask_mod")
+        return found
 
     def call_function(self, option: str, scores: Array | None = None, **tensors: Array) -> Array:
         """Call the score or mask function of the case with whole arrays.

@@ -1,6 +1,9 @@
-r"""Dense attention and its gradients in numpy, from the papers: the reference of the self-test.
+r"""The expected results of a case: what the public reference lacks, and the intermediate values for the tolerances.
 
-It uses no code of the package outside the self-test. All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
+The masks and the softmax are those of :mod:`cupy_sdpa.reference`. Besides, the self-test needs score functions, derivatives,
+the roundings of a kernel, and all heads at once. It uses no other code of the package.
+
+All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
 In float64 the result is the truth. In float32, with the roundings of a fused kernel (P, dS and the results to the dtype of the
 arrays, L to float32), it is the naive computation of flash-attention's tolerance rule.
 
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...reference import exponentials as exponentials_of
 from ..cases.data import FORMATS, FP8_SCALE, dtype_of, round_fp8
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
@@ -138,10 +142,8 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     attended = inputs.visible() & (scores > MASKED) & ~np.isneginf(softcap_input)
     scores = np.where(attended, scores, -np.inf).astype(work)
     sink = _sink(inputs, work)
-    maximum = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    shift = np.where(np.isneginf(maximum), 0, maximum)
-    exponentials, sink_exponential = np.exp(scores - shift), np.exp(sink - shift)
-    total = exponentials.sum(axis=-1, keepdims=True) + sink_exponential
+    exponentials, *rows = exponentials_of(scores, sink[..., 0])
+    sink_exponential, maximum, total = (x[..., None] for x in rows)
     with np.errstate(divide="ignore"):
         stats = precision.round_stats(maximum + np.log(total))
     divisor = np.where(total == 0, 1, total)
@@ -149,8 +151,8 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     fp8 = case.options.get("fp8", "")
     out = precision.round_out(precision.round_weights(exponentials, divisor, inputs.keep, fp8) @ v, fp8)
     results.values = {"out": inputs.to_call_shape(inputs.merge_heads(out), 0)}
-    for name, rows, fill_value in (("stats", stats, -np.inf), ("max", maximum, -np.inf), ("sum_exp", total, 0.0)):
-        results.values[name] = inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, fill_value)
+    for name, array, fill_value in (("stats", stats, -np.inf), ("max", maximum, -np.inf), ("sum_exp", total, 0.0)):
+        results.values[name] = inputs.to_call_shape(inputs.merge_heads(array[..., 0]), 0, fill_value)
     results.p, results.attended, results.scores, results.stats = p, attended, scores, stats[..., 0]
     results.sink_weight = sink_exponential / divisor
     forward = Forward(q, k, v, out, product, softcap_input, scores, sink)

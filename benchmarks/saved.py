@@ -1,0 +1,72 @@
+"""The problems of a program (CUPY_SDPA_TRACE), timed on this machine.
+
+    python -m benchmarks saved [results.csv] --problems problems.jsonl [--cpu]
+
+Contents of arrays are random, and sequences have their full lengths. A problem of gradients is timed together with its forward
+pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import cupy_sdpa
+from cupy_sdpa import store
+from cupy_sdpa._cli.helpers.console import CommandError, one_line
+from cupy_sdpa._cli.helpers.timing import measure
+from cupy_sdpa.check.cases.case import Case, Packed
+from cupy_sdpa.check.cases.saved import case_of
+from cupy_sdpa.check.verify.execute import CaseRunner
+
+from . import runner
+
+
+def full(case: Case) -> Case:
+    """The case with full sequence lengths.
+
+    >>> full(Case(options={"seq_lens_q": "random", "causal": "top_left"})).options
+    {'seq_lens_q': 'full', 'causal': 'top_left'}
+    """
+    options = {name: "full" if name.startswith("seq_lens") else value for name, value in case.options.items()}
+    if packed := case.packed:
+        options["packed"] = tuple(Packed("full", "full", *packed[2:]))
+    if paged := case.paged:
+        options["paged"] = tuple(paged._replace(lengths="full"))
+    return case.with_(options=options)
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[runner.Row]:
+    """The time of each problem, or the reason why it has none.
+
+    Raises:
+        CommandError: the file is not one of problems.
+    """
+    try:
+        problems = store.read_problems(arguments.problems)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    for number, problem in enumerate(problems, 1):
+        found: runner.Row = {"number": number, "ms": None, "reason": "", "problem": str(problem)}
+        try:
+            calls = CaseRunner(full(case_of(problem, "cpu" if arguments.cpu else "gpu")))
+            memory = calls.allocate()
+            calls.load(memory, 0)
+            timing = measure(functools.partial(calls.call, memory, 0), not arguments.cpu)
+        except (TypeError, ValueError, NotImplementedError, MemoryError, cupy_sdpa.CudnnError) as error:
+            yield found | {"reason": one_line(str(error))}
+        else:
+            yield found | {"ms": round(1e3 * timing.median, 4)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--problems", type=Path, required=True, metavar="FILE", help="a file written by CUPY_SDPA_TRACE")
+    parser.add_argument("--cpu", action="store_true", help="numpy arrays")
+
+
+def main(words: Sequence[str]) -> int:
+    """Time the problems, print the rows and write them."""
+    return runner.run("saved", __doc__, words, rows, add_options, needs_gpu=lambda given: not given.cpu)
