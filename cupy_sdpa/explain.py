@@ -151,7 +151,7 @@ def explain(
     if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
         if conversion.engine == "cupy" and (gpu or cudnn):
-            raise ValueError(f"engine is 'cupy', gpu is {gpu!r} and cudnn is {cudnn!r}, for cuDNN: omit engine, or them")
+            raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
         with conversion.stream():
             own: dict[str, Any] = {
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
