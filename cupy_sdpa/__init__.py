@@ -24,6 +24,7 @@ from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
+from .weights import weight_sums, weight_sums_problems
 
 __all__ = [
     "BlockMask",
@@ -59,6 +60,8 @@ __all__ = [
     "problem",
     "shared_prefix_attention",
     "validate",
+    "weight_sums",
+    "weight_sums_problems",
     "widen",
 ]
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
     ("explain", "prepare"),
-    ("attention", "jvp", "helpers", "rope", "sequences"),
+    ("attention", "jvp", "helpers", "rope", "sequences", "weights"),
     ("fp8",),
     ("offline",),
     ("programs",),

@@ -92,6 +92,9 @@ class _Floors:
             floors |= self._gradients(of_out)
         if "jvp" in self.inputs.case.options:
             floors["jvp"] = self._derivative()
+        if "weight_sums" in self.inputs.case.options:
+            terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * SINGLE)).sum(axis=-2)
+            floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * SINGLE * _max_abs(values["weights"])
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
@@ -208,7 +211,10 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     wide_columns = np.broadcast_to(columns, (*columns.shape[:-1], dim))
     queries = np.asarray(inputs.to_call_shape(inputs.merge_heads(wide_rows), 0, 1.0) > 0)
     keys = np.asarray(inputs.to_call_shape(wide_columns, 1, 1.0) > 0)
+    of_heads = inputs.merge_heads(~np.asarray(attended.any(axis=-2)))
+    unused = columns[..., 0] if case.options.get("weight_sums") == "key heads" else of_heads
     exact = {
+        "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0),
         "out": queries[: case.dv],
         "jvp": queries[: case.dv],
         "dq": queries[: case.d],
