@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device.blocks import BLOCK
-from ..device.interpreted import erf, philox
+from ..device.interpreted.kernels import erf, philox
 from ..problem.tensor_spec import rounded
 from .nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
