@@ -230,7 +230,7 @@ def split(
     d, heads, queries, batch = q.shape
     staged = chunks.rows.shape[1]
     row = d * q.itemsize
-    used = (stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1)
+    used = [stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1]
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
     table = _table(keys.table, keys.lengths, keys.k.shape[2])
     arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats

@@ -72,12 +72,12 @@ def check_statically(calls):
     for call in calls:
         program = call.program
         written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
-        results = {name for name, x in call.arrays.items() if name in call.result_names}
+        results = {*call.result_names}
         for n, step in enumerate(program.steps):
             writes = {view.storage.name for view in step.writes}
             for view in step.views():
                 name, (begin, end) = view.storage.name, view.bounds
-                assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays}
+                assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays, *results}
                 if name in program.temporaries and view.size:
                     assert name in written or name in writes, f"{step.name} reads {name} before it is written"
                     assert 0 <= begin <= end <= program.temporaries[name].size
