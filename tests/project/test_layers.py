@@ -196,9 +196,9 @@ def test_every_folder_of_the_package_has_tests():
     ("text", "package", "wanted"),
     [
         ("from . import zoo, layout", (), {("zoo",), ("layout",)}),
-        ("from .plans.plan import Plan", (), {("cudnn_engine", "plan", "Plan")}),
-        ("from ..plans.plan import Plan", ("_cli",), {("cudnn_engine", "plan", "Plan")}),
-        ("from ..plans import plan", ("_cli",), {("cudnn_engine", "plan")}),
+        ("from .cudnn_engine.plan import Plan", (), {("cudnn_engine", "plan", "Plan")}),
+        ("from ..cudnn_engine.plan import Plan", ("cli",), {("cudnn_engine", "plan", "Plan")}),
+        ("from ..cudnn_engine import plan", ("cli",), {("cudnn_engine", "plan")}),
         ("from .. import Unsupported", ("_cli",), {("Unsupported",)}),
         ("from .library import library", ("_cudnn",), {("_cudnn", "library", "library")}),
         ("from . import library", ("_cudnn",), {("_cudnn", "library")}),
