@@ -32,6 +32,8 @@ LIMITS = {
     "small": Limits(10_000, 40_000),
     "plan": Limits(2_000_000_000, 50_000_000),
 }
+#: The engine whose cases an engine has.
+_LIKE = {"cupy": "cpu"}
 #: The probability of a case on the CPU with the limits ``"cpu"``.
 LARGE = 0.06
 #: The probability that all lengths of a case are 0, 1 or 2; other lengths are as often small or near a multiple of a tile.
@@ -39,7 +41,7 @@ TINY = 0.3
 #: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
 #: The options that have no gradients.
-FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache"}
+FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache", "weight_sums"}
 #: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
 
@@ -328,6 +330,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "shared_prefix": lambda sampler: sampler.integer(sampler.sizes["skv"] // sampler.options["paged"][0]),
     "merge": lambda sampler: sampler.pick(1, 2, 3, 8, 9, 20),
     "cache": _cache,
+    "weight_sums": lambda sampler: sampler.pick("query heads", "query heads", "key heads"),
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
@@ -350,8 +353,8 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
-    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths, limits)
-    return _draw_case(sampler, _option_names(sampler, seed, number) - LEFT_OUT[engine], number)
+    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), _LIKE.get(engine, engine), lengths, limits)
+    return _draw_case(sampler, _option_names(sampler, seed, number) - LEFT_OUT[engine], number).with_(engine=engine)
 
 
 def draw_options(
@@ -366,8 +369,8 @@ def draw_options(
         lengths: Sq and Skv; None to draw them.
         limits: the largest sizes; None for those of the engine.
     """
-    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths, limits)
-    return _draw_case(sampler, names, number)
+    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), _LIKE.get(engine, engine), lengths, limits)
+    return _draw_case(sampler, names, number).with_(engine=engine)
 
 
 def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:

@@ -12,6 +12,7 @@ import numpy as np
 
 import cupy_sdpa
 
+from ...tolerance import compare
 from ..cases.case import Case
 from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of, named_layout
@@ -20,17 +21,17 @@ from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
 from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
-from .tolerance import compare, exact_elements, rounding_floors
+from .tolerance import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.
-SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1)}
+SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1), "cupy": (0, 1)}
 #: The same for calls whose bits are compared.
-SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0)}
+SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 #: The results that may be preallocated.
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
-WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "dv")
+WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
 #: The options that select additional gradients.
 GRADIENT_OPTIONS = ("return_dbias", "return_dsinks", "return_dtensors")
 
@@ -90,7 +91,7 @@ class CaseRunner:
 
     def __init__(self, case: Case) -> None:
         self.case, self.outcome = case, Outcome()
-        self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
+        self.xp = importlib.import_module("cupy") if case.engine in ("gpu", "cupy") else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
         #: With deterministic=True or num_splits: the results of the first call, by set of values.
@@ -163,6 +164,8 @@ class CaseRunner:
         preallocated = {name: views[name] for name in ("out", "stats") if name in views}
         if self.case.tangents:
             return self.derivative(memory, options | preallocated)
+        if "weight_sums" in self.case.options:
+            return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
             return self.in_group(memory, options)
         results = self.forward(forward_function(self.case), memory, options | preallocated, index)
@@ -180,6 +183,8 @@ class CaseRunner:
         q, k, v = (views[name] for name in "qkv")
         if self.case.tangents:
             return self.derivative(memory, options, widen=True)
+        if "weight_sums" in self.case.options:
+            return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
             return self.in_group(memory, options, vjp=True)
         if self.case.backward:
@@ -202,6 +207,13 @@ class CaseRunner:
         self.outcome.calls += 1 + self.case.backward
         of_backward = self.backward_options if self.case.backward else {}
         return in_group(self.case, memory.views, options, of_backward, vjp=vjp)
+
+    def weight_sums(self, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.weight_sums`."""
+        self.outcome.calls += 1
+        per_kv_head = self.case.options["weight_sums"] == "key heads"
+        own = {name: value for name, value in options.items() if name != "num_splits"}
+        return {"weights": cupy_sdpa.weight_sums(memory.views["q"], memory.views["k"], per_kv_head=per_kv_head, **own)}
 
     def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
@@ -302,10 +314,10 @@ class CaseRunner:
         memory = self.allocate()
         self.load(memory, index)
         views = memory.views
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout")
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout", "engine")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
         if self.case.paged:  # the random numbers are those of dense arrays
-            options = {}
+            options = {name: x for name, x in options.items() if name == "engine"}
         options |= dropout_options(self.case, views, index)
         self.outcome.calls += 1
         q, k = (self.dense_zeros(name) if self.case.paged else self.bucketed(name, views[name]) for name in "qk")
@@ -358,7 +370,7 @@ def execute(case: Case) -> Outcome:
         is_argument_error = isinstance(error, (TypeError, ValueError))
         if is_argument_error and case.engine == "gpu" and (reasons := _documented_reasons(runner)):
             return outcome.set("refused", reasons[0], type(error).__name__)
-        outcome.fatal = case.engine == "gpu" and not is_argument_error
+        outcome.fatal = case.engine in ("gpu", "cupy") and not is_argument_error
         return outcome.set("exception", *_describe(error))
 
 
