@@ -63,7 +63,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-LATER = ("attention", "_cli.main")
+LATER = ("attention", "cli.main")
 
 
 @pytest.mark.parametrize("module", ["numpy", *(pytest.param(f"cupy_sdpa.{name}", marks=pytest.mark.slow) for name in LATER)])
