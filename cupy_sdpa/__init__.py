@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
 from .calls.report import Report
-from .errors import CudnnError, DiskCacheWarning, OutOfPages, Unsupported
-from .explain import explain, get_plan_cache, problem
+from .errors import CudnnError, DiskCacheWarning, OutOfPages, StepError, Unsupported
+from .explain import explain, explain_function, get_plan_cache, problem
 from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
 from .inference.kv_cache import KVCache
@@ -18,11 +18,13 @@ from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
+from .programs.readers.watch import validate
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
+from .weights import weight_sums, weight_sums_problems
 
 __all__ = [
     "BlockMask",
@@ -35,6 +37,7 @@ __all__ = [
     "Pullback",
     "Report",
     "Rope",
+    "StepError",
     "Unsupported",
     "__version__",
     "alibi_slopes",
@@ -48,6 +51,7 @@ __all__ = [
     "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
+    "explain_function",
     "get_plan_cache",
     "jvp_problems",
     "merge",
@@ -55,6 +59,9 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "validate",
+    "weight_sums",
+    "weight_sums_problems",
     "widen",
 ]
 

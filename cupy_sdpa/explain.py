@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
-from .arrays.compute import in_compute_dtype
 from .arrays.conversion import Conversion, needs_conversion
 from .arrays.layouts import other_layout
-from .calls.arguments import read_backward, read_forward, read_shapes
-from .calls.call import Call
-from .calls.options import DTensors, Options, read_flag, takes_options
-from .calls.report import (
-    Report,
-    explain_call,
-    explain_on_device,
-    explain_subproblems,
-    joined,
-    no_gradients_report,
-    plan_report,
-    refusal_report,
-)
+from .attention import attention, attention_backward
+from .calls.arguments import read_shapes
+from .calls.options import DTensors, Options, takes_options
+from .calls.report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
 from .device import cupy_runtime, driver
 from .errors import CudnnError, Unsupported
-from .forward_mode.checks import check_like
 from .forward_mode.form import form_of
 from .fp8.array import Fp8Array
-from .fp8.forward import read_call
 from .graph import graph_of
-from .jvp import TANGENTS, given_by, problems_of
+from .jvp import TANGENTS, attention_jvp, given_by
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
-from .programs.block_mask_calls import check_return_stats, description, part_problems, refuse_gradients
+from .programs.block_mask_calls import description
+from .programs.readers.describe import program_of, report_of, with_missing
 from .sparse.automatic import decide
 from .sparse.entries import Sizes
-from .sparse.masks.block_mask import BlockMask
-from .sparse.method import check as check_mask
-from .sparse.method import check_arrays, method_of
-from .sparse.native import native_of
-from .support.engine_problem import engine_problem
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
@@ -171,49 +155,120 @@ def explain(
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
             }
             return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-    if options.get("compute_dtype") is not None:
-        own, rest = in_compute_dtype({"q": q, "k": k, "v": v, **results}, options)
-        report = explain(**own, **rest, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-        converted = q.dtype != own["q"].dtype
-        text = f"{q.dtype} to {own['q'].dtype} before the call, and back after it"
-        return dataclasses.replace(report, conversion=text) if converted else report
-    arrays, own_arrays = (q, k, v), {"q": q, "k": k, "v": v}
     if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
-        return _explain_call(_read_fp8(arrays, options, return_stats, backward=backward, jvp=jvp), gpu, cudnn)
+        _check_fp8(q, k, backward=backward, jvp=jvp)
+    if jvp and backward:
+        raise ValueError("backward and jvp are True: pass one of them")
+    arrays = {"q": q, "k": k, "v": v, **results}
+    function, own = _function_of(arrays, options, jvp=jvp, backward=backward)
+    given = {**flags, **outputs} if backward else flags
+    names = ("deterministic", *outputs) if backward else ("deterministic", "return_stats")
+    try:
+        report = explain_function(
+            function, **own, **{name: given[name] for name in names}, **options, gpu=gpu, cudnn=cudnn
+        )  # fmt: skip
+    except Unsupported as error:
+        if not backward:
+            raise
+        # gradients of paged keys: there is no graph for them
+        forward = explain_function(attention, q, k, v, **options, gpu=gpu, cudnn=cudnn)
+        note = "the operations are those of the forward pass"
+        return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
+    if jvp and report.reasons:
+        tangents = [name for name in TANGENTS if own[name] is not None]
+        form = form_of(*_head_dims(q, v), given_by(tangents), options, deterministic=deterministic)
+        report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
+    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), refused=any(outputs.values()))
+    return dataclasses.replace(report, conversion=converted, blocks=blocks)
+
+
+def explain_function(
+    function: Callable[..., Any], *arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any
+) -> Report:
+    """Whether and how a call of any function of this package would run; nothing is executed.
+
+    The report has the steps of the call, the plan of each step that is attention, and the bytes of temporary arrays.
+
+    Args:
+        function: the function, such as :func:`cupy_sdpa.shared_prefix_attention`.
+        arguments, options: its arguments; its results may be allocated.
+        gpu, cudnn: as for :func:`explain`.
+
+    Returns:
+        The report, which is true if the call would run.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as the function.
+        CudnnError: this machine cannot plan for ``gpu``.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((8, 1, 256, 1), np.float32, order="F")
+    >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.prefix_lm(128), 256, 256)
+    >>> report = cupy_sdpa.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
+    >>> bool(report), len(report.steps) > 1
+    (True, True)
+    """
+    if gpu is None and cudnn is None:
+        return report_of(program_of(function, *arguments, **options))
+
+    def explain_for(problem: Problem) -> Report:
+        return _explain_for(problem, gpu, cudnn)
+
+    def is_supported(problem: Problem) -> bool:
+        return bool(explain_for(problem))
+
+    call = program_of(function, *arguments, for_gpu=True, is_supported=is_supported, **options)
+    return report_of(call, explain_for)
+
+
+def _check_fp8(q: Any, k: Any, *, backward: bool, jvp: bool) -> None:
+    """Refuse gradients and derivatives of FP8 arrays."""
     if jvp:
-        if backward:
-            raise ValueError("backward and jvp are True: pass one of them")
-        tangents = [name for name in TANGENTS if results[name] is not None] or list(TANGENTS)
-        for name in TANGENTS:
-            if (tangent := results[name]) is not None:
-                like: Any = own_arrays[name[1:]]
-                check_like(name, tangent, name[1:], like, like.shape)
-        flags = {"return_stats": return_stats, "deterministic": deterministic}
-        of_call = {name: read_flag(name, value) for name, value in flags.items()}
-        return _explain_derivative(arrays, tangents, options, of_call, gpu, cudnn)
-    of_blocks = {"backward": backward, "return_stats": return_stats, "deterministic": read_flag("deterministic", deterministic)}
-    if (mask := options.pop("block_mask", None)) is not None:
-        refuse_gradients(outputs if backward else {})
-        check_return_stats(return_stats)
-        check_mask(q, k, v, mask, options)
-        check_arrays({**own_arrays, **results}, options.get("sinks"), ("dq", "dk", "dv") if backward else ("out", "stats"))
-        return _explain_blocks(arrays, mask, options, of_blocks, None, gpu, cudnn)
-    decision = None
-    if options.get("mask_mod") is not None and (gpu or cudnn or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
-        decision = decide(q.shape, k.shape, options)  # type: ignore[union-attr]
-        if decision.mask is not None and return_stats != "max_sumexp" and not any(outputs.values()):
-            rest = {name: value for name, value in options.items() if name != "mask_mod"}
-            return _explain_blocks(arrays, decision.mask, rest, of_blocks, f"used, {decision.reason}", gpu, cudnn)
+        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
     if backward:
-        try:
-            call = read_backward(q, k, v, options, deterministic=deterministic, **outputs, **results)
-        except Unsupported as error:  # gradients of paged keys: there is no graph for them
-            forward = read_forward(q, k, v, options)
-            return no_gradients_report(forward, forward.on_gpu or bool(gpu or cudnn), str(error))
-    else:
-        call = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
-    report = _explain_call(call, gpu, cudnn)
-    return dataclasses.replace(report, blocks=f"not used: {decision.reason}") if decision else report
+        raise Unsupported(NO_FP8_GRADIENTS)
+
+
+def _function_of(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], *, jvp: bool, backward: bool
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that is explained, and its arrays; those that are not passed are assumed to be dense."""
+    inputs = {name: arrays[name] for name in "qkv"}
+    if jvp:
+        tangents = {name: arrays[name] for name in TANGENTS}
+        missing = {} if any(x is not None for x in tangents.values()) else {name: name[1:] for name in TANGENTS}
+        return attention_jvp, with_missing({**inputs, **tangents}, missing, options)
+    if not backward:
+        return attention, {**inputs, "out": arrays["out"], "stats": arrays["stats"]}
+    needed = {"dout": "out", "out": "out", "stats": "stats"}
+    made = with_missing(arrays, needed, options)
+    if any(made[name] is None for name in needed):  # q, k or v is refused
+        return attention, inputs
+    return attention_backward, made
+
+
+def _head_dims(q: Any, v: Any) -> tuple[int, int]:
+    return q.shape[0], v.shape[0]
+
+
+def _notes(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], report: Report, *, on_gpu: bool, refused: bool
+) -> tuple[str, str]:
+    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show."""
+    q, k, v = (arrays[name] for name in "qkv")
+    conversion, text = "", ""
+    if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
+        conversion = f"{q.dtype} to {kind} before the call, and back after it"
+    mask = options.get("block_mask")
+    if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
+        decision = decide(q.shape, k.shape, {name: x for name, x in options.items() if name != "compute_dtype"})
+        mask = None if refused else decision.mask
+        text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
+    if mask is not None:
+        native = any(launch.problem.block_bits for launch in report.launches or (report,))
+        sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
+        text = description(mask, sizes, native=True) if native else text or description(mask, sizes)
+    return conversion, text
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:
@@ -223,75 +278,6 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
     if gpu or cudnn:
         return explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
     return explain_subproblems(problem, _explain_on_current_device)
-
-
-def _explain_call(call: Call, gpu: str | None, cudnn: str | None) -> Report:
-    """The report on a call: for a described GPU or another version of cuDNN, else for the engine of its arrays."""
-    if not gpu and not cudnn:
-        return explain_call(call)
-    problem = engine_problem(call.problem, call.bucket, True)
-    return explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
-
-
-def _read_fp8(arrays: tuple[Any, Any, Any], options: Any, return_stats: Any, *, backward: bool, jvp: bool) -> Call:
-    """The call of FP8 arrays; refuses gradients and derivatives."""
-    q, k, v = arrays
-    if jvp:
-        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
-    if backward:
-        raise Unsupported(NO_FP8_GRADIENTS)
-    return read_call(q, k, v, options, return_stats=return_stats)
-
-
-def _explain_blocks(
-    arrays: tuple[Any, Any, Any],
-    mask: BlockMask,
-    options: Any,
-    flags: dict[str, Any],
-    text: str | None,
-    gpu: str | None,
-    cudnn: str | None,
-) -> Report:
-    """The report on a call with a block mask; ``text`` describes the mask, by default its blocks."""
-    q, _, v = arrays
-    gradients = flags.pop("backward")
-    problems = part_problems(arrays, mask, options, gradients=gradients, **flags)
-    sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
-    if not gradients and method_of(mask, sizes).blocks and native_of(mask) and (gpu or cudnn or cupy_runtime.is_array(q)):
-        native = part_problems(arrays, mask, options, native=True, **flags)
-        if report := _explain_parts(native, q, description(mask, sizes, native=True), gpu, cudnn):
-            return report
-    return _explain_parts(problems, q, text or description(mask, sizes), gpu, cudnn)
-
-
-def _explain_parts(problems: Sequence[Problem], q: Any, blocks: str, gpu: str | None, cudnn: str | None) -> Report:
-    """The report on the calls that compute a block mask: that of the first one that cannot run, or of all of them."""
-    reports = _reports(problems, q, gpu, cudnn)
-    first = next((report for report in reports if report.reasons), reports[0])
-    launches = () if len(reports) == 1 or first.reasons else tuple(reports)
-    return dataclasses.replace(first, launches=launches, blocks=blocks)
-
-
-def _explain_derivative(
-    arrays: tuple[Any, Any, Any], tangents: list[str], options: Any, flags: dict[str, Any], gpu: str | None, cudnn: str | None
-) -> Report:
-    """The report on a derivative: all passes; a refusal ends with the remedy in terms of the caller's arrays."""
-    q, k, v = arrays
-    on_gpu = cupy_runtime.is_array(q) or bool(gpu or cudnn)
-    form = form_of(q.shape[0], v.shape[0], given_by(tangents), options, deterministic=flags["deterministic"])
-    problems = problems_of(q, k, v, tangents, options, on_gpu=on_gpu, **flags)
-    report = joined(_reports(problems, q, gpu, cudnn))
-    return dataclasses.replace(report, reasons=(*report.reasons, form.remedy)) if report.reasons else report
-
-
-def _reports(problems: Sequence[Problem], q: Any, gpu: str | None, cudnn: str | None) -> list[Report]:
-    """The reports on problems: for a described GPU or another version of cuDNN, else for the engine of q."""
-    if gpu or cudnn:
-        return [_explain_for(problem, gpu, cudnn) for problem in problems]
-    if cupy_runtime.is_array(q):
-        with cupy_runtime.on_device_of(q) as device:
-            return [explain_on_device(problem, device) for problem in problems]
-    return [Report("numpy", problem, graph_of(problem)) for problem in problems]
 
 
 def _explain_on_current_device(problem: Problem) -> Report:

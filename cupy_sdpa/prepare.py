@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import OUTPUTS, gradient_names
+from .arrays.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
 from .arrays.layouts import other_layout, results_in
-from .calls.arguments import read_backward, read_forward
-from .calls.call import Call, tuning_enabled
+from .attention import attention, attention_backward
+from .calls.call import tuning_enabled
 from .calls.options import DTensors, Options, read_flag, takes_options
 from .calls.replay_cache import cache_call, run_cached
-from .calls.report import Report, explain_call
+from .calls.report import Report
 from .calls.user_functions import kept_options
 from .problem.problem import Problem
-from .programs.run import compiled
+from .programs.readers.describe import program_of, report_of, with_missing
+from .programs.run import ProgramCall
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .calls.autotune import Tuning
@@ -72,8 +72,8 @@ def prepare(
     used, and other operations raise ValueError.
 
     Args:
-        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`. The elements of q, k and v are read only for
-            ``autotune``.
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, also a block mask, ``compute_dtype``, FP8 arrays and
+            arrays of other libraries. The elements of q, k and v are read only for ``autotune``.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
@@ -94,27 +94,58 @@ def prepare(
     (8, 2, 16, 1)
     """
     given = kept_options(q, options)
+    if isinstance(return_dtensors, (list, set)):
+        return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call
+    outputs: dict[str, Any] = {"deterministic": deterministic}
+    function: Callable[..., Any]
     if backward:
-        if isinstance(return_dtensors, (list, set)):
-            return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call
-        outputs: dict[str, Any] = {
-            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-            "return_dtensors": return_dtensors,
-        }  # fmt: skip
-        call = read_backward(q, k, v, given, **outputs)
+        outputs |= {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        function, arrays = (
+            attention_backward,
+            with_missing({"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}, _OF_FORWARD, given),
+        )
     else:
-        outputs = {"return_stats": return_stats, "deterministic": deterministic}
-        call = read_forward(q, k, v, given, **outputs)
-    report = explain_call(call)
+        outputs["return_stats"] = return_stats
+        function, arrays = attention, {"q": q, "k": k, "v": v}
+    return prepare_function(function, arrays, given, outputs, autotune=read_flag("autotune", autotune))
+
+
+#: The arrays of the backward pass that are results of the forward pass, or like one.
+_OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
+
+
+def prepare_function(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    options: dict[str, Any],
+    outputs: dict[str, Any],
+    *,
+    autotune: bool = False,
+) -> Prepared[Any]:
+    """:func:`prepare` of any function of this package.
+
+    Args:
+        function: the function.
+        arrays: its arrays, by name in the order of its arguments.
+        options: its options, which the prepared call may replace.
+        outputs: its other arguments, which the prepared call may not replace.
+        autotune: as for :func:`prepare`.
+    """
+    call = program_of(function, **arrays, **options, **outputs)
+    report = report_of(call)
     if report.reasons:
         raise report.error("\n".join(report.reasons))
     tunings: list[Tuning] = []
-    if read_flag("autotune", autotune) and call.on_gpu and not call.problem.trivial:
-        call = _with_forward_results(call)
+    if autotune and call.on_gpu and not report.problem.trivial:
+        own = dict(arrays)
+        if "dout" in own:
+            inputs = [own[name] for name in "qkv"]
+            own["out"], own["stats"] = attention(*inputs, return_stats=True, **options)
+            own["dout"] = own["out"]
         with tuning_enabled() as tunings:
-            compiled(call).run()
-        report = explain_call(call)
-    return Prepared(call.problem, given, outputs, report, tunings[0] if tunings else None)
+            function(**own, **options, **outputs)
+        report = report_of(program_of(function, **arrays, **options, **outputs))
+    return Prepared(function, tuple(arrays), call, options, outputs, report, tunings[0] if tunings else None)
 
 
 class Prepared(Generic[ResultT]):
@@ -127,13 +158,22 @@ class Prepared(Generic[ResultT]):
     """
 
     def __init__(
-        self, problem: Problem, options: dict[str, Any], outputs: dict[str, Any], report: Report, tuning: Tuning | None
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[str, ...],
+        call: ProgramCall,
+        options: dict[str, Any],
+        outputs: dict[str, Any],
+        report: Report,
+        tuning: Tuning | None,
     ) -> None:
-        self.problem, self.report, self.tuning = problem, report, tuning
-        self._options, self._outputs = options, outputs
+        self.problem = _problem(call) or report.problem
+        self.report, self.tuning = report, tuning
+        self._function, self._inputs, self._options, self._outputs = function, inputs, options, outputs
+        self._problems = _problems(call)
+        self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
         self._key = object()  # in the replay cache: every call with it has been compared with the problem
-        self._inputs = ("dout", "q", "k", "v", "out", "stats") if problem.backward else ("q", "k", "v")
-        self._results = ("dq", "dk", "dv") if problem.backward else ("out", "stats")
+        self._results = _RESULTS[2:] if "dout" in inputs else _RESULTS[:2]
 
     def __call__(
         self,
@@ -159,33 +199,31 @@ class Prepared(Generic[ResultT]):
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
         kind = self._key, len(arrays)
         results = run_cached(kind, passed, merged)
+        given: dict[str, Any] = {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if results is None:
-            call = compiled(self._read(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}, merged))
+            named = self._named(arrays, given)
+            call = program_of(self._function, **named, **merged, **self._outputs)
+            if _problems(call) != self._problems:
+                raise ValueError(_difference(self.problem, _problem(call) or self.problem))
+            if not _runs_alone(named["q"], merged):
+                return self._function(**named, **merged, **self._outputs)  # type: ignore[no-any-return]
             results = call.run()
-            names = (*self._inputs, "out", "stats", "dq", "dk", "dv")
-            cache_call(kind, names[: len(passed)], passed, merged, call)
+            cache_call(kind, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged, call)
         if layout := other_layout(merged):
+            backward = "dout" in self._inputs
             flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
-            made = gradient_names(*flags) if self.problem.backward else OUTPUTS
-            given = {"out": out, "stats": stats} if not self.problem.backward else {"dq": dq, "dk": dk, "dv": dv}
-            results = results_in(layout, made, results, given, merged)
+            results = results_in(layout, gradient_names(*flags) if backward else OUTPUTS, results, given, merged)
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 
-    def _read(self, arrays: tuple[Array, ...], results: dict[str, Any], options: dict[str, Any]) -> Call:
-        """Validate the arguments, and compare their problem with the prepared one."""
+    def _named(self, arrays: tuple[Array, ...], results: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays by name."""
         if len(arrays) != len(self._inputs):
             raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
-        results = {name: array for name, array in results.items() if array is not None}
-        if extra := [name for name in results if name not in self._results]:
+        given = {name: array for name, array in results.items() if array is not None}
+        if extra := [name for name in given if name not in self._results]:
             raise TypeError(f"{extra[0]} is not a result of the prepared call; its results are {', '.join(self._results)}")
-        inputs: dict[str, Any] = dict(zip(self._inputs, arrays, strict=True))
-        read = read_backward if self.problem.backward else read_forward
-        call = read(options=options, **inputs, **self._outputs, **results)
-        if call.problem != self.problem:
-            raise ValueError(_difference(self.problem, call.problem))
-        call.has_all_keys = True
-        return call
+        return {**dict(zip(self._inputs, arrays, strict=True)), **given}
 
     def __repr__(self) -> str:
         return f"<prepared: {self.problem}>"
@@ -200,18 +238,23 @@ def _difference(prepared: Problem, passed: Problem) -> str:
     return f"the arguments define a problem that differs from the prepared one. {values} Prepare a call for each problem"
 
 
-def _with_forward_results(call: Call) -> Call:
-    """A backward call with the results of its forward pass as inputs; the output also serves as dout."""
-    if not call.problem.backward:
-        return call
-    results = ("dout", "out", "stats", *(spec.name for spec in call.problem.results))
-    inputs = {name: array for name, array in call.arrays.items() if name not in results}
-    settings = call.problem.settings._replace(deterministic=False)
-    forward = dataclasses.replace(
-        call.problem, dout=None, dq=None, dk=None, dv=None, dbias=None, dsinks=None, dcaptured=(), settings=settings
-    )
-    out, stats = compiled(dataclasses.replace(call, problem=forward, arrays=dict(inputs), gradients=None)).run()
-    return dataclasses.replace(call, arrays={**inputs, "out": out, "stats": stats, "dout": out})
+#: The results that a prepared call can write into the caller's arrays.
+_RESULTS = ("out", "stats", "dq", "dk", "dv")
+
+
+def _problem(call: ProgramCall) -> Problem | None:
+    """The problem of a call; None if several launches compute it."""
+    return call.problem if isinstance(call.problem, Problem) else None
+
+
+def _problems(call: ProgramCall) -> tuple[Any, ...]:
+    """What prepared calls have in common: the specs of the arrays, and the steps."""
+    return call.problem, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)
+
+
+def _runs_alone(q: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the function does nothing but run the program; it does more with FP8 arrays and those of other libraries."""
+    return type(q) in OWN_TYPES and not needs_conversion(q, options)
 
 
 @contextmanager

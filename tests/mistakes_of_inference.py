@@ -1,11 +1,20 @@
-"""Mistakes with rotary embeddings, lists of pages, and sequences with gaps."""
+"""Mistakes with rotary embeddings, lists of pages, sequences with gaps, and sums of weights."""
 
 # mypy: ignore-errors
 
 import numpy as np
 from mistakes import row
 
-from cupy_sdpa import KVCache, Rope, apply_rope, cu_seqlens_with_gaps, page_table_from_lists
+from cupy_sdpa import (
+    KVCache,
+    Rope,
+    Unsupported,
+    apply_rope,
+    cu_seqlens_with_gaps,
+    page_table_from_lists,
+    weight_sums,
+    weight_sums_problems,
+)
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -91,4 +100,24 @@ ROWS += [
         "lengths of sequence 1 is -1"),
     row("KVCache.view", "a layer that the cache lacks", lambda x: KVCache(8, 2, pages=4, batch=2, numpy=True).view(1), ValueError,
         "layer is 1", "from 0 to 0"),
+]  # fmt: skip
+
+
+def summed(**options):
+    """The weights of the keys with options."""
+    return lambda x: weight_sums(x.q, x.k, **options)
+
+
+ROWS += [
+    row("weight_sums", "a bias", summed(bias=np.zeros((7, 6, 1, 1), "f4")), Unsupported, "with bias", "score function"),
+    row("weight_sums", "dropout", summed(dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
+    row("weight_sums", "a layout in C order", summed(layout="bshd"), Unsupported, "with layout", "(head_dim, heads, seq, batch)"),
+    row("weight_sums", "packed queries to pages", lambda x: weight_sums(
+        x.pq, x.pages_k, cu_seqlens_q=x.starts, max_seqlen_q=6, **x.paged), Unsupported, "page_table and cu_seqlens_q", "seq_lens_q="),
+    row("weight_sums", "values as a third array", lambda x: weight_sums(x.q, x.k, x.v), TypeError, "3 arguments are passed by position"),
+    row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
+    row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
+    row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
+    row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
+    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip

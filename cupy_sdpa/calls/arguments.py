@@ -15,9 +15,8 @@ from ..arrays.view import Storage, View
 from ..device import cupy_runtime
 from ..problem.bucket import Rounding, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import Signature, dense_signature, numpy_dtype, placeholder
+from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, numpy_dtype
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
-from ..support.engine_problem import engine_problem
 from . import user_functions
 from .call import Call, Fill
 from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
@@ -120,8 +119,8 @@ def _read_own(
         arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
-    check_factors(problem, found)
     if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
+        check_factors(problem, found)
         if not on_gpu:
             check_lengths(problem, found)
         results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
@@ -279,19 +278,14 @@ def read_shapes(
     if layout := layouts.other_layout(options):
         q, k, v = (layouts.to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
         options = layouts.options_in_own(options, layout)
-    signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    signatures |= _shape_options(options, signatures["q"], seq_lens)
-    options = {**options, "seed": 0} if "seed" in signatures else options
+    device = 0 if on_gpu else None
+    views, given = views_of_shapes(q, k, v, options, dtype=dtype, seq_lens=seq_lens, device=device)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
-    settings, _ = read_settings(options, _scale(options, signatures["q"]), deterministic=bool(deterministic))
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    tensors = {name: _array_or_placeholder(name, x) for name, x in (options.get("tensors") or {}).items()}
-    problem, *_ = _define_problem(
-        signatures, {**options, "tensors": tensors}, settings, outputs, return_dtensors if backward else False
-    )
-    return engine_problem(problem, _rounding(options.get("bucket"), problem), on_gpu)
+    call = _read_own(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
+    return call.engine_problem
 
 
 def views_of_shapes(
@@ -362,11 +356,6 @@ def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     try:
         dtype = np.dtype(dtype).name
     except TypeError:
-        dtype = str(dtype)  # refused later
+        if (dtype := str(dtype)) not in ITEMSIZE:  # numpy does not know bfloat16 and FP8
+            raise TypeError(f"{name} is {dtype}; attention takes {', '.join(FLOAT_DTYPES)}") from None
     return dense_signature(dtype, tuple(int(n) for n in x))
-
-
-def _array_or_placeholder(name: str, x: Any) -> Any:
-    """An array; for a shape a float32 placeholder."""
-    dtype, shape, *_ = _shape_signature(name, x, "float32")
-    return x if hasattr(x, "dtype") else placeholder(shape, dtype)

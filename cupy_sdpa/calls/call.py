@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +28,53 @@ T = TypeVar("T")
 
 #: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
 active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
+
+
+#: The environment variables that print the steps of all calls of a process, and compare them with numpy.
+DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
+
+
+def is_set(name: str) -> bool:
+    """Whether an environment variable turns something on."""
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+#: Whether calls are looked up among repeated calls, and captured; False where each one must be parsed.
+repeats: ContextVar[bool] = ContextVar("repeats", default=not is_set(DEBUG) and not is_set(VALIDATE))
+
+
+class Found(BaseException):
+    """Leaves a function whose program is described. It is no Exception, which functions may catch.
+
+    Args:
+        call: the call of the program.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+
+class Description(NamedTuple):
+    """How a call is described, in place of being run.
+
+    Attributes:
+        for_gpu: whether the program is that of a GPU, also for numpy arrays.
+        is_supported: whether that GPU supports a problem; None for no.
+    """
+
+    for_gpu: bool
+    is_supported: Callable[[Problem], bool] | None
+
+
+#: Inside :func:`cupy_sdpa.programs.readers.describe.program_of`: how the call is described. None elsewhere.
+describing: ContextVar[Description | None] = ContextVar("describing", default=None)
+
+
+def for_gpu(q: Any) -> bool:
+    """Whether the program of a call is that of a GPU: q is CuPy's, or the call is described for a GPU."""
+    description = describing.get()
+    return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
 
 
 #: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
@@ -167,8 +215,9 @@ def _check_not_capturing(problem: Problem) -> None:
 def tuning_enabled() -> Iterator[list[Tuning]]:
     """Tune the calls in the block; yields the list to which the results are appended."""
     tunings: list[Tuning] = []
-    token = active_tunings.set(tunings)
+    tokens = active_tunings.set(tunings), repeats.set(False)
     try:
         yield tunings
     finally:
-        active_tunings.reset(token)
+        active_tunings.reset(tokens[0])
+        repeats.reset(tokens[1])

@@ -44,7 +44,7 @@ from ..arrays.layouts import is_named
 from ..arrays.view import View, on_host
 from ..device import cupy_runtime, driver
 from ..device.cuda_graph import Recording
-from .call import active_tunings
+from .call import repeats
 from .call_key import (
     HOST,
     Arguments,
@@ -352,7 +352,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     if type(arrays[0]) is np.ndarray:
         return _run_on_host(kind, arrays, options)
     runtime = _runtime
-    if runtime is None or active_tunings.get() is not None:
+    if runtime is None or not repeats.get():
         return None
     arguments = read_key(runtime, kind, arrays, options)
     if arguments is None:
@@ -374,10 +374,12 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         call: the call, after it ran.
     """
     global _runtime
+    if not repeats.get():
+        return
     if not call.on_gpu:
         _cache_on_host(kind, names, arrays, options, call)
         return
-    if call.problem.trivial or active_tunings.get() is not None:
+    if call.problem.trivial:
         return
     if call.launched is None:
         return  # the stream is being captured
@@ -491,7 +493,7 @@ _host_lock = threading.Lock()
 
 def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
     """:func:`run_cached` for numpy arrays."""
-    arguments = read_key(HOST, (kind, is_named()), arrays, options)
+    arguments = read_key(HOST, (kind, is_named()), arrays, options) if repeats.get() else None
     if arguments is None or (cached := _on_host.get(arguments[0])) is None:
         return None
     return cached.run(arguments[1])

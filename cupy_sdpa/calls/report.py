@@ -14,10 +14,9 @@ from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
-from ..support.engine_problem import engine_problem
 from ..support.padding import description as padding_of
 from ..support.why_not import Reason, unverified, workarounds
-from .call import Call, unsupported_reasons, with_plan
+from .call import unsupported_reasons, with_plan
 
 if TYPE_CHECKING:
     from ..plans.plan import PlanInfo
@@ -45,6 +44,8 @@ class Report:
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
         scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
+        steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
+        temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
     """
 
     engine: str
@@ -60,13 +61,14 @@ class Report:
     blocks: str = ""
     conversion: str = ""
     scalars: tuple[tuple[str, float], ...] = ()
+    steps: tuple[str, ...] = ()
+    temporary_bytes: int = 0
 
     @property
     def workspace(self) -> int | None:
         """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
 
-        Not included are copies for a bucket or for lengths, which are as large as the arrays, and buffers for the gradients of
-        bias and ``tensors``, which have Skv x Sq elements for each head and batch entry of the array.
+        Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
@@ -77,16 +79,16 @@ class Report:
         return not self.reasons
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(steps=True))
+        return "\n".join(self._lines(operations=True))
 
     def __repr__(self) -> str:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
     def summary(self) -> str:
-        """The report without the steps of the graph."""
-        return "\n".join(self._lines(steps=False))
+        """The report without the operations of the graph."""
+        return "\n".join(self._lines(operations=False))
 
-    def _lines(self, *, steps: bool) -> Iterator[str]:
+    def _lines(self, *, operations: bool) -> Iterator[str]:
         yield self._verdict()
         yield from (f"  {reason}" for reason in self.reasons)
         yield str(self.problem)
@@ -103,15 +105,18 @@ class Report:
             yield from (f"  {reason}" for reason in self.plan.reasons())
         yield from (f"  works around {bug}" for bug in self.workarounds)
         yield from (f"  not verified on this GPU ({CHECK} verifies it): {what}" for what in self.unverified)
-        if steps:
-            yield "steps, with the axes of the call (scores: keys, queries, heads, batch):"
-            yield from self._steps()
+        if len(self.steps) > 1:
+            yield f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays:"
+            yield from self.steps
+        if operations:
+            yield "operations, with the axes of the call (scores: keys, queries, heads, batch):"
+            yield from self._operations()
         for launch in self.launches[1:]:
             yield ""
             yield "and then"
-            yield from launch._lines(steps=steps)
+            yield from launch._lines(operations=operations)
 
-    def _steps(self) -> Iterator[str]:
+    def _operations(self) -> Iterator[str]:
         """One line per input, then one line per step; results that exist only inside the kernel are marked."""
         width = max(len(node.formula) for node in self.graph.nodes)
         for t in self.graph.by_role("input", "constant"):
@@ -150,7 +155,11 @@ class Report:
             (str(number), "; ".join(_storage(node)), node.formula, _shape(self.shape_of(node.out)), node.out.dtype)
             for number, node in enumerate(self.graph.nodes, 1)
         ]  # fmt: skip
-        body = _html.details("steps", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
+        body = ""
+        if len(self.steps) > 1:
+            title = f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays"
+            body += _html.details(title, _html.table(("step",), [(step,) for step in self.steps]))
+        body += _html.details("operations", _html.table(("step", "array", "formula", "shape", "dtype"), [*tensors, *steps]))
         verdict = self._verdict().removesuffix(":")
         if self.reasons:
             body += _html.table((verdict,), [(reason,) for reason in self.reasons])
@@ -178,22 +187,6 @@ def _storage(node: Node) -> Iterator[str]:
 
 def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
     return times.join(map(str, shape))
-
-
-def explain_call(call: Call) -> Report:
-    """Whether and how a call would run; the plan is built and cached."""
-    return dataclasses.replace(_explain_call(call), scalars=tuple(call.scalars.items()))
-
-
-def _explain_call(call: Call) -> Report:
-    if not call.on_gpu:
-        return explain_subproblems(call.engine_problem, lambda problem: Report("numpy", problem, graph_of(problem)))
-    with cupy_runtime.on_device_of(call.arrays["q"]) as device:
-        report = explain_subproblems(call.engine_problem, lambda problem: explain_on_device(problem, device))
-        if report.plan:  # the engine's problem may no longer have the bug of the caller's
-            bugs = workarounds(call.problem, report.plan.cudnn, cupy_runtime.capability(device))
-            return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
-        return report
 
 
 def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
@@ -235,16 +228,3 @@ def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") 
     """The report on a problem that the support table refuses."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)
-
-
-def no_gradients_report(call: Call, on_gpu: bool, reason: str) -> Report:
-    """The report on gradients that no engine computes.
-
-    Args:
-        call: the forward pass of the same arguments, whose problem and steps are reported.
-        on_gpu: whether the report is for a GPU.
-        reason: why there are no gradients.
-    """
-    problem = engine_problem(call.problem, call.bucket, on_gpu)
-    note = "the steps are those of the forward pass"
-    return Report("cuDNN" if on_gpu else "numpy", problem, graph_of(problem), reasons=(reason,), note=note)

@@ -148,6 +148,7 @@ _SIMPLEST = {
     "shared_prefix": 1,
     "merge": 2,
     "cache": (1, "full", 1, "", False),
+    "weight_sums": "query heads",
     "jvp": "q",
     "bucket": 128,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,8 +85,21 @@ class Program:
         """The problems that an engine runs, in the order of the steps: for plans and for reports."""
         return [attend.problem for attend in self.launches]
 
+    @property
+    def summary(self) -> str:
+        """What it computes, in one line."""
+        steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}, {self.memory_bytes / 2**20:.3g} MiB of temporary memory"
+        return f"{self.launches[0].of}; {steps}" if len(self.launches) == 1 else f"{len(self.launches)} launches; {steps}"
+
+    def lines(self) -> Iterator[str]:
+        """One line for each step: what it does and writes, and the problem of a launch."""
+        for number, step in enumerate(self.steps, 1):
+            written = ", ".join(f"{x.storage.name} {'x'.join(map(str, x.shape))} {x.dtype}" for x in step.writes)
+            what = f": {step.attend.problem}" if step.attend else ""
+            yield f"{number:4}. {step.name}{f' -> {written}' if written else ''}{what}"
+
     def __str__(self) -> str:
-        return "\n".join(f"{step.name}: {step.attend.problem}" if step.attend else step.name for step in self.steps)
+        return "\n".join([self.summary, *self.lines()])
 
 
 class Builder(Steps):

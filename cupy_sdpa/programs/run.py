@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays.argument import INT32, as_int32, check_separate, read_array
 from ..arrays.view import View, on_device, on_host
 from ..calls.arguments import check_lengths
-from ..calls.call import Call, Fill, LaunchRecord, active_tunings, given_stats, with_plan
+from ..calls.call import Call, Fill, Found, LaunchRecord, active_tunings, describing, for_gpu, given_stats, repeats, with_plan
 from ..calls.call_key import HOST, read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import Gradients, function_identities
@@ -30,6 +30,7 @@ from ..problem.tensor_spec import TensorSpec, make_spec
 from ..support.engine_problem import engine_problem
 from . import attention
 from .program import Builder, Program
+from .readers.watch import watcher
 from .steps import Attend, Scalar, Step
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -91,6 +92,8 @@ class ProgramCall:
         Raises:
             Unsupported, CudnnError: a step cannot run; ``error.step`` is its name.
         """
+        if describing.get() is not None:
+            raise Found(self)
         self.planned = True
         if not self.on_gpu:
             return
@@ -110,6 +113,8 @@ class ProgramCall:
             memory: memory for everything that is allocated besides the results and the inputs that the caller did not pass.
                 Default None: it is allocated.
         """
+        if describing.get() is not None:
+            raise Found(self)
         self.launched = None
         self.create_inputs()
         if not self.planned and len(self.program.launches) > 1:
@@ -193,23 +198,39 @@ class ProgramCall:
         given = iter(plans)
         branches = self.program.join < len(self.program.steps) and device is not None and cupy_runtime.capturing()
         join = None
+        watch = None if repeats.get() else watcher(self.program, on_gpu=device is not None)
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
                     join()
                     join = None
+                plan = None
                 with cupy_runtime.parallel_branch() if branches and step.branch else contextlib.nullcontext(join) as join:
-                    if step.function:
+                    if watch:
+                        work = functools.partial(self._run_step, step, arguments, device, given, keep)
+                        plan = watch.run(step, arguments, self._scalars(step.attend), work)
+                    elif step.function:
                         step.function(*arguments)
-                    elif step.attend and not step.attend.problem.trivial:
-                        if device is None:
-                            self._evaluate(step.attend, arguments)
-                        else:
-                            ran.append(self._launch(step, arguments, device, next(given, None), keep))
+                    elif device is not None and step.attend and not step.attend.problem.trivial:
+                        plan = self._launch(step, arguments, device, next(given, None), keep)
+                    else:
+                        self._run_step(step, arguments, device, given, keep)
+                if plan is not None:
+                    ran.append(plan)
         finally:
             if join:
                 join()  # a capture with a branch that is not joined could not be ended
         return ran
+
+    def _run_step(self, step: Step, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool) -> Plan | None:
+        """Run one step; returns the plan that ran."""
+        if step.function:
+            step.function(*arguments)
+        elif step.attend and not step.attend.problem.trivial:
+            if device is not None:
+                return self._launch(step, arguments, device, next(plans, None), keep)
+            self._evaluate(step.attend, arguments)
+        return None
 
     def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
         """Each step with its arguments: a list for a kernel, a dictionary for attention. The caller runs it before the next."""
@@ -229,8 +250,8 @@ class ProgramCall:
             else:
                 yield step, [*map(bind, step.arguments)]
 
-    def _scalars(self, attend: Attend) -> Mapping[str, float]:
-        return {**self.scalars, **attend.scalars} if attend.scalars else self.scalars
+    def _scalars(self, attend: Attend | None) -> Mapping[str, float]:
+        return {**self.scalars, **attend.scalars} if attend and attend.scalars else self.scalars
 
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
@@ -391,7 +412,8 @@ class _Binding:
 def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
-    program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.has_all_keys)
+    on_gpu = for_gpu(call.arrays["q"])
+    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys)
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
         call.captured, call.gradients, call.source_lines,
@@ -432,14 +454,21 @@ class Inputs:
                 self.arrays[name] = value
         tensors = dict(self.options.get("tensors") or {})
         self.arrays |= {tensor_name(name): array for name, array in tensors.items()}
-        self.views = {name: View.of(name, array) for name, array in self.arrays.items()}
+        self.views = {name: self._view(name, array) for name, array in self.arrays.items()}
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
 
     def add(self, name: str, array: Any) -> None:
         """Add a result."""
-        self.arrays[name], self.views[name] = array, View.of(name, array)
+        self.arrays[name], self.views[name] = array, self._view(name, array)
+
+    def _view(self, name: str, array: Any) -> View:
+        """The view of an array; in a program that is described for a GPU the view is one of a GPU."""
+        view = View.of(name, array)
+        if view.storage.device is not None or not for_gpu(self.arrays["q"]):
+            return view
+        return replace(view, storage=view.storage._replace(device=0))
 
     @property
     def device(self) -> int | None:

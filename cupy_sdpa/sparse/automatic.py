@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from ..calls.call import for_gpu
 from ..device import cupy_runtime
 from ..device.blocks import BLOCK
 from ..score_fn.expression import AXES
@@ -47,7 +48,7 @@ def automatic_mask(q: Any, k: Any, options: Mapping[str, Any]) -> BlockMask | No
 
     It depends on the function and the shapes only, so a repeated call looks it up.
     """
-    if not cupy_runtime.is_array(q) or not hasattr(k, "shape"):
+    if not for_gpu(q) or not hasattr(k, "shape"):
         return None
     return decide(q.shape, k.shape, options).mask
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..calls.arguments import read_shapes
-from ..calls.call import with_plan
-from ..device import cupy_runtime, driver
+from ..calls.call import describing, for_gpu, with_plan
+from ..device import driver
 from ..device.blocks import BLOCK
 from ..errors import Unsupported
 from ..problem.problem import Problem
@@ -131,8 +131,11 @@ def is_supported(
 ) -> bool:
     """Whether the GPU of the arrays can run the call: its first call plans it. The arguments are those of the problem."""
     q, _, v = arrays
-    if not cupy_runtime.is_array(q) or native_of(mask) is None:
+    if not for_gpu(q) or native_of(mask) is None:
         return False
+    if (description := describing.get()) is not None and description.is_supported:
+        described = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
+        return described is not None and description.is_supported(described)
     key = (driver.context_id(), sizes, "native", dtype or q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))
     if key not in mask.tables:
         problem = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)

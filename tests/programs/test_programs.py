@@ -1,5 +1,8 @@
 """Programs: static checks of every program, memory that temporaries share, and the host work of repeated calls."""
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,9 +11,28 @@ import pytest
 from engines import Engine, numbers
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, attention_vjp, fp8, shared_prefix_attention
+from cupy_sdpa import (
+    BlockMask,
+    StepError,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    explain_function,
+    fp8,
+    shared_prefix_attention,
+    validate,
+)  # fmt: skip
+from cupy_sdpa.calls.call import describing
+from cupy_sdpa.calls.replay_cache import run_cached
+from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import run
 from cupy_sdpa.programs.program import Builder
+from cupy_sdpa.programs.readers.describe import program_of
+from cupy_sdpa.programs.readers.watch import Modes, Watcher
+from cupy_sdpa.programs.run import Inputs, run_program
 from cupy_sdpa.programs.steps import Constant
 
 FEATURES = (
@@ -26,9 +48,10 @@ def program_calls(monkeypatch):
     made, before, own = [], [], run.ProgramCall.run
 
     def kept(call, memory=None):
-        made.append(call)
-        for function in before:
-            function(call)
+        if describing.get() is None:
+            made.append(call)
+            for function in before:
+                function(call)
         return own(call, memory)
 
     monkeypatch.setattr(run.ProgramCall, "run", kept)
@@ -211,11 +234,11 @@ def composed_calls(engine):
 OTHER_ADDRESSES = {
     "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
     "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
-    "compute_dtype": 200, "compute_dtype with all statistics": 200, "compute_dtype with a layout": 200,
-    "compute_dtype with a block mask": 400, "gradients with compute_dtype": 250,
-    "gradients with compute_dtype and a block mask": 500, "derivative with compute_dtype": 650,
-    "derivative with compute_dtype and a block mask": 1350, "attention_vjp with compute_dtype": 250,
-    "pullback with compute_dtype": 250, "FP8": 250, "FP8 and 16 bits": 250, "FP8 and float32": 250,
+    "compute_dtype": 150, "compute_dtype with all statistics": 150, "compute_dtype with a layout": 150,
+    "compute_dtype with a block mask": 300, "gradients with compute_dtype": 250,
+    "gradients with compute_dtype and a block mask": 400, "derivative with compute_dtype": 650,
+    "derivative with compute_dtype and a block mask": 1000, "attention_vjp with compute_dtype": 250,
+    "pullback with compute_dtype": 250, "FP8": 200, "FP8 and 16 bits": 200, "FP8 and float32": 200,
     "attention_vjp in FP8": 300, "pullback in FP8": 250,
 }  # fmt: skip
 #: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
@@ -245,3 +268,165 @@ def test_calls_that_check_does_not_draw(name, engine, program_calls):
     composed_calls(engine)[name]()()
     assert calls
     check_statically(calls)
+
+
+# Printing and comparing steps
+
+WATCHED = (
+    (), {"block_mask"}, {"jvp"}, {"seq_lens_kv"}, {"packed"}, {"paged"}, {"bias"}, {"bucket"}, {"dropout"}, {"sinks"}, {"fp8"},
+    {"compute_dtype"}, {"score_mod"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", numbers(4, quick=2))
+@pytest.mark.parametrize("features", WATCHED, ids=lambda features: " ".join(sorted(features)) or "any")
+def test_right_steps_are_valid(features, number, engine):
+    """Random problems of every feature; on the fake CuPy, kernels compiled as C++ are compared with their numpy functions."""
+    with validate():
+        engine.agrees(engine.draw(features, number), refused=True)
+
+
+def test_a_wrong_plan_is_named(engine):
+    """A plain call is one step; its result is compared with the float64 result of its graph."""
+    call = program_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3)))
+    call.create_results()
+    (step,) = call.program.steps
+    for _, arrays in call.bound():
+        call.execute(0 if engine.on_cudnn else None)
+        arrays["out"] *= engine.dtype.type(1.25)
+        watch = Watcher(call.program, Modes(debug=False, validate=True), on_gpu=engine.on_cudnn)
+        with pytest.raises(StepError, match=r"step 1, 'attention', differs .* out has an error of"):
+            watch.run(step, arrays, call.scalars, lambda: None)
+
+
+def test_repeated_calls_are_validated(fake):
+    """Graphs that were captured are not replayed within the block, and are after it."""
+    call = composed_calls(Engine("fake", fake))["block mask"]()
+    for _ in range(10):
+        call()
+    with validate():
+        assert functions_entered(call) > 100
+    assert functions_entered(call) <= 15
+    fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+SCRIPT = """
+import numpy as np, cupy_sdpa
+x = [np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 300, 1)).astype(np.float32)) for n in range(3)]
+mask = cupy_sdpa.BlockMask.from_blocks(np.tri(3, 3, dtype=bool).T[:, :, None, None], 300, 300)
+for _ in range(2):
+    cupy_sdpa.attention(*x)
+cupy_sdpa.attention_jvp(*x, *x, block_mask=mask)
+"""
+
+
+@pytest.mark.parametrize("variable", ["CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"])
+def test_environment_variables(variable):
+    """One line for each step of each call, also of repeated ones, with time, bytes and rate; validation prints nothing."""
+    environment = {**os.environ, variable: "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
+    lines = done.stderr.splitlines()
+    if variable == "CUPY_SDPA_VALIDATE":
+        assert lines == []
+        return
+    assert lines[0].startswith("cupy_sdpa: forward attention, float32")
+    assert re.fullmatch(r" +1\. attention +[\d.]+ us +0\.\d+ MiB +[\d.]+ GB/s", lines[1])
+    assert lines[2].startswith("cupy_sdpa: forward attention")
+    assert sum(line.startswith("cupy_sdpa:") for line in lines) == 3
+    assert any("add_terms" in line for line in lines)
+
+
+# A feature of one builder
+
+PAGE = 16
+
+
+def scale(target, factor):
+    """A kernel: multiply an array by a number."""
+    product = target.T
+    product *= np.float32(factor)
+
+
+def mean_of_pages(builder, x):
+    """Add the steps of the mean over pages of 16 keys, in float32."""
+    total = builder.temporary((*x.shape[:2], x.shape[2] // PAGE, x.shape[3]), np.float32)
+    builder.fill(total, 0)
+    for n in range(PAGE):
+        builder.add(total, x[:, :, n::PAGE])
+    builder.run(scale, total, 1 / PAGE, writes=(total,))
+    mean = builder.temporary(total.shape, x.dtype)
+    builder.copy(mean, total)
+    return mean
+
+
+def attention_mean(q, k, v, *, out=None, deterministic=False, return_stats=False, **options):
+    """Attention to the means of keys and values over pages of 16."""
+    if return_stats:
+        raise Unsupported("attention_mean returns no statistics, and therefore has no gradients")
+    kind, given = ("mean", deterministic), (q, k, v, out)
+    results = run_cached(kind, given, options)
+    if results is None:
+        if k.shape[2] % PAGE:
+            raise ValueError(f"k has {k.shape[2]} keys; they must be a multiple of {PAGE}")
+        made = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype) if out is None else out
+        inputs = Inputs({"q": q, "k": k, "v": v, "out": made}, options)
+
+        def build(builder):
+            q, k, v, out = inputs.of(("q", "k", "v", "out"))
+            means = mean_of_pages(builder, k), mean_of_pages(builder, v)
+            builder.attend("attention", q, *means, inputs.options, out=out, deterministic=deterministic)
+
+        results = run_program(kind, ("q", "k", "v", "out"), given, options, inputs, ["out"], build)
+    return results[0]
+
+
+def mean_arrays(engine, seed=0):
+    """q, k and v."""
+    return [engine.normal([seed, n], 16, heads, size, 2) for n, (heads, size) in enumerate(((4, 20), (2, 64), (2, 64)))]
+
+
+def mean_in_numpy(engine, q, k, v):
+    """The result in float64."""
+    q, k, v = (engine.get(x).astype(np.float64) for x in (q, k, v))
+    k, v = (x.reshape(*x.shape[:2], -1, PAGE, x.shape[3]).mean(axis=3) for x in (k, v))
+    return attention(np.asfortranarray(q), np.asfortranarray(k), np.asfortranarray(v))
+
+
+def test_a_feature_is_one_builder(engine):
+    """It runs on both engines, repeated and validated; explain shows its steps; prepare plans it; gradients are refused."""
+    x = mean_arrays(engine)
+    want = mean_in_numpy(engine, *x)
+    for _ in range(5):  # the third is captured
+        np.testing.assert_allclose(engine.get(attention_mean(*x)), want, atol=engine.tolerance)
+    with validate():
+        attention_mean(*x)
+    report = explain_function(attention_mean, *x)
+    assert report
+    assert [line.split()[1] for line in report.steps].count("add") == 2 * PAGE
+    assert report.temporary_bytes > 0
+    assert "bytes of temporary arrays" in str(report)
+    call = prepare_function(attention_mean, dict(zip("qkv", x, strict=True)), {}, {})
+    np.testing.assert_allclose(engine.get(call(*x)), want, atol=engine.tolerance)
+    with pytest.raises(ValueError, match="differs from the prepared one"):
+        call(*(engine.normal(n, 16, 2, 32, 1) for n in range(3)))
+    with pytest.raises(Unsupported, match="has no gradients"):
+        attention_mean(*x, return_stats=True)
+
+
+def test_a_feature_is_captured(fake):
+    """A repeated call launches one CUDA graph; the caller can capture it, too."""
+    engine = Engine("fake", fake)
+    x = mean_arrays(engine)
+    for _ in range(10):
+        attention_mean(*x)
+    assert functions_entered(lambda: attention_mean(*x)) <= 15
+    fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+def test_a_feature_is_planned_ahead():
+    """The problems of its launches are those of a described GPU, from numpy arrays."""
+    x = [y.astype(np.float16, order="F") for y in mean_arrays(Engine("numpy", np))]
+    report = explain_function(attention_mean, *x, gpu="H200", cudnn="9.20.5")
+    assert report
+    assert report.problem.k.shape == (16, 2, 4, 2)
+    assert report.engine == "cuDNN"

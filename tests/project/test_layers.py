@@ -23,8 +23,8 @@ LAYERS = (
     ("__init__",),
     ("nnlib", "store", "inference", "parallel", "integrations"),
     ("vjp",),
-    ("explain",),
-    ("attention", "jvp", "prepare", "helpers", "rope", "sequences"),
+    ("explain", "prepare"),
+    ("attention", "jvp", "helpers", "rope", "sequences", "weights"),
     ("fp8",),
     ("offline",),
     ("programs",),
@@ -39,7 +39,7 @@ LAYERS = (
     ("device",),
     ("problem",),
     ("score_fn", "_cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "_html", "_interrupt", "_typing", "_workers"),
+    ("version", "errors", "reference", "zoo", "tolerance", "_html", "_interrupt", "_typing", "_workers"),
 )  # fmt: skip
 #: The most lines per module.
 LINES = 600

@@ -25,6 +25,7 @@ The options of a case are literals. Their values:
 ``shared_prefix``   the number of pages that all sequences share; the call is ``shared_prefix_attention``
 ``merge``           the number of parts of the keys, whose results are merged
 ``cache``           the fields of :class:`Cache`: the keys are appended to a ``KVCache``
+``weight_sums``     ``"query heads"`` or ``"key heads"``: the call is ``weight_sums``, for the sums of these heads
 ``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,

@@ -9,8 +9,8 @@ from .case import GRADIENTS, REQUIRES
 #: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.
 #: ``"pairs"`` is the next pair of options, ``"few"`` is each option with a probability of 4 %.
 SHARES = {
-    "pairs": 30, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
-    "cache": 6,
+    "pairs": 26, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
+    "cache": 6, "weight_sums": 4,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options.
@@ -28,6 +28,10 @@ ONLY_WITH = {
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
     "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
     "cache": {*_OF_PAGES, "deterministic", "preallocated"},
+    "weight_sums": {
+        "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
+        "paged", "alibi_slopes", "score_mod", "mask_mod", "bucket",
+    },
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
         "score_mod", "mask_mod", "deterministic", "return_dsinks",
@@ -51,6 +55,8 @@ def is_valid(names: set[str]) -> bool:
     (False, True, False)
     """
     if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
+        return False
+    if {"weight_sums", "packed", "paged"} <= names:
         return False
     if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
         return False

@@ -12,6 +12,7 @@ import numpy as np
 
 import cupy_sdpa
 
+from ...tolerance import compare
 from ..cases.case import Case
 from ..cases.data import Data, build, call_options, dropout_options, dtype_of
 from ..cases.memory import Memory, memory_of, named_layout
@@ -20,7 +21,7 @@ from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planning import plan
 from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
-from .tolerance import compare, exact_elements, rounding_floors
+from .tolerance import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.
@@ -30,7 +31,7 @@ SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0)}
 #: The results that may be preallocated.
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
-WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "dv")
+WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
 #: The options that select additional gradients.
 GRADIENT_OPTIONS = ("return_dbias", "return_dsinks", "return_dtensors")
 
@@ -163,6 +164,8 @@ class CaseRunner:
         preallocated = {name: views[name] for name in ("out", "stats") if name in views}
         if self.case.tangents:
             return self.derivative(memory, options | preallocated)
+        if "weight_sums" in self.case.options:
+            return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
             return self.in_group(memory, options)
         results = self.forward(forward_function(self.case), memory, options | preallocated, index)
@@ -180,6 +183,8 @@ class CaseRunner:
         q, k, v = (views[name] for name in "qkv")
         if self.case.tangents:
             return self.derivative(memory, options, widen=True)
+        if "weight_sums" in self.case.options:
+            return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
             return self.in_group(memory, options, vjp=True)
         if self.case.backward:
@@ -202,6 +207,13 @@ class CaseRunner:
         self.outcome.calls += 1 + self.case.backward
         of_backward = self.backward_options if self.case.backward else {}
         return in_group(self.case, memory.views, options, of_backward, vjp=vjp)
+
+    def weight_sums(self, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.weight_sums`."""
+        self.outcome.calls += 1
+        per_kv_head = self.case.options["weight_sums"] == "key heads"
+        own = {name: value for name, value in options.items() if name != "num_splits"}
+        return {"weights": cupy_sdpa.weight_sums(memory.views["q"], memory.views["k"], per_kv_head=per_kv_head, **own)}
 
     def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""

@@ -153,6 +153,10 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     results.values = {"out": inputs.to_call_shape(inputs.merge_heads(out), 0)}
     for name, array, fill_value in (("stats", stats, -np.inf), ("max", maximum, -np.inf), ("sum_exp", total, 0.0)):
         results.values[name] = inputs.to_call_shape(inputs.merge_heads(array[..., 0]), 0, fill_value)
+    if "weight_sums" in case.options:
+        sums = p.sum(axis=-2)
+        of_heads = sums.sum(axis=2) if case.options["weight_sums"] == "key heads" else inputs.merge_heads(sums)
+        results.values["weights"] = inputs.to_call_shape(precision.round_stats(of_heads), 1)
     results.p, results.attended, results.scores, results.stats = p, attended, scores, stats[..., 0]
     results.sink_weight = sink_exponential / divisor
     forward = Forward(q, k, v, out, product, softcap_input, scores, sink)

@@ -1,6 +1,6 @@
 r"""The tolerance of a result: flash-attention's rule plus the propagated rounding error.
 
-The allowed error is :data:`FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
+The allowed error is :data:`.FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
 error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
 dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
 rounding error analysis").
@@ -16,49 +16,20 @@ tolerance.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...tolerance import DEVIATIONS, FP8_SUM, SINGLE, spacing
 from ..cases.data import FORMATS, FP8_SCALE, dtype_of
 from ..cases.functions import function_of
 from .inputs import Array, Inputs
 from .oracle import Results
 
-#: The factor of the naive computation's error.
-FACTOR = 2.0
-#: The number of standard deviations of the propagated error in the floor.
-DEVIATIONS = 4.0
-#: The relative spacing of float32.
-SINGLE = float(np.finfo(np.float32).eps)
 #: The relative error of a score from the approximate functions of the GPU, such as tanh.
 APPROXIMATE = 2.0**-10
-#: The error of a sum of FP8 products relative to the norms. Tensor cores truncate every addend to about 13 bits below the
-#: leading one of the largest (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2). The error of rows with one key
-#: is up to 1.2 of this for normal numbers; that of rows with many keys is much smaller.
-FP8_SUM = 2.0**-13
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
 #: The largest magnitude of a score to which the error of approximate functions is relative.
 _MAX_APPROXIMATE_SCORE = 60
-
-
-def spacing(dtype: Any) -> float:
-    """The relative spacing of a dtype."""
-    return float(np.spacing(np.dtype(dtype).type(1)))
-
-
-def max_error(a: Array, b: Array) -> float:
-    """The largest absolute difference, see :func:`abs_errors`."""
-    return float(abs_errors(a, b).max(initial=0.0))
-
-
-def abs_errors(a: Array, b: Array) -> Array:
-    """The absolute differences; 0 for equal infinities, inf where either is NaN."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        errors = np.where(a == b, 0.0, np.abs(a - b))
-    return np.where(np.isnan(errors), np.inf, errors)
 
 
 def rounding_floors(inputs: Inputs, truth: Results) -> dict[str, float]:
@@ -121,6 +92,9 @@ class _Floors:
             floors |= self._gradients(of_out)
         if "jvp" in self.inputs.case.options:
             floors["jvp"] = self._derivative()
+        if "weight_sums" in self.inputs.case.options:
+            terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * SINGLE)).sum(axis=-2)
+            floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * SINGLE * _max_abs(values["weights"])
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
@@ -237,7 +211,10 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     wide_columns = np.broadcast_to(columns, (*columns.shape[:-1], dim))
     queries = np.asarray(inputs.to_call_shape(inputs.merge_heads(wide_rows), 0, 1.0) > 0)
     keys = np.asarray(inputs.to_call_shape(wide_columns, 1, 1.0) > 0)
+    of_heads = inputs.merge_heads(~np.asarray(attended.any(axis=-2)))
+    unused = columns[..., 0] if case.options.get("weight_sums") == "key heads" else of_heads
     exact = {
+        "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0),
         "out": queries[: case.dv],
         "jvp": queries[: case.dv],
         "dq": queries[: case.d],
@@ -247,50 +224,3 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     if "sinks" not in case.options:
         exact |= dict.fromkeys(("stats", "max", "sum_exp"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0)
     return exact
-
-
-def compare(name: str, actual: Array, truth: Array, naive: Array, floor: float, exact: Array | None = None) -> str:
-    """Compare a result with the truth.
-
-    Args:
-        name: the name of the result.
-        actual: the result.
-        truth: the result in float64.
-        naive: the result of the naive computation.
-        floor: the error that rounding may cause.
-        exact: the elements that must equal the truth.
-
-    Returns:
-        An error message; empty if the result is within the tolerance.
-    """
-    if actual.shape != truth.shape:
-        return f"{name} has shape {actual.shape}, expected {truth.shape}"
-    errors = abs_errors(actual, truth)
-    if exact is not None and (errors[exact] > 0).any():
-        wrong = exact & (errors > 0)
-        return f"{name} must be exactly {_first_value(truth, wrong)}: {_first_element(actual, wrong)}"
-    allowed = FACTOR * max_error(naive, truth) + floor
-    if not np.isfinite(allowed):
-        allowed = FACTOR * max_error(np.where(np.isfinite(naive), naive, truth), truth) + floor
-    if (error := float(errors.max(initial=0.0))) <= allowed:
-        return ""
-    wrong = errors > allowed
-    return (
-        f"{name} has an error of {error:.3g}, allowed {allowed:.3g}; {int(wrong.sum())} of {wrong.size} elements are wrong: "
-        f"{_first_element(actual, wrong)}, expected {_first_value(truth, wrong)}"
-    )
-
-
-def _first_index(wrong: Array) -> tuple[int, ...]:
-    """The index of the first True element in Fortran order."""
-    flat = int(np.argmax(wrong.ravel(order="F")))
-    return tuple(int(i) for i in np.unravel_index(flat, wrong.shape, order="F"))
-
-
-def _first_element(actual: Array, wrong: Array) -> str:
-    index = _first_index(wrong)
-    return f"the first is element {index}, {float(actual[index]):.6g}"
-
-
-def _first_value(truth: Array, wrong: Array) -> str:
-    return f"{float(truth[_first_index(wrong)]):.6g}"

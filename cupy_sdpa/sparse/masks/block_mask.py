@@ -293,6 +293,11 @@ class BlockMask:
         """Whether there is a mask function, and it has not changed since the mask was created."""
         return self.function is not None and identity(self.function) == self.identity
 
+    @property
+    def cache_key(self) -> tuple[int, bool]:
+        """What the keys of repeated calls have of the mask: its number, and whether its function has not changed."""
+        return self.number, self.has_its_function
+
     @functools.cached_property
     def block_kinds(self) -> NDArray[np.uint8]:
         """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""

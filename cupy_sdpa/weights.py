@@ -1,0 +1,256 @@
+"""The weights of attention, summed over the queries for every key: attention with queries and keys in each other's place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from ._typing import Array
+from .arrays.conversion import needs_conversion
+from .arrays.layouts import other_layout
+from .arrays.view import View
+from .calls.arguments import read_forward, read_shapes, views_of_shapes
+from .calls.options import Options, read_band, read_flag, read_scale, takes_options
+from .calls.replay_cache import run_cached
+from .calls.user_functions import FUNCTIONS, has_functions, kept_options
+from .device import cupy_runtime
+from .device.weights import exponentials, gathered, negated_rows
+from .errors import Unsupported
+from .problem.problem import Problem, row_stats_shape
+from .problem.tensor_spec import placeholder
+from .programs.program import Builder
+from .programs.run import Inputs, run_program
+from .programs.steps import Constant
+from .score_fn.recorded import Access, Recorded, relocated
+
+#: The options that both passes take.
+_SAME = ("scale", "softcap", "tensors", "bucket", "max_workspace", "layout")
+#: The options of queries, and those of keys in their place.
+_PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_kv"}
+#: The options that weights are not summed with, and what to do.
+_REFUSED = {
+    "block_mask": "pass its function as mask_mod=",
+    "bias": "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
+    "dropout_mask": "weights are those before dropout: omit it",
+    "dropout_p": "weights are those before dropout: omit it, with seed= and offset=",
+    "num_splits": "omit it",
+    "compute_dtype": "convert q and k with .astype()",
+    "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
+}
+
+
+@takes_options
+def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unpack[Options]) -> Any:
+    r"""Sum the weights of attention over the queries, for every key: how much attention each key gets.
+
+    .. math:: w_{j} = \sum_i P_{ij} = \sum_i e^{s_{ij} - L_i}, \qquad L_i = \log \sum_j e^{s_{ij}}
+
+    with the scores s of :func:`cupy_sdpa.attention`, including masks; a sink counts in L. Nothing of size Sq x Skv is stored:
+    one forward pass computes L, and another one, in which queries and keys have changed places, the log-sum-exp over i of
+    :math:`s_{ij} - L_i`. That is one pass for each of the query heads that share a key/value head; k is not repeated.
+
+    Args:
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
+        per_kv_head: sum over the query heads that share a key/value head, too. Default False.
+        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``block_mask``, ``num_splits``, ``layout`` and
+            ``compute_dtype``.
+
+    Returns:
+        float32 ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed sequences ``(Hq, Tkv)`` or
+        ``(Hkv, Tkv)``. With ``page_table``, Skv is the number of rows of the table times the page size. 0 for keys that no
+        query attends to, also those after the length of a sequence. Without sinks, the sum over the keys is the number of
+        queries that attend to a key.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; or an option is not supported.
+
+    Source: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 4, for eviction by these sums.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import weight_sums
+    >>> q, k = (np.zeros((8, 1, n, 1), np.float32, order="F") for n in (3, 3))
+    >>> weight_sums(q, k, causal=True).ravel().round(4)
+    array([1.8333, 0.8333, 0.3333], dtype=float32)
+    """
+    per_kv_head = read_flag("per_kv_head", per_kv_head)
+    _refuse(options)
+    others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
+    if needs_conversion(q, {}):
+        raise TypeError(
+            "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
+        )
+    kind, given = ("weight sums", per_kv_head), (q, k)
+    if (results := run_cached(kind, given, others)) is None:
+        with cupy_runtime.device_context(q):
+            results = _run(kind, given, others, per_kv_head=per_kv_head)
+    return results[0]
+
+
+@takes_options
+def weight_sums_problems(
+    q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
+) -> tuple[Problem, ...]:
+    """The problems of the passes of :func:`cupy_sdpa.weight_sums`, for :func:`cupy_sdpa.explain` and ``store.build``.
+
+    Args:
+        q, k, dtype, seq_lens, options: as for :func:`cupy_sdpa.problem`.
+
+    Returns:
+        The problems of all passes in the order in which they run.
+
+    Raises:
+        TypeError, ValueError, Unsupported: the arguments are invalid.
+
+    >>> from cupy_sdpa import weight_sums_problems
+    >>> for problem in weight_sums_problems((64, 8, 1024, 2), (64, 4, 4096, 2), dtype="bfloat16"):
+    ...     print(problem.q.shape, problem.k.shape)
+    (64, 8, 1024, 2) (64, 4, 4096, 2)
+    (64, 4, 4096, 2) (64, 4, 1024, 2)
+    (64, 4, 4096, 2) (64, 4, 1024, 2)
+    """
+    _refuse(options)
+    read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
+    views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
+    own = kept_options(placeholder(views["q"].shape, views["q"].dtype), own) if has_functions(own) else own
+    builder = Builder(views["q"].storage.device)
+    shape = _shape_of_keys(views["k"], own)
+    sums = View.dense("sums", row_stats_shape((shape[0], views["q"].shape[1], *shape[2:])), np.float32, builder.device)
+    _add_steps(builder, views["q"], views["k"], sums, own)
+    return tuple(builder.build().problems())
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Check that there are only supported options.
+
+    Raises:
+        Unsupported: an option is not supported; the message has the remedy.
+    """
+    for name, remedy in _REFUSED.items():
+        value = options.get(name)
+        if value is None or value is False or (name == "dropout_p" and value == 0):
+            continue
+        if name != "layout" or other_layout({"layout": value}):
+            raise Unsupported(f"weight_sums is not supported with {name}: {remedy}")
+    if options.get("page_table") is not None and options.get("cu_seqlens_q") is not None:
+        raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
+
+
+def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of the keys, without pages."""
+    table = options.get("page_table")
+    return k.shape if table is None else (k.shape[0], k.shape[1], k.shape[2] * table.shape[0], table.shape[1])
+
+
+def _run(kind: Any, given: tuple[Any, Any], options: Mapping[str, Any], *, per_kv_head: bool) -> list[Any]:
+    """Check the arguments, and run the program."""
+    q, k = given
+    read_forward(q, k, k, options, return_stats=True)  # checks the arguments
+    shape = _shape_of_keys(k, options)
+    heads = k.shape[1] if per_kv_head else q.shape[1]
+    sums = cupy_runtime.new_result(q, row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(np.float32))
+    inputs = Inputs({"q": q, "k": k, "sums": sums}, kept_options(q, options))
+
+    def build(builder: Builder) -> None:
+        views = inputs.views
+        _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
+
+    return run_program(kind, ("q", "k"), given, options, inputs, ["sums"], build)
+
+
+# The steps
+
+
+def _add_steps(builder: Builder, q: View, k: View, sums: View, options: Mapping[str, Any]) -> None:
+    """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: ``exp`` of the log-sum-exp of the scores ``s_ij - L_i``.
+
+    Args:
+        builder: collects the steps.
+        q, k: as for :func:`cupy_sdpa.weight_sums`.
+        sums: float32 ``(Skv, H, B)`` or packed ``(H, Tkv)``, for query heads or for key/value heads.
+        options: the options of the call.
+    """
+    starts, table = options.get("cu_seqlens_q"), options.get("page_table")
+    options = {**options, "scale": read_scale(options.get("scale"), q.shape[0])}
+    stats = builder.temporary(row_stats_shape(q.shape), np.float32)
+    builder.part = "statistics of queries"
+    builder.attend("attention", q, k, k, options, out=builder.temporary(q.shape, q.dtype), stats=stats)
+    builder.part = "sums over queries"
+    keys = k
+    if table is not None:
+        dim, heads, size, _ = k.shape
+        keys = builder.temporary((dim, heads, table.shape[0] * size, table.shape[1]), k.dtype)
+        builder.run(gathered, keys, k, table, options["seq_lens_kv"], writes=[keys])
+    packed = starts is not None
+    longest, batch = (q.shape[2], q.shape[3]) if starts is None else (options["max_seqlen_q"], starts.shape[0] - 1)
+    group, of_queries = q.shape[1] // max(k.shape[1], 1), sums.shape[0 if packed else 1] == q.shape[1]
+    for member in range(group):
+        own = slice(member, None, group)
+        bias = builder.temporary((longest, 1, k.shape[1], batch), np.float32)
+        builder.run(negated_rows, bias, stats[own] if packed else stats[:, own], starts, writes=[bias])
+        logarithms = builder.temporary(row_stats_shape(keys.shape), np.float32)
+        out = builder.temporary(keys.shape, keys.dtype)
+        swapped = {**_swapped(builder, options, own, k.shape[1]), "bias": bias}
+        queries = q[:, own]
+        builder.attend("attention", keys, queries, queries, swapped, out=out, stats=logarithms)
+        target = sums if not of_queries else sums[own] if packed else sums[:, own]
+        builder.run(exponentials, target, logarithms, member > 0 and not of_queries, writes=[target])
+
+
+def _swapped(builder: Builder, options: Mapping[str, Any], own: slice, count: int) -> dict[str, Any]:
+    """The options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
+    group = own.step
+    found = {name: options[name] for name in _SAME if name in options}
+    if "cu_seqlens_q" in options:
+        found.pop("bucket", None)  # the bias has the size of the longest sequences
+    for name, other in _PAIRS.items():
+        found |= {new: options[old] for new, old in ((name, other), (other, name)) if old in options}
+    if (band := read_band(options.get("causal"), options.get("window"))) is not None:
+        found["window"] = (band.right, band.left, "bottom_right" if band.bottom_right else "top_left")
+    if (mask := options.get("mask")) is not None:
+        found["mask"] = (mask if mask.shape[2] == 1 else mask[:, :, own]).transpose(1, 0, 2, 3)
+    if (slopes := options.get("alibi_slopes")) is not None:
+        found["alibi_slopes"] = slopes if group == 1 else builder.copied(slopes[own])
+    for name in FUNCTIONS:
+        if (function := options.get(name)) is not None:
+            if group > 1:
+                function, tensors = _of_heads(builder, function, options.get("tensors") or {}, own, count)
+                found["tensors"] = {**found.get("tensors", {}), **tensors}
+            found[name] = _exchanged(name, function)
+    return found
+
+
+def _of_heads(
+    builder: Builder, function: Recorded, tensors: Mapping[str, View], own: slice, count: int
+) -> tuple[Recorded, dict[str, View]]:
+    """A score or mask function for some heads, and the arrays that it reads: those of these heads, and their numbers."""
+    reads, arrays = {}, {}
+    for access in function.reads:
+        array = tensors[access.name]
+        for axis, index in enumerate(access.axes):
+            array = array[(*[slice(None)] * axis, own)] if index == "h" else array
+        reads[access] = access._replace(name=f"{access} of some heads")
+        arrays[reads[access].name] = array
+    heads = Access(f"heads from {own.start}", ("h",))
+    arrays[heads.name] = builder.constant(_numbers(own.start, own.step, count))
+    return relocated(function, reads, starts={}, places={"h": heads}), arrays
+
+
+@functools.cache
+def _numbers(first: int, step: int, count: int) -> Constant:
+    """The numbers ``first, first + step, ...`` of heads; kept for the rest of the process, as programs refer to it weakly."""
+    return Constant(first + step * np.arange(count, dtype=np.int32))
+
+
+def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A score or mask function of queries and keys in each other's place."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
+        return function(score, b, h, kv_idx, q_idx, **tensors)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
+        return function(b, h, kv_idx, q_idx, **tensors)
+
+    return score_mod if name == "score_mod" else mask_mod
