@@ -1,4 +1,4 @@
-"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; there is no silent fallback."""
+"""Attention and its gradients. numpy arrays run on the CPU, CuPy arrays on cuDNN; other engines run only on request."""
 
 from __future__ import annotations
 
@@ -152,6 +152,11 @@ def attention(
             CPU, too (:doc:`/layouts`), because they are probably those of another layout. ``"dhsb"`` confirms the shapes.
         compute_dtype: ``"float16"`` or ``"bfloat16"``: float32 or float64 arrays are rounded to it, one kernel for each of q, k
             and v, and the output and all gradients have the dtype of q. float16 overflows above 65504. Default None: q's dtype.
+        engine: ``"cupy"`` computes CuPy arrays with CuPy's own operations in place of cuDNN: on any GPU and without cuDNN, in
+            float16, bfloat16, float32 and float64, with any head dim and every option, deterministic. It takes many launches
+            for each head, so it is slower than cuDNN, it reads lengths, page tables and seeds on the host, and it cannot be
+            captured in a CUDA graph (:doc:`/engines`). ``"numpy"`` and ``"cudnn"`` confirm the engine of the arrays. Default
+            None: cuDNN for CuPy arrays, the CPU for numpy arrays.
 
     Returns:
         ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A fully masked row has
@@ -186,7 +191,7 @@ def attention(
     """
     if positional or v is ...:
         refuse_arguments(attention, positional, options)
-    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options:
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options:
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
             return tuple(made) if len(made) > 1 else made[0]
@@ -299,7 +304,7 @@ def attention_backward(
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
-    if (type(q) not in OWN_TYPES or "layout" in options) and needs_conversion(q, options):
+    if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         gradients: tuple[Any, ...] = convert(
             attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,

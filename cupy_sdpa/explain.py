@@ -150,6 +150,8 @@ def explain(
     copied = jvp or options.get("compute_dtype") is not None
     if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
+        if conversion.engine == "cupy" and (gpu or cudnn):
+            raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
         with conversion.stream():
             own: dict[str, Any] = {
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()

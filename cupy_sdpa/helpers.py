@@ -10,10 +10,12 @@ import numpy as np
 
 from ._typing import Array, ArrayT
 from .arrays.argument import arrays_on_gpu, check_arrays, read_array
+from .arrays.conversion import Conversion
 from .arrays.layouts import other_layout
 from .calls.arguments import read_forward
 from .calls.options import read_flag, read_positive
 from .device import cupy_runtime
+from .device.interpreted import plain
 from .device.merge import MAX_GROUPS, Parts
 from .device.merge import merge as merge_groups
 from .errors import in_words
@@ -68,6 +70,7 @@ def dropout_mask(
     max_seqlen_kv: int | None = None,
     bucket: Bucket = None,
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
+    engine: Literal["numpy", "cudnn", "cupy"] | None = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
@@ -80,6 +83,7 @@ def dropout_mask(
         bucket: as for the call: with another one, other weights are dropped. For packed sequences pass the rounded
             ``max_seqlen_q`` and ``max_seqlen_kv`` instead. Default None.
         layout: the axes of q and k, as for the call; in C order the result is ``(B, Hq, Sq, Skv)``. Default None: ``"dhsb"``.
+        engine: as for the call; ``"cupy"`` draws the numbers of the CPU. Default None: the engine of the arrays.
 
     Returns:
         bool ``(Skv, Sq, Hq, B)``, True where a weight is kept; for packed sequences Sq and Skv are the maximum lengths. On the
@@ -102,6 +106,12 @@ def dropout_mask(
             f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and "
             "pass them without bucket="
         )
+    if engine is not None:
+        conversion = Conversion(q, {**options, "engine": engine})
+        if conversion.engine == "cupy":
+            with conversion.stream():
+                kept = dropout_mask(conversion.into("q", q), conversion.into("k", k), **conversion.options)
+            return plain(kept.T if other_layout(options) else kept)
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.device_context(q):
@@ -110,7 +120,8 @@ def dropout_mask(
                 call.arrays[spec.name] = cupy_runtime.temporary(q, spec.shape, dtype)
         kept = compiled(call).run()[-1] > 0
     else:  # the graph draws no random numbers
-        kept = (cupy_runtime.cupy() if call.on_gpu else np).ones(call.problem.results[-1].shape, bool, order="F")
+        kept = cupy_runtime.new_result(q, call.problem.results[-1].shape, np.dtype(bool))
+        kept.fill(True)
     return kept.T if other_layout(options) else kept
 
 

@@ -202,7 +202,7 @@ def engine(request):
     """Each engine in turn, see :class:`engines.Engine`."""
     from engines import Engine
 
-    module = np if request.param == "numpy" else request.getfixturevalue(request.param)
+    module = np if request.param == "numpy" else request.getfixturevalue("cupy" if request.param == "cupy" else "fake")
     return Engine(request.param, module)
 
 

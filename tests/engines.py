@@ -1,4 +1,7 @@
-"""The engines of the tests. A test with the fixture ``engine`` runs on numpy, on the fake CuPy and, with the marker gpu, on a GPU."""
+"""The engines of the tests. A test with the fixture ``engine`` runs on numpy, on the fake CuPy and, with the marker gpu, on a GPU.
+
+With the decorator :data:`every_engine` it also runs with ``engine="cupy"`` on the fake CuPy.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +19,13 @@ from cupy_sdpa.check.verify.execute import execute
 from cupy_sdpa.check.verify.outcome import Outcome
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
-SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
+SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
+#: The names of the engines in cases of ``check``.
+CASES = {"numpy": "cpu", "fake": "gpu", "interpreted": "cupy", "cupy": "gpu"}
+#: Runs a test on every engine.
+every_engine = pytest.mark.parametrize(
+    "engine", ["numpy", "fake", "interpreted", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Engine:
     """Arrays and random problems of one engine.
 
     Attributes:
-        name: "numpy", "fake" or "cupy".
+        name: "numpy", "fake", "cupy", or "interpreted": ``engine="cupy"`` on the fake CuPy.
         xp: the module that creates arrays.
     """
 
@@ -34,7 +43,12 @@ class Engine:
     @property
     def on_cudnn(self) -> bool:
         """Whether calls run through cuDNN, or through what stands in for it."""
-        return self.name != "numpy"
+        return self.name in ("fake", "cupy")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The option of a call that selects the engine."""
+        return {"engine": "cupy"} if self.name == "interpreted" else {}
 
     @property
     def dtype(self) -> np.dtype:
@@ -58,7 +72,7 @@ class Engine:
         """Arrays of the engine as arrays of numpy; also those in a tuple or list."""
         if isinstance(x, (tuple, list)):
             return tuple(map(self.get, x))
-        if not self.on_cudnn or not hasattr(x, "get"):
+        if self.name == "numpy" or not hasattr(x, "get"):
             return np.asarray(x)
         return x.get(order="F" if x.flags.f_contiguous else "C")  # CuPy's default is C order
 
@@ -80,18 +94,18 @@ class Engine:
             others: what the other options are drawn from; by default all that can be combined with the names.
             most: the largest number of other options.
         """
-        names, engine = {*names}, "gpu" if self.on_cudnn else "cpu"
+        names, engine = {*names}, CASES[self.name]
         left_out = LEFT_OUT[engine] - names
         if others is None:
             limited = [ONLY_WITH[name] for name in names if name in ONLY_WITH]
             others = set.intersection(*limited) if limited else OPTIONS.keys()
-        sampler = Sampler(np.random.default_rng([number, *"".join(sorted(names)).encode()]), engine)
+        sampler = Sampler(np.random.default_rng([number, *"".join(sorted(names)).encode()]), "gpu" if self.on_cudnn else "cpu")
         names = sampler.extended(names, sorted(others), sampler.integer(most)) - left_out
         return draw_options(names, number, engine, limits=SIZES[self.name])
 
     def case(self, **values: Any) -> Case:
         """A problem of ``check`` with values in place of the defaults; q, k and v have :attr:`dtype` by default."""
-        return Case(**{"engine": "gpu" if self.on_cudnn else "cpu", "dtype": str(self.dtype), **values})
+        return Case(**{"engine": CASES[self.name], "dtype": str(self.dtype), **values})
 
     def agrees(self, case: Case, *, refused: bool = False) -> Outcome:
         """Run a problem: several calls whose results are compared with the reference, with NaN in what must not be read.

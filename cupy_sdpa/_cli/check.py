@@ -64,9 +64,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--seed", type=int, help="seed of the problems (default: random)")
     parser.add_argument(
         "--engine",
-        choices=("gpu", "cpu", "plan"),
+        choices=("gpu", "cpu", "cupy", "plan"),
         action="append",
-        help="what to test; may be repeated (default: gpu, or without a GPU cpu and plan)",
+        help="what to test; may be repeated; cupy is engine='cupy' (default: gpu, or without a GPU cpu and plan)",
     )
     parser.add_argument(
         "--lengths", type=_lengths, metavar="SQ,SKV", help="fixed lengths of queries and keys (default: random)"
@@ -240,6 +240,10 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
             print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
         elif engine == "cpu":
             print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
+        elif engine == "cupy":
+            if missing := machine.obstacles_of_cupy():
+                raise CommandError(f"--engine cupy cannot run here: {one_line('; '.join(missing))}")
+            print_labeled("tests", f"engine='cupy' on {'; '.join(machine.gpus())}")
         else:
             version = _planner()
             if isinstance(version, str):
@@ -255,7 +259,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
 def _jobs(engines: Sequence[str]) -> int:
     """The number of worker processes: one per CPU core; on a GPU at most 8, and at most one per 2 GiB of its memory."""
     cores = os.cpu_count() or 1
-    if "gpu" not in engines:
+    if not {"gpu", "cupy"} & set(engines):
         return cores
     memory = cupy_runtime.cupy().cuda.runtime.getDeviceProperties(0)["totalGlobalMem"]
     return max(1, min(8, cores, int(memory) >> 31))

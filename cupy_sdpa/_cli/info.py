@@ -28,7 +28,7 @@ example:
 
 
 #: Where each engine runs.
-_WHERE = {"numpy": "CPU", "cuDNN": "GPU"}
+_WHERE = {"numpy": "on the CPU", "CuPy": "on any GPU of CuPy, without cuDNN: engine='cupy'", "cuDNN": "on the GPU"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,11 +73,13 @@ def _facts() -> dict[str, Any]:
         packages.append({"name": title, "version": module.__version__, "path": str(Path(module.__file__ or "").parent)})
         if name == "cupy":
             packages[-1]["cuda"] = machine.cuda_text(module.cuda.runtime.runtimeGetVersion())
-    obstacles = machine.obstacles()
+    obstacles, of_cupy = machine.obstacles(), machine.obstacles_of_cupy()
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
     return {
         "packages": packages, **_cudnn(), "gpus": _gpus(), "plans": str(disk_cache.current()).removeprefix("plans "),
         "engines": [
-            {"name": "numpy", "runs": True, "dtypes": ["float16", "bfloat16", "float32", "float64"], "reasons": []},
+            {"name": "numpy", "runs": True, "dtypes": dtypes, "reasons": []},
+            {"name": "CuPy", "runs": not of_cupy, "dtypes": dtypes, "reasons": of_cupy},
             {"name": "cuDNN", "runs": not obstacles, "dtypes": ["float16", "bfloat16"], "reasons": obstacles},
         ],
     }  # fmt: skip
@@ -113,7 +115,7 @@ def _print(facts: Mapping[str, Any]) -> None:
     print("\nthis machine can run:")
     for engine in facts["engines"]:
         *most, last = engine["dtypes"]
-        first, *others = engine["reasons"] or [f"{', '.join(most)} and {last}, on the {_WHERE[engine['name']]}"]
+        first, *others = engine["reasons"] or [f"{', '.join(most)} and {last}, {_WHERE[engine['name']]}"]
         _line(engine["name"], "yes" if engine["runs"] else "no", first)
         for other in others:
             _line("", "", other)

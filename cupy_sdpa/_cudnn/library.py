@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
@@ -73,6 +74,16 @@ class Library:
         paths = [Path(self.path).with_name(name) for name in _PLANNING_LIBRARIES]
         ids = [build_id(path) if path.exists() else "-" for path in paths]
         return " ".join([str(self.version), f"cuda {self.cudart_version}", *ids])
+
+    @functools.cached_property
+    def is_light(self) -> bool:
+        """Whether this is cuDNN's configuration for kernels compiled at run time, which has no other engines.
+
+        NVIDIA's wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13`` are this configuration; ``CUDNN_LIB_CONFIG=GRAPH_JIT_ONLY``
+        selects it in the full cuDNN.
+        """
+        selected = os.environ.get("CUDNN_LIB_CONFIG") == "GRAPH_JIT_ONLY"
+        return selected or not Path(self.path).with_name(_PRECOMPILED_LIBRARY).exists()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"{name} has no declared signature: add it to _SIGNATURES")
@@ -144,6 +155,8 @@ def path_of(function: Any) -> str:
 
 #: The libraries that choose an engine and generate its kernel, in the folder of libcudnn.
 _PLANNING_LIBRARIES = ("libcudnn_graph.so.9", "libcudnn_engines_runtime_compiled.so.9")
+#: The library of the engines that are not compiled at run time, which the light configuration lacks.
+_PRECOMPILED_LIBRARY = "libcudnn_engines_precompiled.so.9"
 
 
 def build_id(path: Path) -> str:
@@ -176,6 +189,15 @@ def _from_pathfinder() -> ctypes.CDLL:
     return ctypes.CDLL(load_nvidia_dynamic_lib("cudnn").abs_path)
 
 
+def _from_light_wheel() -> ctypes.CDLL:
+    """The cuDNN of NVIDIA's wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``, which cuda.pathfinder does not know."""
+    places = [Path(folder) / "nvidia" / "cudnn_jit" / "lib" / SONAME for folder in sys.path]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        raise FileNotFoundError("not installed")
+    return ctypes.CDLL(str(found))
+
+
 def _load() -> Library:
     loaded = _already_loaded()
     if path := os.environ.get(OVERRIDE):
@@ -191,11 +213,20 @@ def _load() -> Library:
             raise _not_found({f"{OVERRIDE}={path}": error}) from error
     if loaded is not None:
         return Library(loaded, "already loaded in this process")
-    try:
-        return Library(_from_pathfinder(), "cuda.pathfinder")
-    except Exception as error:  # pathfinder's own classes, OSError, AttributeError
-        place = "cuda.pathfinder (wheels, conda, the loader's path, CUDNN_PATH, CUDA_PATH)"
-        raise _not_found({"already loaded in this process": "no", place: error}) from error
+    outcomes: dict[str, str | Exception] = {"already loaded in this process": "no"}
+    for name, place, find in _PLACES:
+        try:
+            return Library(find(), name)
+        except Exception as error:  # pathfinder's own classes, OSError, AttributeError
+            outcomes[f"{name} ({place})"] = error
+    raise _not_found(outcomes)
+
+
+#: Where cuDNN is searched, in this order: a name, the places, and the function that loads it.
+_PLACES: tuple[tuple[str, str, Callable[[], ctypes.CDLL]], ...] = (
+    ("cuda.pathfinder", "wheels, conda, the loader's path, CUDNN_PATH, CUDA_PATH", _from_pathfinder),
+    ("nvidia-cudnn-jit", "wheels of the light configuration", _from_light_wheel),
+)
 
 
 def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
@@ -206,8 +237,8 @@ def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
         lines.append(f"  {place}: {' '.join(text.split())}")
     places = "\n".join(lines)
     return CudnnError(
-        f"{SONAME} was not found. Install it with pip install 'cupy-sdpa[cuda12]' (or [cuda13]), "
-        f"or set {OVERRIDE} to its path. Searched:\n{places}"
+        f"{SONAME} was not found. Install it with pip install 'cupy-sdpa[cuda12]' (or [cuda13]), or set {OVERRIDE} to its "
+        f"path, or pass engine='cupy', which computes without cuDNN, but slower. Searched:\n{places}"
     )
 
 
@@ -220,7 +251,7 @@ def library() -> Library:
 
     If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
     already loaded is used, or else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
-    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``.
+    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``; or else that of the wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``.
 
     Raises:
         CudnnError: cuDNN is not found; the message lists every place searched.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..errors import in_words
 from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import Expected, Signature, alignment_of, byte_range, check_spec, dtype_name, make_spec
@@ -44,7 +45,7 @@ class Argument(NamedTuple):
         array: the array, or its view.
         signature: dtype, shape, strides and alignment.
         address: the address of the first element in the GPU's memory; 0 for numpy arrays.
-        device: the device of a CuPy array; None for numpy arrays.
+        device: the device of a CuPy array; None for numpy arrays, and for those that the interpreter computes with.
     """
 
     name: str
@@ -68,6 +69,8 @@ def read_array(name: str, array: Any) -> Argument:
         array = as_int32(name, array)
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
         return Argument(name, array, signature_of(array, 0, dtype), 0, None)
+    if type(array) is InterpretedArray:
+        return Argument(name, array, signature_of(array, 0, dtype), array.data.ptr, None)
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
@@ -145,8 +148,8 @@ def share_elements(a: Argument, b: Argument) -> bool:
     """Whether two arrays of one engine have an element in common."""
     if not a.array.size or not b.array.size:
         return False
-    if a.device is None:
-        return bool(np.shares_memory(a.array, b.array))
+    if not a.address or not b.address:  # of numpy arrays
+        return a.address == b.address and bool(np.shares_memory(a.array, b.array))
     (a_from, a_to), (b_from, b_to) = (byte_range(x.shape, x.strides, x.itemsize) for x in (a.array, b.array))
     distance = b.address - a.address
     if a_to <= distance + b_from or distance + b_to <= a_from:
@@ -165,7 +168,7 @@ def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -
         ValueError: a result is read-only, or overlaps another array.
     """
     for result in results:
-        if result.device is None and not result.array.flags.writeable:
+        if not result.address and not result.array.flags.writeable:
             raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
         for other in arguments:
             if other is not result and share_elements(result, other):

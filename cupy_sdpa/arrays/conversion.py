@@ -1,4 +1,4 @@
-"""Calls whose arrays are converted: those of other libraries, or with a layout where needed. No element is copied.
+"""Calls whose arrays are converted: those of other libraries, with ``engine``, or with a layout where needed.
 
 A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
 opposite order. Most calls of arrays of numpy and CuPy with ``layout`` do not need one: their arrays are permuted where the call
@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..device import cupy_runtime
+from ..device.interpreted import plain
 from ..problem.problem import CU_SEQLENS
 from . import layouts
+from .engine import interpreted, read_engine
 from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
@@ -32,6 +34,8 @@ def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
             return True
         if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
             OWN_TYPES.add(type(q))
+    if "engine" in options:
+        return True
     return "layout" in options and ("block_mask" in options or "mask_mod" in options)  # their programs permute no axes
 
 
@@ -40,10 +44,11 @@ class Conversion:
 
     Args:
         q: the queries.
-        options: the options, from which ``layout`` is removed.
+        options: the options, from which ``layout`` and ``engine`` are removed.
 
     Attributes:
         options: the options in the form of this package.
+        engine: the option ``engine``, or None.
 
     Raises:
         TypeError, ValueError: an option has an invalid value, or arrays of several libraries are mixed.
@@ -53,14 +58,17 @@ class Conversion:
         given = dict(options)
         layout = given.pop("layout", None)
         layouts.check_layout(layout)
+        engine = given.pop("engine", None)
         self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
         self._library: Library | None = library_of(q)
         self._kind = kind_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
         with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
-            own = self._shared("q", q)
+            own = self._in_own_library("q", q)
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
+            #: Other objects are refused by the call.
+            self.engine = read_engine(engine, own) if kind_of(own) else None
             #: The shapes of the caller's arrays, for messages.
             self._shapes = layouts.shapes_of({"q": q}, given)
             self.options = {name: self._option(name, value) for name, value in given.items()}
@@ -95,6 +103,8 @@ class Conversion:
         with contextlib.ExitStack() as stack:
             if self._library is not None and self._device is not None:
                 stack.enter_context(on_stream_of(self._library, self._device))
+            elif self.engine == "cupy":
+                stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
             if self._layout is not None:
                 stack.enter_context(layouts.described(self._layout, self._shapes))
             if self._is_named:
@@ -136,7 +146,12 @@ class Conversion:
         return layouts.to_own(name, array, self._layout)
 
     def _shared(self, name: str, array: Any) -> Any:
-        """An array of the caller's library as a numpy or CuPy array; anything else is returned as it is."""
+        """An array of the caller's library in the form that the engine needs; anything else is returned as it is."""
+        array = self._in_own_library(name, array)
+        return interpreted(name, array, self._device) if self.engine == "cupy" and self._device is not None else array
+
+    def _in_own_library(self, name: str, array: Any) -> Any:
+        """An array of the caller's library as a numpy or CuPy array."""
         kind = kind_of(array)
         if self._library is None:
             if library_of(array) is not None:
@@ -147,7 +162,7 @@ class Conversion:
         return self._library.share(name, array) if kind == self._kind else array
 
     def _returned(self, array: Any) -> Any:
-        return array if self._library is None else self._library.returned(array)
+        return plain(array) if self._library is None else self._library.returned(plain(array))
 
 
 def convert(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..problem.tensor_spec import Signature, alignment_of, byte_range, dense_strides, dtype_name
 
 
@@ -166,7 +167,12 @@ class View:
 
 
 def on_host(view: View, array: Any) -> Any:
-    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it."""
+    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
+
+    The same for arrays that the interpreter computes with.
+    """
+    if isinstance(array, InterpretedArray):
+        return InterpretedArray(on_device(type(array.array), view, array.array))
     dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
     return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
 

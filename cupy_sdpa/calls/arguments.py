@@ -13,6 +13,7 @@ from ..arrays.argument import Argument, arrays_on_gpu, check_separate, read_arra
 from ..arrays.libraries import check_one_library
 from ..arrays.view import Storage, View
 from ..device import cupy_runtime
+from ..device.interpreted import InterpretedArray
 from ..problem.bucket import Rounding, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
 from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, numpy_dtype
@@ -343,7 +344,7 @@ def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> 
 def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     if isinstance(x, View):
         return x.signature
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, InterpretedArray)):
         return signature_of(x, 0)
     if cupy_runtime.is_array(x):
         return signature_of(x, x.data.ptr)

@@ -54,6 +54,7 @@ class Options(TypedDict, total=False):
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
     layout: Layout | None
     compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
+    engine: Literal["numpy", "cudnn", "cupy"] | None
 
 
 #: The options whose default is not None.
@@ -226,6 +227,11 @@ def check_names(options: Mapping[str, Any]) -> None:
         raise TypeError(
             "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "
             "explain do: convert q, k and v with .astype(...)"
+        )
+    if options.get("engine") is not None:
+        raise TypeError(
+            "this call does not take engine; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, prepare "
+            "and explain do"
         )
     check_layout(options.get("layout"))
     _check_spelling(options)

@@ -12,6 +12,7 @@ from ..device import cupy_runtime
 from ..errors import Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
+from ..graph.tiles import tile_of
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..support.padding import description as padding_of
@@ -31,7 +32,7 @@ class Report:
     """Whether and how a call would run; true if it would. It holds no array.
 
     Attributes:
-        engine: ``cuDNN`` or ``numpy``.
+        engine: ``cuDNN``, ``numpy``, or ``CuPy`` with ``engine="cupy"``.
         problem: the problem that the engine runs.
         graph: its operation graph.
         plan: cuDNN's plan; None on numpy, if the call cannot run, and if nothing was planned.
@@ -66,12 +67,14 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of cuDNN's workspace; 0 on numpy, None if unknown.
+        """Bytes of cuDNN's workspace, with ``engine="cupy"`` those of a tile; 0 on numpy, None if unknown.
 
         Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
         """
         if self.engine == "numpy" or self.problem.trivial:
             return 0
+        if self.engine == "CuPy":
+            return max(tile_of(launch.graph).nbytes for launch in self.launches or (self,))
         plans = [launch.plan for launch in self.launches or (self,)]  # they run in sequence and share it
         return max((plan.workspace for plan in plans if plan), default=None)
 
@@ -145,6 +148,8 @@ class Report:
             return "runs without a kernel: there is no query, no key or no value"
         elif self.engine == "numpy":
             return "runs on the CPU: the arrays are numpy arrays"
+        elif self.engine == "CuPy":
+            return f"runs with CuPy's operations, without cuDNN: {tile_of(self.graph)}"
         else:
             verdict = f"runs on {self.engine}"
         return f"{verdict}{f' ({self.note})' if self.note else ''}{':' if self.reasons else ''}"

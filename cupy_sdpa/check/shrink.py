@@ -66,14 +66,14 @@ def _all_candidates(case: Case) -> Iterator[Case]:
         yield case.with_(layouts={other: layout for other, layout in case.layouts.items() if other != name})
     yield from _smaller_sizes(case)
     yield from _simpler_options(case)
-    dtype = "float32" if case.engine == "cpu" else "float16"
+    dtype = "float32" if case.is_interpreted else "float16"
     if case.dtype != dtype:
         yield case.with_(dtype=dtype)
 
 
 def _smaller_sizes(case: Case) -> Iterator[Case]:
     """Generate cases with one smaller size, or with two equal sizes that are both smaller."""
-    unit = 1 if case.engine == "cpu" else 8
+    unit = 1 if case.is_interpreted else 8
     if case.d != case.dv and case.dv:
         yield case.with_(dv=case.d)
     for n in _smaller_numbers(case.b, 1):
@@ -118,7 +118,7 @@ def _simpler_options(case: Case) -> Iterator[Case]:
     if paged := case.paged:
         simplest = Paged(paged.page, "pages", "full", 0, "unowned", shared=False, moved=False)
         simpler = [simplest, *(paged._replace(**{name: getattr(simplest, name)}) for name in Paged._fields)]
-        sizes = (page for page in _smaller_numbers(paged.page, 1) if case.engine == "cpu" or page & (page - 1) == 0)
+        sizes = (page for page in _smaller_numbers(paged.page, 1) if case.is_interpreted or page & (page - 1) == 0)
         simpler += [paged._replace(page=page) for page in sizes]
         yield from (case.with_(options=case.options | {"paged": tuple(value)}) for value in simpler if value != paged)
     for name in ("mask", "bias"):

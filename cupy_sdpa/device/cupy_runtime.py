@@ -94,8 +94,9 @@ def stream() -> int:
 
 def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
-    pointer = stream()
-    return bool(pointer) and bool(cupy().cuda.runtime.streamIsCapturing(pointer))  # the default stream cannot be captured
+    pointer, runtime = stream(), cupy().cuda.runtime
+    # the default stream cannot be captured, nor, by CuPy, one of ROCm
+    return bool(pointer) and not runtime.is_hip and bool(runtime.streamIsCapturing(pointer))
 
 
 def array_function(ndarray: Any) -> Callable[[tuple[int, ...], Any, Any], Any]:
@@ -252,7 +253,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order that is used within a call only, on the engine of ``like``."""
-    return empty(shape, dtype) if is_array(like) else np.empty(shape, dtype, order="F")
+    return empty(shape, dtype) if is_array(like) else np.empty_like(like, dtype, "F", subok=False, shape=shape)
 
 
 def temporary_copy(array: Any) -> Any:
@@ -264,4 +265,6 @@ def temporary_copy(array: Any) -> Any:
 
 def new_result(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Create an uninitialized array in Fortran order to return to the caller, on the engine of ``like``."""
-    return (cupy().empty if is_array(like) else np.empty)(shape, dtype, order="F")
+    if is_array(like):
+        return cupy().empty(shape, dtype, order="F")
+    return np.empty_like(like, dtype, "F", subok=False, shape=shape)

@@ -94,7 +94,7 @@ def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> 
         total = weights.sum(axis=3)
         if sinks is not None:
             total += np.exp(sinks[:, None] - base)
-        merged = np.zeros(out.shape, dtype)
+        merged = np.zeros_like(out, dtype)
         ends = itertools.accumulate(group.stats.shape[3] for group in groups)
         for group, end in zip(groups, ends, strict=True):
             own = (..., slice(end - group.stats.shape[3], end))

@@ -184,7 +184,7 @@ def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 def _add_terms_on_cpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
     width = dout.shape[0]
     work = np.result_type(np.float32, dout.dtype)
-    total = np.zeros(dout.shape, work)
+    total = np.zeros_like(dout, work)
     if terms.scores is not None:
         total += terms.scores[terms.score_start : terms.score_start + width].astype(work)
     if terms.values is not None:

@@ -1,7 +1,10 @@
-"""The CPU engine: it evaluates a graph on numpy arrays and defines the meaning of every node.
+"""The interpreter: it evaluates a graph on arrays of numpy or CuPy, and defines the meaning of every node.
+
+It is the engine of numpy arrays, and of CuPy arrays with ``engine="cupy"``: the module of the arrays is ``tile.run.xp``.
+Integers that the host needs, such as lengths and page tables, are numpy arrays in both cases.
 
 There are two precisions. *Declared*: every tensor is rounded to its dtype in the graph, and arithmetic uses the compute
-dtype. This is the engine for numpy arrays, and the naive computation to which cuDNN's error is compared. *Exact*:
+dtype. This is how calls are computed, and the naive computation to which cuDNN's error is compared. *Exact*:
 float64 without rounding, the exact value of the graph.
 """
 
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device.blocks import BLOCK
+from ..device.interpreted.kernels import erf, philox
 from ..problem.tensor_spec import rounded
 from .nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
 from .tiles import Evaluation, Tile
@@ -36,7 +40,8 @@ def evaluate(
 
     Args:
         graph: the graph.
-        arrays: the caller's array of every input and output tensor, by name, with the caller's axes.
+        arrays: the caller's array of every input and output tensor, by name, with the caller's axes: of numpy, or of CuPy
+            except for integers that the host needs.
         scalars: the value of every scalar without a value in the graph, by name.
         exact: compute in float64 and round only the results.
         check: the check of the inputs of a backward pass. Default None: they are not checked.
@@ -170,13 +175,13 @@ def _norms(matrix: Array, axis: int) -> Array:
 def _matmul(node: Matmul, tile: Tile) -> None:
     a, b = tile[node.a], tile[node.b]
     if node.k is not None:
-        length = int(tile[node.k][0, 0])
+        length = tile.number(node.k)
         a, b = a[:, :length], b[:length]
     out = a @ b
     if node.m is not None:
-        out[max(0, int(tile[node.m][0, 0]) - tile.start) :] = 0
+        out[max(0, tile.number(node.m) - tile.start) :] = 0
     if node.n is not None:
-        out[:, int(tile[node.n][0, 0]) :] = 0
+        out[:, tile.number(node.n) :] = 0
     tile[node.out] = out
 
 
@@ -184,13 +189,13 @@ def _paged_load(node: PagedLoad, tile: Tile) -> None:
     """Gather the pages that hold rows before the length; later rows are 0. All tiles of a head share the result."""
     if node.out.name in tile.cache:
         return
-    views, length = tile.run.views, int(tile[node.lengths][0, 0])
+    views, length, xp = tile.run.views, tile.number(node.lengths), tile.run.xp
     pages = views[node.pages.name]
     (_, _, page, columns), head = pages.shape, tile.head_of(pages)
     count = page * node.table.shape[2] if tile.columns is None else tile.columns
-    rows = np.zeros((count, columns), tile.run.dtype)
-    used = views[node.table.name][tile.batch, 0, : -(-length // page), 0]
-    rows[:length] = pages[used, head].reshape(len(used) * page, columns)[:length]
+    rows = xp.zeros((count, columns), tile.run.dtype)
+    used = xp.asarray(views[node.table.name][tile.batch, 0, : -(-length // page), 0])
+    rows[:length] = pages[:, head][used].reshape(len(used) * page, columns)[:length]
     tile.cache[node.out.name] = rows.T if node.transposed else rows
 
 
@@ -203,32 +208,32 @@ def _block_select(node: BlockSelect, tile: Tile) -> None:
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
-    x = tile[node.x]
+    x, xp = tile[node.x], tile.run.xp
     # m = max(x), with the sink
-    top = x.max(axis=1, keepdims=True, initial=-np.inf)
+    top = x.max(axis=1, keepdims=True, initial=-np.inf) if xp is np else _row_maxima(x)
     sink = None if node.sink is None else tile[node.sink]
     if sink is not None:
         if node.rows is not None:
-            valid = np.arange(tile.start, tile.start + len(x))[:, None] < tile[node.rows][0, 0]
-            sink = np.where(valid, sink, -np.inf).astype(tile.run.dtype)
-        top = np.maximum(top, sink)
+            valid = xp.arange(tile.start, tile.start + len(x))[:, None] < tile.number(node.rows)
+            sink = xp.where(valid, sink, -np.inf).astype(tile.run.dtype)
+        top = xp.maximum(top, sink)
     # p = exp(x - m); 0 in place of m in a row of -inf, so that exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
-    shift = np.where(np.isneginf(top), 0, top)
-    p = np.subtract(x, shift, out=tile.reusable(node.x))
-    np.exp(p, out=p)
+    shift = xp.where(top == -np.inf, 0, top)
+    p = xp.subtract(x, shift, out=tile.reusable(node.x))
+    xp.exp(p, out=p)
     # l = sum(p), with the sink
     total = p.sum(axis=1, keepdims=True)
     if sink is not None:
-        total += np.exp(sink - shift)
+        total += xp.exp(sink - shift)
     if node.scale is not None:
         # p = round(scale p), in the units of FP8 from here on
         p *= tile[node.scale]
         p = p if tile.run.exact else rounded(p, node.out.dtype).astype(tile.run.dtype)
     # p = p / l
-    p /= np.where(total == 0, 1, total)
+    p /= xp.where(total == 0, 1, total)
     # stats = m + log(l)
     if node.stats is not None:
-        tile[node.stats] = shift + np.log(total)  # log 0 = -inf is the result of a row of -inf
+        tile[node.stats] = shift + xp.log(total)  # log 0 = -inf is the result of a row of -inf
     for out, value in ((node.max, top), (node.sum_exp, total)):
         if out is not None:
             tile[out] = value
@@ -236,6 +241,11 @@ def _softmax(node: Softmax, tile: Tile) -> None:
         tile[node.out] = p
     else:
         tile.values[node.out.name] = p  # rounded already
+
+
+def _row_maxima(x: Array) -> Array:
+    """The largest element of each row of a CuPy array, -inf without elements: CuPy's reductions have no initial value."""
+    return x.max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True) - np.inf  # type: ignore[no-any-return]
 
 
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
@@ -246,11 +256,17 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
     *_, rows, columns = node.out.shape
     words = -(-columns // 8) * 4  # the number of 64-bit words per row, a multiple of Philox's block of four
     seed, offset = (int(tile.run.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset))
-    source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
-    source.advance(tile.start * words // 4)
     rows = min(tile.stop, rows) - tile.start
-    bits = source.random_raw(rows * words).view(np.uint32).reshape(rows, 2 * words)[:, :columns]
-    tile[node.out] = (bits[:, : tile.columns] < round(node.probability * 2**32)).astype(tile.run.dtype)
+    first = tile.start * words // 4
+    if tile.run.xp is np:
+        source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
+        source.advance(first)
+        numbers = source.random_raw(rows * words)
+    else:
+        numbers = philox((seed, offset), (first, 0, tile.head, tile.batch), rows * words)
+    bits = numbers.view(np.uint32).reshape(rows, 2 * words)[:, :columns]
+    kept = bits[:, : tile.columns] < np.uint64(round(node.probability * 2**32))
+    tile[node.out] = kept.astype(tile.run.dtype)
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
@@ -275,11 +291,12 @@ def _transpose(node: Transpose, tile: Tile) -> None:
 
 def _gen_index(node: Pointwise, tile: Tile) -> Array:
     # A row or a column of indices, not a matrix: it is broadcast where it is read.
+    xp = tile.run.xp
     if node.axis == 2:
-        return np.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int64)[:, None]
+        return xp.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int64)[:, None]  # type: ignore[no-any-return]
     if node.axis == 3:
-        return np.arange(node.x.shape[3], dtype=np.int64)[None, : tile.columns]
-    return np.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int64)
+        return xp.arange(node.x.shape[3], dtype=np.int64)[None, : tile.columns]  # type: ignore[no-any-return]
+    return xp.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int64)  # type: ignore[no-any-return]
 
 
 def _operands(node: Pointwise, tile: Tile) -> list[Any]:
@@ -294,6 +311,8 @@ def _operands(node: Pointwise, tile: Tile) -> list[Any]:
 def _select(node: Pointwise, tile: Tile) -> Array:
     x, other, condition = _operands(node, tile)
     condition = condition != 0  # it may be 1 and 0
+    if tile.run.xp is not np:
+        return tile.run.xp.where(condition, x, other).astype(x.dtype, copy=False)  # type: ignore[no-any-return]
     out = tile.reusable(node.x, node.t)
     if out is None or np.broadcast_shapes(out.shape, np.shape(other)) != out.shape:
         return np.where(condition, x, np.asarray(other, x.dtype))
@@ -306,11 +325,11 @@ def _truncated_division(x: Array, b: Array) -> Array:
     return quotient + ((quotient < 0) & (quotient * b != x))  # type: ignore[no-any-return]
 
 
-def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
+def _arithmetic(name: str, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
     """Elementwise, in the dtype of the evaluation, or in 64-bit integers if the result is an integer."""
 
     def compute(node: Pointwise, tile: Tile) -> Array:
-        operands = _operands(node, tile)
+        function, operands = getattr(tile.run.xp, name), _operands(node, tile)
         if node.out.dtype.startswith("int"):
             return (integer or function)(*operands)
         return function(*operands, out=tile.reusable(node.x, node.b), dtype=tile.run.dtype)  # type: ignore[no-any-return]
@@ -318,30 +337,36 @@ def _arithmetic(function: np.ufunc, integer: Callable[..., Array] | None = None)
     return compute
 
 
-def _comparison(function: np.ufunc) -> Callable[[Pointwise, Tile], Array]:
-    return lambda node, tile: function(*_operands(node, tile))
+def _comparison(name: str) -> Callable[[Pointwise, Tile], Array]:
+    return lambda node, tile: getattr(tile.run.xp, name)(*_operands(node, tile))
+
+
+def _erf(node: Pointwise, tile: Tile) -> Array:
+    x = tile[node.x]
+    return (_numpy_erf if tile.run.xp is np else erf)(x).astype(tile.run.dtype)  # type: ignore[no-any-return]
 
 
 #: The error function, which numpy does not have.
-_erf = np.vectorize(math.erf, otypes=[np.float64])
+_numpy_erf = np.vectorize(math.erf, otypes=[np.float64])
 
-_ARITHMETIC: dict[str, np.ufunc] = {
-    "mul": np.multiply, "add": np.add, "sub": np.subtract, "mod": np.fmod, "max": np.maximum, "min": np.minimum,
-    "pow": np.power, "neg": np.negative, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "reciprocal": np.reciprocal,
-    "tanh_fwd": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "abs": np.absolute, "floor": np.floor, "ceil": np.ceil,
+#: The functions of numpy and CuPy by the pointwise modes.
+_ARITHMETIC = {
+    "mul": "multiply", "add": "add", "sub": "subtract", "mod": "fmod", "max": "maximum", "min": "minimum", "pow": "power",
+    "neg": "negative", "exp": "exp", "log": "log", "sqrt": "sqrt", "reciprocal": "reciprocal", "tanh_fwd": "tanh", "sin": "sin",
+    "cos": "cos", "tan": "tan", "abs": "absolute", "floor": "floor", "ceil": "ceil",
 }  # fmt: skip
-_COMPARISONS: dict[str, np.ufunc] = {
-    "cmp_eq": np.equal, "cmp_neq": np.not_equal, "cmp_ge": np.greater_equal, "cmp_gt": np.greater, "cmp_le": np.less_equal,
-    "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
+_COMPARISONS = {
+    "cmp_eq": "equal", "cmp_neq": "not_equal", "cmp_ge": "greater_equal", "cmp_gt": "greater", "cmp_le": "less_equal",
+    "cmp_lt": "less", "logical_and": "logical_and", "logical_or": "logical_or",
 }  # fmt: skip
 
 #: The meaning of every pointwise mode.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    **{mode: _arithmetic(function) for mode, function in _ARITHMETIC.items()},
-    **{mode: _comparison(function) for mode, function in _COMPARISONS.items()},
-    "div": _arithmetic(np.divide, _truncated_division),
-    "rsqrt": lambda node, tile: 1 / np.sqrt(tile[node.x]),
-    "erf": lambda node, tile: _erf(tile[node.x]).astype(tile.run.dtype),
+    **{mode: _arithmetic(name) for mode, name in _ARITHMETIC.items()},
+    **{mode: _comparison(name) for mode, name in _COMPARISONS.items()},
+    "div": _arithmetic("divide", _truncated_division),
+    "rsqrt": lambda node, tile: 1 / tile.run.xp.sqrt(tile[node.x]),
+    "erf": _erf,
     "identity": lambda node, tile: tile[node.x],
     "gen_index": _gen_index,
     "binary_select": _select,

@@ -1,4 +1,4 @@
-"""Tiles: the CPU engine computes one head of one batch entry and a block of its rows at a time.
+"""Tiles: the interpreter computes one head of one batch entry and a block of its rows at a time.
 
 Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not gigabytes.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..device.cupy_runtime import cupy
+from ..device.interpreted import on_host, plain
 from ..problem.tensor_spec import FP8_LARGEST, rounded
-from .nodes import Graph, Matmul, Node, PagedLoad, Reduction, Tensor
+from .nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-#: Elements of one tile of scores: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
+#: Elements of one tile of scores on the CPU: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
 TILE_ELEMENTS = 1 << 20
+#: The same on a GPU: large enough that the time of a kernel is that of the memory, not of the launch.
+GPU_TILE_ELEMENTS = 1 << 22
 
 
 class Analysis:
@@ -29,11 +33,12 @@ class Analysis:
         graph: the graph.
 
     Attributes:
-        views: name, axes and new axes of the arrays of the caller.
+        views: name, axes and the index that adds new axes, of the arrays of the caller.
         constants: the arrays that do not depend on the call, by name.
         scalars: the tensors of the scalars.
         right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
+        on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         packed: the names of the tensors of packed sequences.
         lengths: the lengths of each batch entry, if only these are computed.
@@ -47,6 +52,7 @@ class Analysis:
         self.scalars = graph.by_role("scalar")
         self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
         self.steps = _last_reads(graph)
+        self.on_host = {t.name for node in graph.nodes for t in _read_on_host(node)}
         self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
@@ -67,6 +73,7 @@ class Evaluation:
     """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
 
     Attributes:
+        xp: the module of the arrays, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
@@ -83,16 +90,21 @@ class Evaluation:
         self.exact, self.right_operands, self.packed = exact, analysis.right_operands, analysis.packed
         self.steps, self.heads = analysis.steps, analysis.shape[1]
         self.views = dict(analysis.constants)
+        self.xp: Any = np
         for name, axes, new_axes in analysis.views:
-            view = arrays[name].transpose(axes)
-            self.views[name] = np.expand_dims(view, new_axes) if new_axes else view
+            array = arrays[name]
+            if type(array) is not np.ndarray:
+                array = on_host(array) if name in analysis.on_host else plain(array)
+                self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
+            view = array.transpose(axes)
+            self.views[name] = view[new_axes] if new_axes else view
         self.scalars: dict[str, Any] = {}
         for t in analysis.scalars:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
         self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
         self.totals: dict[str, Array] = {}
         for name, shape in analysis.sums.items():
-            self.totals[name] = np.zeros(shape, self.dtype)
+            self.totals[name] = self.xp.zeros(shape, self.dtype)
         self.group_sums: dict[str, Array] = {}
         self.largest: dict[str, Any] = {}
 
@@ -100,11 +112,12 @@ class Evaluation:
         """All tiles, in the order of batch entries, heads and rows."""
         batch, heads, rows, max_columns = self._analysis.shape
         lengths, columns = self._analysis.lengths, None
+        elements = TILE_ELEMENTS if self.xp is np else GPU_TILE_ELEMENTS
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
             width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, TILE_ELEMENTS // width) if self._analysis.separable else rows)
+            step = max(1, min(rows, elements // width) if self._analysis.separable else rows)
             for h in range(heads):
                 cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
                 for start in range(0, max(1, rows), step):
@@ -143,11 +156,15 @@ class Tile:
         for values in (self.values, self.cache):
             if name in values:
                 return values[name]
-        value = self.rows_of(tensor)
+        value = self.run.xp.asarray(self.rows_of(tensor))
         if value.dtype.kind != "b":
             value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
         (self.cache if name in self.run.right_operands else self.values)[name] = value
         return value
+
+    def number(self, tensor: Tensor) -> int:
+        """The integer of this batch entry in an input such as the lengths, which is in the memory of the host."""
+        return int(self.rows_of(tensor)[0, 0])
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
@@ -165,7 +182,7 @@ class Tile:
         """Add to a sum over a group of heads; the last head of the group stores the sum."""
         sums, group = self.run.group_sums, self.run.heads // tensor.shape[1]
         if self.head % group == 0:
-            sums[tensor.name] = np.zeros_like(value)
+            sums[tensor.name] = self.run.xp.zeros_like(value)
         sums[tensor.name] += value
         if self.head % group == group - 1:
             self[tensor] = sums.pop(tensor.name)
@@ -185,7 +202,7 @@ class Tile:
     def add_to_largest(self, tensor: Tensor, value: Array) -> None:
         """Take the largest magnitude of all tiles."""
         largest, name = self.run.largest, tensor.name
-        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))
+        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # of FP8, on the CPU only
         self.run.views[name][...] = largest[name]
 
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
@@ -205,7 +222,8 @@ class Tile:
         if tensor.name in self.run.packed:
             matrix = self._sequence(tensor)
             if self.columns is None:
-                matrix = np.pad(matrix, [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)])
+                missing = [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)]
+                matrix = self.run.xp.pad(matrix, missing)
             return matrix[rows]
         view = self.run.views[tensor.name]
         if view.shape[2] == 1:  # a single row, broadcast
@@ -229,6 +247,42 @@ class Tile:
         return self.head * int(view.shape[1]) // self.run.heads
 
 
+def _read_on_host(node: Node) -> Iterator[Tensor]:
+    """The integers that the interpreter reads one by one."""
+    names = {Matmul: ("m", "n", "k"), PagedLoad: ("table", "lengths"), Softmax: ("rows",), Bernoulli: ("seed", "offset")}
+    yield from (t for name in names.get(type(node), ()) if (t := getattr(node, name)) is not None)
+    yield from (t.ragged for t in (*node.inputs, *node.outputs) if t.ragged is not None)
+
+
+class TileSize(NamedTuple):
+    """The largest tile of an evaluation on a GPU: queries of a head, of how many, and the bytes of all matrices at once."""
+
+    rows: int
+    of: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        part = f"tiles of {self.rows} of {self.of} queries of a head" if self.rows < self.of else "one head at a time"
+        return f"{part}, {self.nbytes / 1e6:.3g} MB at once"
+
+
+def tile_of(graph: Graph) -> TileSize:
+    """The size of the tiles of a graph on a GPU, for reports."""
+    analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
+    right, (*_, of, width) = analysis.right_operands, analysis.shape
+    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if analysis.separable else of
+    alive: dict[str, int] = {}
+    most = 0
+    for node, last_reads in analysis.steps:
+        for t in (*node.inputs, *node.outputs):
+            if t.role in ("input", "output", "virtual"):
+                alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))
+        most = max(most, sum(alive.values()))
+        for name in last_reads - right:
+            alive.pop(name, None)
+    return TileSize(rows, of, most)
+
+
 def _is_packed(tensor: Tensor) -> bool:
     """Whether a tensor holds packed sequences; that of a padded batch has constant offsets, and is read as a dense one."""
     return tensor.ragged is not None and tensor.ragged.role == "input"
@@ -241,10 +295,11 @@ def _constant(tensor: Tensor) -> Array:
     return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
-def _axes(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """The axes of the caller's array in the order of the tensor, and the positions of new axes."""
+def _axes(tensor: Tensor) -> tuple[list[int], tuple[slice | None, ...]]:
+    """The axes of the caller's array in the order of the tensor, and the index that adds new axes; empty if there are none."""
     axes = [axis for axis in tensor.axes if axis >= 0]
-    return axes, [position for position, axis in enumerate(tensor.axes) if axis < 0]
+    index = tuple(None if axis < 0 else slice(None) for axis in tensor.axes)
+    return axes, index if None in index else ()
 
 
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..attention import attention
 from ..device import cupy_runtime
+from ..support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .arrays import check_array, check_features, fold, to_four_axes, unfold
 from .masks import Mask
@@ -26,6 +27,7 @@ def dot_product_attention(
     nheads: int = 1,
     alpha: bool = False,
     compute_dtype: Any = None,
+    engine: Literal["numpy", "cudnn", "cupy"] | None = None,
 ) -> tuple[Any, Any]:
     r"""Compute multi-head attention: NNlib.jl's ``dot_product_attention``.
 
@@ -47,13 +49,15 @@ def dot_product_attention(
             3.4 ms in addition to 0.09 ms for y (float16, 16 heads, head dim 64, 2048 queries and keys). Default False.
         compute_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 and float64 arrays are computed; y has q's dtype.
             Default None: q's dtype.
+        engine: as for :func:`cupy_sdpa.attention`; ``"cupy"`` computes y in any dtype, without cuDNN. alpha needs no cuDNN.
+            Default None: cuDNN for CuPy arrays.
 
     Returns:
         ``(y, alpha)``: ``(v_dim, q_len, batch...)``, and ``(kv_len, q_len, nheads, batch...)`` or None.
 
     Raises:
         ValueError: dimensions do not match.
-        TypeError: a dtype is not supported, such as float32 on a GPU without ``compute_dtype``.
+        TypeError: a dtype is not supported, such as float32 on a GPU without ``compute_dtype`` or ``engine``.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))
@@ -75,7 +79,7 @@ def dot_product_attention(
             raise ValueError(f"fdrop returned shape {weights.shape} for alpha of shape {full}; it must keep the shape")
         y = weighted_sum(weights, v4)
     else:
-        y = attention(q4, k4, v4, **_mask_options(q4, k4, bias, mask), **_compute_options(compute_dtype, q))
+        y = attention(q4, k4, v4, **_mask_options(q4, k4, bias, mask), **_compute_options(compute_dtype, engine, q))
         if alpha:
             weights = dot_product_attention_scores(q4, k4, bias, mask=mask)
     if not alpha:
@@ -84,12 +88,20 @@ def dot_product_attention(
 
 
 def dot_product_attention_vjp(
-    q: Any, k: Any, v: Any, bias: Any = None, *, mask: Any = None, nheads: int = 1, compute_dtype: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any = None,
+    *,
+    mask: Any = None,
+    nheads: int = 1,
+    compute_dtype: Any = None,
+    engine: Literal["numpy", "cudnn", "cupy"] | None = None,
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """Compute :func:`dot_product_attention` without alpha, and a function that computes the gradients.
 
     Args:
-        q, k, v, bias, mask, nheads, compute_dtype: as for :func:`dot_product_attention`.
+        q, k, v, bias, mask, nheads, compute_dtype, engine: as for :func:`dot_product_attention`.
 
     Returns:
         ``(y, pullback)``; ``dq, dk, dv, dbias = pullback(dy)``, each with the shape and dtype of its array; dbias is None
@@ -102,7 +114,7 @@ def dot_product_attention_vjp(
     [(8, 5, 2), (8, 5, 2), (8, 5, 2)]
     """
     (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
-    options = _mask_options(q4, k4, bias, mask) | _compute_options(compute_dtype, q)
+    options = _mask_options(q4, k4, bias, mask) | _compute_options(compute_dtype, engine, q)
     shape = (v.shape[0], *q.shape[1:])
     out, vjp = attention_vjp(q4, k4, v4, **options, return_dbias=bias is not None)
 
@@ -135,13 +147,15 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
     return [fold(x, nheads) for x in (q, k, v)], batch
 
 
-def _compute_options(dtype: Any, q: Any) -> dict[str, Any]:
-    """The layout, and the dtype to compute in, as options; none if it is q's dtype."""
-    if dtype is None and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
+def _compute_options(dtype: Any, engine: Any, q: Any) -> dict[str, Any]:
+    """The layout, the dtype to compute in, and the engine, as options; none if it is q's dtype, and the engine of q."""
+    if dtype is None and engine in (None, "cudnn") and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(
-            f"q is {q.dtype}, which is not supported on a GPU: pass compute_dtype='bfloat16', or convert with .astype(...)"
+            f"q is {q.dtype}, which cuDNN does not support: pass compute_dtype='bfloat16', convert with .astype(...), or "
+            f"{WITHOUT_CUDNN}"
         )
-    return {"layout": "dhsb"} | ({} if dtype is None else {"compute_dtype": dtype})
+    given = {"compute_dtype": dtype, "engine": engine}
+    return {"layout": "dhsb", **{name: value for name, value in given.items() if value is not None}}
 
 
 def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:

@@ -90,7 +90,9 @@ class EngineSearch:
         for candidate in self.from_configs([config]) if config else self.proposed():
             return candidate
         reasons = "\n".join(f"  {reason}" for reason in self.refused)
-        raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph:\n{reasons}")
+        light = " in its light configuration; pip install 'cupy-sdpa[cuda12]' (or [cuda13]) has all engines"
+        where = light if library().is_light else ""
+        raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph{where}:\n{reasons}")
 
     def proposed(self) -> Iterator[Candidate]:
         """The plans of all supported configs that the heuristics propose, in order."""

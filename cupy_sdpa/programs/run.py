@@ -19,6 +19,7 @@ from ..calls.call_key import HOST, read_key, tensor_name
 from ..calls.replay_cache import cache_call
 from ..calls.user_functions import Gradients, function_identities
 from ..device import cupy_runtime, memory
+from ..device.interpreted import InterpretedArray
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.interpreter import RowCheck, evaluate
@@ -358,6 +359,8 @@ def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCh
     problem = attend.of
     if not problem.backward or problem.has_score_mod or given_stats.get() == "other":
         return None
+    if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
+        return None
     whole = attend.whole and given_stats.get() == "whole"
     return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
 
@@ -482,7 +485,7 @@ class Inputs:
 
 def is_any_array(value: Any) -> bool:
     """Whether a value is an array of numpy or CuPy."""
-    return isinstance(value, np.ndarray) or cupy_runtime.is_array(value)
+    return isinstance(value, (np.ndarray, InterpretedArray)) or cupy_runtime.is_array(value)
 
 
 #: The programs of the latest calls, by what they depend on.

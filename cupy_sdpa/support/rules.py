@@ -21,6 +21,10 @@ from . import fp8_rules
 
 #: The first cuDNN whose block mask is right if the first key block of a query block is skipped.
 BLOCK_BITS_SINCE = 92600
+#: What runs a call that cuDNN does not, and what it costs.
+WITHOUT_CUDNN = (
+    "pass engine='cupy', which computes with CuPy's own operations: on any GPU and in float32 and float64, but slower"
+)
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
 
@@ -61,7 +65,7 @@ def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if capability < MINIMUM_CAPABILITY:
         yield (
             f"the GPU has compute capability {capability / 10}; {MINIMUM_CAPABILITY / 10} (Ampere) or newer is required: "
-            "pass numpy arrays to compute on the CPU"
+            f"{WITHOUT_CUDNN}"
         )
 
 
@@ -69,7 +73,7 @@ def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
         yield (
             f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: pass compute_dtype='bfloat16', "
-            "convert with q.astype(ml_dtypes.bfloat16), or pass numpy arrays to compute on the CPU"
+            f"convert with q.astype(ml_dtypes.bfloat16), or {WITHOUT_CUDNN}"
         )
 
 

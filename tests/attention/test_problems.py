@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from engines import Engine, numbers
+from engines import Engine, every_engine, numbers
 
 from cupy_sdpa import attention
 from cupy_sdpa.check import Case
@@ -22,6 +22,7 @@ SINKS = {"sinks": "normal"}
 BIAS = {"bias": ("kq11", "float16", "inf_rows"), "return_dbias": True}
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(8, quick=1))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_problems(name, number, engine):

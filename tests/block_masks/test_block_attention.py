@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import every_engine, numbers
 
 from cupy_sdpa import (
     BlockMask,
@@ -54,6 +54,7 @@ def check_dense(engine, results, arrays, mask, **options):
         np.testing.assert_allclose(x, y, atol=4 * engine.tolerance * max(1, abs(y).max()))
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(12, quick=2))
 def test_random_problems(number, engine):
     """Masks of every kind and of heads and batch entries, any sizes, options, layouts, gradients and derivatives."""

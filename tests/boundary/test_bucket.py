@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from cases import Case
-from engines import numbers
+from engines import every_engine, numbers
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain
@@ -13,6 +13,7 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, explain
 LENGTHS = [(1, 1), (1, 100), (5, 64), (63, 65), (64, 64), (100, 37), (128, 130)]
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(8, quick=2))
 def test_random_problems(number, engine):
     """Together with other options, whose arrays are padded and whose gradients are cropped."""

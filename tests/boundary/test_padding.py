@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import every_engine, numbers
 from functions import has_plan
 from planner import plan_problem
 
@@ -19,6 +19,7 @@ from tools.support_table import ONE_DIRECTION, OPTIONS, pair
 EITHER_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(8, quick=1))
 @pytest.mark.parametrize(
     "names", [("seq_lens_q",), ("seq_lens_q", "seq_lens_kv"), ("seq_lens_kv", "preallocated")], ids="-".join

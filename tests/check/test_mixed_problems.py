@@ -1,7 +1,7 @@
 """Random problems that mix features, as a run of the self-test draws them; and problems that failed once."""
 
 import pytest
-from engines import SIZES
+from engines import CASES, SIZES, every_engine
 
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.cases.draw import draw
@@ -32,15 +32,17 @@ BLOCKS = [
 ]
 
 
+@every_engine
 @pytest.mark.parametrize("lengths", [None, (1, 1)], ids=["any lengths", "one query and key"])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_mixed_problems(engine, block, lengths):
     """Problems with any options that the self-test draws; none fails."""
     for number in block:
-        engine.agrees(draw(1, number, "gpu" if engine.on_cudnn else "cpu", lengths, SIZES[engine.name]), refused=True)
+        engine.agrees(draw(1, number, CASES[engine.name], lengths, SIZES[engine.name]), refused=True)
 
 
+@every_engine
 @pytest.mark.parametrize("name", BUGS)
 def test_problems_that_failed(engine, name):
     """Findings of random problems."""
-    engine.agrees(BUGS[name].with_(engine="gpu" if engine.on_cudnn else "cpu"))
+    engine.agrees(BUGS[name].with_(engine=CASES[engine.name]))

@@ -153,6 +153,10 @@ class ndarray:  # noqa: N801
             return self
         return compute(lambda x: x.astype(dtype, order=order), self)
 
+    def swapaxes(self, one: int, other: int) -> ndarray:
+        """A view with two axes exchanged."""
+        return self._same_memory(self.view_.swapaxes(one, other))
+
     def copy(self, order: str = "C") -> ndarray:
         """A copy."""
         return compute(lambda x: x.copy(order=order), self)
@@ -187,7 +191,12 @@ class ndarray:  # noqa: N801
         return (self[place] for place in range(len(self)))
 
     def _method(name: str) -> Any:  # noqa: N805
-        return lambda self, *given, **more: compute(lambda x: np.asarray(getattr(x, name)(*given, **more)), self)
+        def method(self: Any, *given: Any, **more: Any) -> ndarray:
+            if more.keys() - {"axis", "dtype", "out", "keepdims"}:
+                raise TypeError(f"{name}() got an unexpected keyword argument: {sorted(more)}")
+            return compute(lambda x: np.asarray(getattr(x, name)(*given, **more)), self)
+
+        return method
 
     sum, max, min, all, any, mean, argmax = map(_method, ("sum", "max", "min", "all", "any", "mean", "argmax"))
 
@@ -218,7 +227,7 @@ class ndarray:  # noqa: N801
     def _in_place(function: Any) -> Any:  # noqa: N805
         return lambda self, other: compute(function, self, other, out=self)
 
-    __iadd__, __isub__, __imul__ = map(_in_place, (np.add, np.subtract, np.multiply))
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, (np.add, np.subtract, np.multiply, np.divide))
 
 
 ndarray.__module__ = "cupy"

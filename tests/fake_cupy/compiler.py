@@ -82,6 +82,7 @@ extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismat
 static inline float __fadd_rn(float a, float b) { ROUNDED(a + b) }
 static inline float __fsub_rn(float a, float b) { ROUNDED(a - b) }
 static inline float __fmul_rn(float a, float b) { ROUNDED(a * b) }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
 static inline void __threadfence() {}
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
@@ -254,7 +255,7 @@ class Launch:
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "int32": "int", "int64": "long long", "uint32": "unsigned", "uint8": "unsigned char",
-    "uint16": "unsigned short", "float16": "_Float16",
+    "uint16": "unsigned short", "uint64": "unsigned long long", "float16": "_Float16",
 }  # fmt: skip
 
 

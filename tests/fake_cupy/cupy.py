@@ -78,16 +78,25 @@ def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
     return full(shape, 1, dtype, order)
 
 
-def empty_like(x: ndarray, dtype: Any = None, order: str = "K") -> ndarray:
-    """A new array with the same shape and memory order."""
+def empty_like(x: ndarray, dtype: Any = None, order: str = "K", subok: None = None, shape: Any = None) -> ndarray:
+    """A new array with the same shape, or another one, and the same memory order."""
+    if subok is not None:
+        raise TypeError("subok is not supported yet")
     fortran = order == "F" or (order == "K" and x.flags.f_contiguous and not x.flags.c_contiguous)
-    return ndarray(x.shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
+    return ndarray(x.shape if shape is None else shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
 
 
-def zeros_like(x: ndarray) -> ndarray:
+def zeros_like(x: ndarray, dtype: Any = None) -> ndarray:
     """A new array of zeros with the same shape."""
-    made = empty_like(x)
+    made = empty_like(x, dtype)
     made.fill(0)
+    return made
+
+
+def full_like(x: ndarray, value: Any, dtype: Any = None) -> ndarray:
+    """A new array filled with a number, with the same shape."""
+    made = empty_like(x, dtype)
+    made.fill(value)
     return made
 
 
@@ -111,9 +120,9 @@ def broadcast_to(x: ndarray, shape: tuple[int, ...]) -> ndarray:
     return x._same_memory(np.lib.stride_tricks.as_strided(x.view_, shape, np.broadcast_to(x.view_, shape).strides))
 
 
-def concatenate(arrays: list[ndarray], axis: int = 0) -> ndarray:
+def concatenate(arrays: list[ndarray], axis: int = 0, *, dtype: Any = None) -> ndarray:
     """Concatenate arrays."""
-    return compute(lambda *given: np.concatenate(given, axis=axis), *arrays)
+    return compute(lambda *given: np.concatenate(given, axis=axis, dtype=dtype), *arrays)
 
 
 def stack(arrays: list[ndarray]) -> ndarray:
@@ -137,12 +146,58 @@ def take(x: ndarray, indices: ndarray, axis: int | None = None) -> ndarray:
 
 
 def _ufunc(function: Any) -> Any:
-    return lambda *given, out=None: compute(function, *given, out=out)
+    def call(*given: Any, out: ndarray | None = None, dtype: Any = None) -> ndarray:
+        if any(isinstance(x, np.ndarray) for x in given):
+            raise TypeError(f"Unsupported type {np.ndarray}")
+        if out is not None and out.shape != np.broadcast_shapes(
+            *(np.shape(x) if not isinstance(x, ndarray) else x.shape for x in given)
+        ):
+            raise ValueError("Out shape is mismatched")
+        return compute(function if dtype is None else lambda *x: function(*x, dtype=dtype, casting="unsafe"), *given, out=out)
+
+    return call
 
 
-where, isnan, isfinite, isinf, logical_and = map(_ufunc, (np.where, np.isnan, np.isfinite, np.isinf, np.logical_and))
-add, subtract, multiply, abs, sqrt, exp = map(_ufunc, (np.add, np.subtract, np.multiply, np.absolute, np.sqrt, np.exp))
-maximum, minimum = map(_ufunc, (np.maximum, np.minimum))
+#: The functions with the names of numpy's that CuPy has as ufuncs.
+UFUNCS = [
+    "absolute", "add", "ceil", "cos", "divide", "equal", "exp", "floor", "floor_divide", "fmod", "greater", "greater_equal", "invert", "isfinite",
+    "isinf", "isnan", "less", "less_equal", "log", "logaddexp", "logical_and", "logical_not", "logical_or", "maximum", "minimum", "multiply",
+    "negative", "not_equal", "power", "reciprocal", "remainder", "sin", "sqrt", "square", "subtract", "tan", "tanh", "true_divide",
+]  # fmt: skip
+globals().update({name: _ufunc(getattr(np, name)) for name in UFUNCS})
+abs = _ufunc(np.absolute)
+
+
+def where(condition: ndarray, x: Any, y: Any) -> ndarray:
+    """Choose elements; the condition is an array."""
+    return compute(np.where, condition.astype(bool, copy=False), x, y)
+
+
+def isneginf(x: ndarray) -> ndarray:
+    """Where elements are -inf."""
+    return compute(np.isneginf, x)
+
+
+def matmul(a: ndarray, b: ndarray) -> ndarray:
+    """The matrix product."""
+    return a @ b
+
+
+def diff(a: ndarray, n: int = 1, axis: int = -1) -> ndarray:
+    """Differences of neighbours."""
+    return compute(lambda x: np.diff(x, n, axis), a)
+
+
+def pad(array: ndarray, pad_width: Any, mode: str = "constant") -> ndarray:
+    """Add zeros at the ends of axes."""
+    return compute(lambda x: np.pad(x, pad_width, mode), array)
+
+
+def repeat(a: ndarray, repeats: int, axis: int | None = None) -> ndarray:
+    """Repeat elements."""
+    return compute(lambda x: np.repeat(x, repeats, axis), a)
+
+
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))
 random = SimpleNamespace(standard_normal=lambda shape, dtype=float: asarray(np.random.standard_normal(shape).astype(dtype)))
 
@@ -324,6 +379,7 @@ def _query(stream: int) -> int:
 
 
 runtime = SimpleNamespace(
+    is_hip=False,
     CUDARuntimeError=CUDARuntimeError, getDevice=_get_device, getDeviceCount=lambda: 1, setDevice=lambda device: None,
     free=lambda pointer: driver.make_current(), memGetInfo=lambda: (64 << 30, 141 << 30), getDeviceProperties=_properties,
     memcpyDeviceToDevice=3, memcpy2DAsync=_memcpy_2d, memsetAsync=_memset,

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import every_engine, numbers
 
 from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, jvp_problems, widen, zoo
 
@@ -21,6 +21,7 @@ def given(tangents, letters):
     return {f"d{letter}": x for letter, x in zip("qkv", tangents, strict=True) if letter in letters}
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(24, quick=3))
 def test_random_problems(number, engine):
     """Any sizes, options, layouts, tangents and head dims; results in arrays of the caller; wide arrays."""

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import every_engine, numbers
 
 import cupy_sdpa
 from cupy_sdpa import KVCache, Unsupported, attention, explain, prepare
@@ -15,6 +15,7 @@ from cupy_sdpa import KVCache, Unsupported, attention, explain, prepare
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
+@every_engine
 @pytest.mark.parametrize("number", numbers(6, quick=1))
 @pytest.mark.parametrize("names", ["paged", "paged packed", "paged window"])
 def test_random_problems(names, number, engine):

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from planner import child_environment, descriptors_of
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
 from cupy_sdpa._cudnn import constants, descriptor
+from cupy_sdpa._cudnn import library as library_module
 from cupy_sdpa._cudnn.constants import AttributeType, DataType
 from cupy_sdpa._cudnn.descriptor import Descriptor, live
+from cupy_sdpa._cudnn.deviceless import COMPILERS
 from cupy_sdpa._cudnn.launch import Handle, Launcher
 from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
 from cupy_sdpa.graph.nodes import POINTWISE
@@ -77,6 +80,54 @@ def test_a_failure_lists_every_place(tmp_path):
     assert f"Searched:\n  {OVERRIDE}=libc.so.6: AttributeError" in another
     assert mine in override
     assert not any("pathfinder" in text for text in (missing, another, override))
+
+
+#: Finds cuDNN where cuda.pathfinder finds none.
+LIGHT = """
+import json, sys, types
+from cupy_sdpa._cudnn.library import library
+
+def find(name):
+    raise RuntimeError("no wheel")
+
+sys.modules["cuda.pathfinder"] = types.SimpleNamespace(load_nvidia_dynamic_lib=find)
+sys.path.append(sys.argv[1])
+print(json.dumps([library().found_via, library().version, library().is_light]))
+"""
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_the_light_wheels_are_found(light, tmp_path):
+    """In the folder of NVIDIA's wheels, of which cuda.pathfinder knows nothing; the engines of the full cuDNN are a file beside it."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path / "nvidia" / "cudnn_jit" / "lib"
+    folder.mkdir(parents=True)
+    functions = "".join(f"long {name}(void) {{ return 92700; }}\n" for name in library_module._SIGNATURES)
+    (tmp_path / "cudnn.c").write_text(functions)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / SONAME, tmp_path / "cudnn.c"], check=True)
+    if not light:
+        (folder / "libcudnn_engines_precompiled.so.9").touch()
+    assert json.loads(python(LIGHT, str(tmp_path))) == ["nvidia-cudnn-jit", 92700, light]
+
+
+#: Plans a problem that no engine computes.
+REFUSED = """
+import cupy_sdpa
+from cupy_sdpa.offline.planner import Planner, load_target
+
+shape = (12, 8, 64, 2)
+with Planner() as planner:
+    print(planner.plan(cupy_sdpa.problem(shape, shape, shape, dtype="bfloat16"), load_target("h200")))
+"""
+
+
+@pytest.mark.cudnn
+def test_a_refusal_of_the_light_configuration():
+    """It names the extras that install all engines."""
+    refusal = python(REFUSED, CUDNN_LIB_CONFIG="GRAPH_JIT_ONLY")
+    assert "no engine for this graph in its light configuration; pip install 'cupy-sdpa[cuda12]'" in refusal
 
 
 LOAD = """

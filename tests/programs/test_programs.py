@@ -38,6 +38,7 @@ from cupy_sdpa.programs.steps import Constant
 FEATURES = (
     {"block_mask"}, {"jvp"}, {"block_mask", "jvp"}, {"block_mask", "score_mod"}, {"block_mask", "deterministic"},
     {"seq_lens_kv"}, {"packed"}, {"bucket"}, {"bias"}, {"score_mod"}, {"paged"}, {"paged", "shared_prefix"},
+    {"weight_sums"}, {"weight_sums", "paged"},
 )  # fmt: skip
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 

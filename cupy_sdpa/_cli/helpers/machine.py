@@ -83,13 +83,22 @@ def gpus() -> list[str]:
     return lines
 
 
+def obstacles_of_cupy() -> list[str]:
+    """Why the engine ``"cupy"`` cannot run here, the most important reason first; empty if it can run."""
+    reasons = [reason] if (reason := no_gpu()) else []
+    return [*reasons, *_missing("CuPy", "cupy")]
+
+
+def _missing(title: str, name: str) -> list[str]:
+    """Why a module cannot be imported."""
+    module = imported(name)
+    return [f"{title} {'is ' * (module == 'not installed')}{module}: {pip()}"] if isinstance(module, str) else []
+
+
 def obstacles() -> list[str]:
     """Why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
-    reasons = [reason] if (reason := no_gpu()) else []
-    cupy = imported("cupy")
-    for title, module in (("CuPy", cupy), ("cuda-python", imported("cuda.bindings.driver"))):
-        if isinstance(module, str):
-            reasons.append(f"{title} {'is ' * (module == 'not installed')}{module}: {pip()}")
+    reason, cupy = no_gpu(), imported("cupy")
+    reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
     try:
         version = library().version
     except CudnnError as error:

@@ -39,8 +39,9 @@ import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-#: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, or planning without execution.
-ENGINES = ("gpu", "cpu", "plan")
+#: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, CuPy arrays with ``engine="cupy"``, or
+#: planning without execution.
+ENGINES = ("gpu", "cpu", "cupy", "plan")
 #: The options that return another gradient, and the option that each requires.
 GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
 #: The options that require another one.
@@ -132,7 +133,7 @@ class Case:
     """One problem: sizes, memory layouts, options and the seed of its values.
 
     Attributes:
-        engine: ``"gpu"``, ``"cpu"`` or ``"plan"``.
+        engine: ``"gpu"``, ``"cpu"``, ``"cupy"`` or ``"plan"``.
         dtype: the dtype of q, k and v.
         d, dv, hq, hkv, sq, skv, b: the sizes; with packed sequences sq and skv are the maximum lengths.
         backward: whether gradients are computed.
@@ -207,6 +208,11 @@ class Case:
         return {f"d{letter}": f"t{letter}" for letter in self.options.get("jvp", "")}
 
     @property
+    def is_interpreted(self) -> bool:
+        """Whether the interpreter computes it: in all dtypes, and without the limits of cuDNN."""
+        return self.engine in ("cpu", "cupy")
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The names under which the summary counts the case: its options, and ``"layouts"`` if one is not the default."""
         return (*sorted(self.options), *(["layouts"] if self.layouts else []))
@@ -214,7 +220,8 @@ class Case:
     def describe(self) -> str:
         """One sentence with the passes, engine, dtype, sizes, options and layouts."""
         passes = "forward and backward" if self.backward else "derivative" if self.tangents else "forward"
-        engine = {"gpu": "on the GPU", "cpu": "on the CPU engine", "plan": f"planned for {self.gpu}"}[self.engine]
+        engines = {"gpu": "on the GPU", "cpu": "on the CPU engine", "cupy": "with CuPy's operations"}
+        engine = engines.get(self.engine, f"planned for {self.gpu}")
         dims = f"head dim {self.d}" if self.d == self.dv else f"head dim {self.d} (values {self.dv})"
         heads = f"{self.hq} heads" if self.hq == self.hkv else f"{self.hq}/{self.hkv} heads"
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items()) or "no option"

@@ -332,6 +332,7 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
     for option in ("score_mod", "mask_mod"):
         if option in case.options:
             options[option] = function_of(option, case.options[option][0]).call
+    options |= {"engine": "cupy"} if case.engine == "cupy" else {}
     return options | ({"tensors": tensors} if tensors else {})
 
 

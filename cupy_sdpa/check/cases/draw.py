@@ -32,6 +32,8 @@ LIMITS = {
     "small": Limits(10_000, 40_000),
     "plan": Limits(2_000_000_000, 50_000_000),
 }
+#: The engine whose cases an engine has.
+_LIKE = {"cupy": "cpu"}
 #: The probability of a case on the CPU with the limits ``"cpu"``.
 LARGE = 0.06
 #: The probability that all lengths of a case are 0, 1 or 2; other lengths are as often small or near a multiple of a tile.
@@ -351,8 +353,8 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
-    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), engine, lengths, limits)
-    return _draw_case(sampler, _option_names(sampler, seed, number) - LEFT_OUT[engine], number)
+    sampler = Sampler(np.random.default_rng([seed, number, *engine.encode()]), _LIKE.get(engine, engine), lengths, limits)
+    return _draw_case(sampler, _option_names(sampler, seed, number) - LEFT_OUT[engine], number).with_(engine=engine)
 
 
 def draw_options(
@@ -367,8 +369,8 @@ def draw_options(
         lengths: Sq and Skv; None to draw them.
         limits: the largest sizes; None for those of the engine.
     """
-    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), engine, lengths, limits)
-    return _draw_case(sampler, names, number)
+    sampler = Sampler(np.random.default_rng([number, *engine.encode()]), _LIKE.get(engine, engine), lengths, limits)
+    return _draw_case(sampler, names, number).with_(engine=engine)
 
 
 def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:

@@ -43,7 +43,7 @@ def named_layout(case: Case) -> dict[str, Any]:
         layout != "qkv" and (layout[0] != "d" or "-" in layout or (one and not layout.startswith("dh")))
         for layout in case.layouts.values()
     )
-    return {"layout": "dht" if "packed" in case.options else DENSE} if case.engine == "cpu" and needed else {}
+    return {"layout": "dht" if "packed" in case.options else DENSE} if case.is_interpreted and needed else {}
 
 
 def bits_of(array: Any) -> Any:

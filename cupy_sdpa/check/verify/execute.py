@@ -25,9 +25,9 @@ from .tolerance import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
 #: graph, and later ones replay it.
-SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1)}
+SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1), "cupy": (0, 1)}
 #: The same for calls whose bits are compared.
-SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0)}
+SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 #: The results that may be preallocated.
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
@@ -91,7 +91,7 @@ class CaseRunner:
 
     def __init__(self, case: Case) -> None:
         self.case, self.outcome = case, Outcome()
-        self.xp = importlib.import_module("cupy") if case.engine == "gpu" else np
+        self.xp = importlib.import_module("cupy") if case.engine in ("gpu", "cupy") else np
         self.data = (build(case, 0), build(case, 1))
         self.expected: dict[int, Expected] = {}
         #: With deterministic=True or num_splits: the results of the first call, by set of values.
@@ -314,10 +314,10 @@ class CaseRunner:
         memory = self.allocate()
         self.load(memory, index)
         views = memory.views
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout")
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout", "engine")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
         if self.case.paged:  # the random numbers are those of dense arrays
-            options = {}
+            options = {name: x for name, x in options.items() if name == "engine"}
         options |= dropout_options(self.case, views, index)
         self.outcome.calls += 1
         q, k = (self.dense_zeros(name) if self.case.paged else self.bucketed(name, views[name]) for name in "qk")
@@ -370,7 +370,7 @@ def execute(case: Case) -> Outcome:
         is_argument_error = isinstance(error, (TypeError, ValueError))
         if is_argument_error and case.engine == "gpu" and (reasons := _documented_reasons(runner)):
             return outcome.set("refused", reasons[0], type(error).__name__)
-        outcome.fatal = case.engine == "gpu" and not is_argument_error
+        outcome.fatal = case.engine in ("gpu", "cupy") and not is_argument_error
         return outcome.set("exception", *_describe(error))
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import cupy_runtime
+from ..interpreted import strided
 from ..kernels import declaration, struct
 from ..memory import UNITS
 from . import BLOCK, THREADS, BlockRows, is_vector, record_of
@@ -144,8 +145,7 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
     """
     if not cupy_runtime.is_array(array):
         last = sum((length - 1) * stride // array.itemsize for length, stride in zip(array.shape, array.strides, strict=True))
-        flat = np.lib.stride_tricks.as_strided(array, (last + 1,), (array.itemsize,))
-        copies[...] = flat[index]
+        copies[...] = strided(array, (last + 1,), (array.itemsize,))[index]
         return
     if copies.size:
         addresses = np.int64(array.data.ptr), np.int64(index.data.ptr), np.int64(copies.data.ptr), np.int64(copies.size)

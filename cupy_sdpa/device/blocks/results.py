@@ -111,8 +111,9 @@ def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, st
             values.append(out[:, of, own, b].astype(dtype))
         if sinks is not None:
             scores.append(np.broadcast_to(sinks[of].astype(dtype), (count, per_group)))
-            values.append(np.zeros((len(out), per_group, count), dtype))
-        total, result = np.full((count, per_group), -np.inf, dtype), np.zeros((len(out), per_group, count), dtype)
+            values.append(np.zeros_like(out[:, of, own, b], dtype))
+        result = np.zeros_like(out[:, of, own, b], dtype)
+        total = np.full_like(result.sum(axis=0).T, -np.inf)
         for score in scores:
             total = np.logaddexp(total, score)
         for score, value in zip(scores, values, strict=True):
@@ -223,7 +224,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
         dtype = np.result_type(np.float32, out.dtype)
         for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):
             own = slice(i * BLOCK, min((i + 1) * BLOCK, rows))
-            total = np.zeros((width, per_group, own.stop - own.start), dtype)
+            total = np.zeros_like(out[:, g * per_group : (g + 1) * per_group, own, b], dtype)
             for n in sources.parts[sources.offsets[t] : sources.offsets[t + 1]]:
                 total += copies[:, :, : own.stop - own.start, n]
             out[:, g * per_group : (g + 1) * per_group, own, b] = total

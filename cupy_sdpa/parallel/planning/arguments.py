@@ -14,6 +14,7 @@ from ...arrays.layouts import check_strides_of
 from ...calls.options import ARRAYS, check_names, read_scale, read_settings
 from ...calls.user_functions import FUNCTIONS, check_tensors, function_identities
 from ...device import cupy_runtime
+from ...device.interpreted import InterpretedArray
 from ...errors import Unsupported, in_words
 from ...problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem
 from ...problem.tensor_spec import Signature, dense_signature, dtype_name
@@ -57,6 +58,8 @@ def configure(
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: read_array(name, x) for name, x in arrays.items()}
     q, k, _ = (given[name].array for name in "qkv")
+    if isinstance(q, InterpretedArray):
+        raise Unsupported("engine is 'cupy', which a group does not support: omit engine for cuDNN, or pass numpy arrays")
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
     for name, argument in given.items():
         expected = (3 if packed else 4) - (name == "stats")

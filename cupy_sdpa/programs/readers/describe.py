@@ -16,6 +16,7 @@ from ...calls.arguments import read_shapes
 from ...calls.call import Description, Found, describing, repeats
 from ...calls.report import Report, explain_on_device, joined
 from ...device import cupy_runtime
+from ...device.interpreted import InterpretedArray
 from ...graph import graph_of
 from ...problem.problem import Problem, row_stats_shape
 from ...problem.tensor_spec import dtype_name
@@ -84,7 +85,8 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
     if explain is not None:
         report = joined([explain(problem) for problem in problems])
     elif not call.on_gpu:
-        report = joined([Report("numpy", problem, graph_of(problem)) for problem in problems])
+        engine = "CuPy" if isinstance(call.arrays["q"], InterpretedArray) else "numpy"
+        report = joined([Report(engine, problem, graph_of(problem)) for problem in problems])
     else:
         with cupy_runtime.on_device_of(call.arrays["q"]) as device:
             report = joined([explain_on_device(problem, device) for problem in problems])
