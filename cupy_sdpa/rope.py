@@ -11,6 +11,7 @@ import numpy as np
 
 from ._typing import Array, ArrayT
 from .boundary.argument import Argument, arrays_on_gpu, read_array
+from .boundary.arguments import check_counts, check_offsets
 from .boundary.options import read_count, read_flag
 from .kernels import rope_kernel as kernels
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
@@ -165,7 +166,8 @@ def apply_rope(
         A new array of the shape and dtype of x in Fortran order. Tokens beyond a sequence have the positions that follow.
 
     Raises:
-        TypeError, ValueError: an array has the wrong type, dtype or shape; or ``start`` and ``end`` are both passed.
+        TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU values that are no lengths or offsets
+            of x; or ``start`` and ``end`` are both passed.
 
     Source: Su et al. 2021, "RoFormer", section 3.2.
 
@@ -197,6 +199,10 @@ def apply_rope(
     record = read_rope(rope, x.shape[0])
     positions = kernels.Positions(first, given["start"], end, seq_lens, cu_seqlens)
     if not on_gpu:
+        if seq_lens is not None:
+            check_counts("seq_lens", seq_lens, x.shape[2])
+        if cu_seqlens is not None:
+            check_offsets("cu_seqlens", cu_seqlens, x.shape[2])
         return rotated(x, record, _on_numpy(x.shape, positions))  # type: ignore[no-any-return]
     with cupy_runtime.on_device_of(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions[1:]]

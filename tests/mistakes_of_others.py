@@ -273,6 +273,8 @@ CACHE = [
         "cupy_sdpa.attention"),
     row("shared_prefix_attention", "layout=", lambda x: shared_prefix_attention(
         x.q.T, x.pages_k.T, x.pages_v.T, 4, **x.paged, layout="bshd"), ValueError, "layout"),
+    row("shared_prefix_attention", "statistics of rows", lambda x: prefixed(x, 4, return_stats="max_sumexp"), ValueError,
+        "return_stats is 'max_sumexp'", "False or True"),
     row("shared_prefix_attention", "a bias", lambda x: prefixed(x, 4, bias=np.zeros((8, 1, 1, 1), "f4")), ValueError, "bias"),
     row("shared_prefix_attention", "a misspelled option", lambda x: prefixed(x, 4, casual=True), TypeError, "causal"),
     row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(

@@ -225,20 +225,31 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """
     *_, sq, skv, _ = problem.sizes
     for name, most in zip(LENGTHS, (sq, skv), strict=True):
-        if (lengths := arrays.get(name)) is not None and lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
-            raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+        if (lengths := arrays.get(name)) is not None:
+            check_counts(name, lengths, most)
     if problem.paged and {"page_table", "seq_lens_kv"} <= arrays.keys():
         _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
     for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
         if (starts := arrays.get(name)) is not None:
+            check_offsets(name, starts, total)
             lengths = np.diff(starts)
-            if starts[0] < 0 or starts[-1] > total or (lengths < 0).any():
-                raise ValueError(
-                    f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
-                    "they are np.cumsum([0, *lengths])"
-                )
             if lengths.size and lengths.max() > most:
                 raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
+
+
+def check_counts(name: str, lengths: Any, most: int) -> None:
+    """Check the values of lengths on the CPU; raises ValueError."""
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+        raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+
+
+def check_offsets(name: str, starts: Any, total: int) -> None:
+    """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
+    if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
+        raise ValueError(
+            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
+            "they are np.cumsum([0, *lengths])"
+        )
 
 
 def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:

@@ -69,7 +69,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
             continue
         check_strides_of(name, x)
-        if x.dtype != own:
+        if dtype_name(x.dtype) != dtype_name(own):  # of any byte order
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
             )

@@ -17,6 +17,7 @@ from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
+from .argument import INT32, as_int32
 from .conversion import Conversion, needs_conversion
 
 #: The options that are functions.
@@ -61,7 +62,7 @@ _MAX_RECORDED = 1024
 
 
 def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and ``window``.
+    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and of lists.
 
     Functions that were recorded before are recognized by their identities, as in a repeated call.
 
@@ -75,6 +76,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(options)
     if isinstance(kept.get("window"), list):
         kept["window"] = tuple(kept["window"])
+    kept |= {name: as_int32(name, kept[name]) for name in INT32 if isinstance(kept.get(name), list)}
     if kept.get("score_mod") is None and kept.get("mask_mod") is None:
         return kept
     check_tensors(options)

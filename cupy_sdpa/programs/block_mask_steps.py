@@ -83,6 +83,10 @@ class _Parts:
         self.method = method_of(mask, self.sizes)
         self.flags: dict[str, Any] = {"deterministic": deterministic}
         self.options = {name: value for name, value in options.items() if value is not None}
+        if "tensors" in self.options:
+            # the copies of elements count whole elements from the first one
+            given = self.options["tensors"].items()
+            self.options["tensors"] = {name: x if _counts_elements(x) else builder.copied(x) for name, x in given}
         self.scores = score_function(q.shape, k.shape, self.options)
         for name in ("score_mod", "tensors"):
             self.options.pop(name, None)
@@ -164,6 +168,11 @@ class _Parts:
         made = self.builder.temporary((x.shape[0], heads, BLOCK, items.shape[0]), x.dtype)
         self.builder.run(copy_blocks, made, x, items, heads, writes=(made,))
         return made
+
+
+def _counts_elements(array: View) -> bool:
+    """Whether every element of an array is a number of elements, 0 or more, after the first one."""
+    return all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
 
 
 def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> MovableFunction | None:

@@ -86,6 +86,19 @@ def test_the_pullback_can_be_called_repeatedly(engine):
     np.testing.assert_allclose(engine.get(dq), 2 * wanted[0], rtol=1e-2, atol=engine.tolerance)
 
 
+def test_lists_of_lengths_are_those_of_the_forward_pass():
+    """The caller's list may change before the pullback, or a prepared call, runs."""
+    q, k, v = (np.random.default_rng(n).standard_normal((8, 2, 12, 2)).astype(np.float32, order="F") for n in range(3))
+    lengths = [3, 4]
+    options = {"seq_lens_kv": lengths, "score_mod": lambda score, b, h, q_idx, kv_idx: 2 * score}
+    out, pullback = attention_vjp(q, k, v, **options)
+    prepared, gradients = prepare(q, k, v, **options), pullback(out)
+    lengths[0] = 12
+    for again, first in zip(pullback(out), gradients, strict=True):
+        np.testing.assert_array_equal(again, first)
+    np.testing.assert_array_equal(prepared(q, k, v), out)
+
+
 def test_the_pullback_counts_and_releases_its_memory():
     """nbytes counts q, k, v, out, stats and captured arrays once each; they are released with the pullback."""
     _, q, k, v, out, stats = everything()

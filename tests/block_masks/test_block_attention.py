@@ -291,6 +291,28 @@ def test_captured(name, derivative, engine):
     engine.forget_plans()
 
 
+def test_tensors_of_any_strides(engine):
+    """Reversed axes; on numpy also a field of records, whose strides are no multiples of an element."""
+    q, k, v, dout = arrays_of(engine)
+    values = np.random.default_rng(4).standard_normal((2, 1, 300)).astype(np.float32)
+    records = np.zeros(values.shape, [("x", "i2"), ("values", "f4")])
+    records["values"] = values
+    options = {"block_mask": MASKS["packed"](), "score_mod": lambda score, b, h, i, j, w: score + w[h, b, j]}
+
+    def results(w):
+        given = options | {"tensors": {"w": w}}
+        out, stats = attention(q, k, v, return_stats=True, **given)
+        derivatives = attention_jvp(q, k, v, q, **given)
+        return [*map(engine.get, (out, stats, *attention_backward(dout, q, k, v, out, stats, **given), *derivatives))]
+
+    want = results(engine.put(values))
+    others = [engine.put(values[::-1].copy())[::-1], engine.put(values[:, :, ::-1].copy())[:, :, ::-1]]
+    for w in (*others, *([] if engine.on_cudnn else [records["values"]])):
+        for _ in range(2):
+            for x, y in zip(results(w), want, strict=True):
+                np.testing.assert_allclose(x, y, atol=engine.tolerance, rtol=engine.tolerance)
+
+
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in range(6)])
 @pytest.mark.parametrize("name", MASKS)

@@ -49,6 +49,28 @@ def test_the_roundings_are_those_of_arrays_in_16_bits(seed):
             x *= -2  # in place: nothing is kept between calls
 
 
+def test_a_seed_without_axes(engine):
+    """It is a one-element array, in both passes, and as the number."""
+    q = engine.normal(0, 8, 2, 10, 2, dtype=np.float32)
+    options = {"dropout_p": 0.5, "compute_dtype": "float16"}
+    found = []
+    for seed in (4, engine.put(np.array(4)), engine.put(np.array([4]))):
+        out, pullback = attention_vjp(q, q, q, seed=seed, **options)
+        found.append([out, *pullback(q)])
+    for other in found[1:]:
+        for x, y in zip(other, found[0], strict=True):
+            np.testing.assert_allclose(engine.get(x), engine.get(y), atol=0.01)
+
+
+def test_arrays_of_another_byte_order():
+    """They are those numbers, as without the option."""
+    q, k, v = (np.asfortranarray(np.random.default_rng(n).standard_normal((8, 2, 10, 2), np.float32)) for n in range(3))
+    want = attention(q, k, v, compute_dtype="float16")
+    swapped = [x.astype(">f4") for x in (q, k, v)]
+    for arrays in ((q, swapped[1], v), swapped):
+        np.testing.assert_array_equal(attention(*arrays, compute_dtype="float16"), want)
+
+
 def test_other_options_and_calls():
     """Biases and sinks keep their dtype and get gradients of it; block masks, layouts and derivatives are converted, too."""
     rng = np.random.default_rng(0)
