@@ -64,7 +64,7 @@ def attention(
     numpy arrays are computed on the CPU and return numpy arrays. CuPy arrays are computed by cuDNN's fused kernels and return
     CuPy arrays: the call enqueues them on CuPy's current stream without synchronization, and stores nothing of size Sq x Skv.
     Arrays of PyTorch, JAX, Numba and other libraries with DLPack are shared without a copy, and results are arrays of the same
-    library (:doc:`/array_libraries`).
+    library (:doc:`/layouts`).
 
     Options change the scores in this order: ``scale``, ``score_mod``, ``softcap``, ``alibi_slopes``, ``bias``; then keys are
     masked: lengths, ``causal``, ``window``, ``mask``, ``mask_mod``. All functions take the same options.

@@ -108,6 +108,16 @@ def test_the_readme_on_a_package_index():
     assert absolute("```python\nx[i](y)\n```\n", address) == "```python\nx[i](y)\n```\n"
 
 
+def test_the_citation():
+    """CITATION.cff names the version, the authors and the repository of the package."""
+    lines = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    cited = dict(line.removeprefix("  - ").split(": ", 1) for line in lines if ": " in line)
+    assert cited["version"] == cupy_sdpa.__version__.split(".dev")[0]
+    assert cited["name"] == PROJECT["authors"][0]["name"]
+    assert cited["repository-code"] == PROJECT["urls"]["Repository"]
+    assert cited["license"] == PROJECT["license"]
+
+
 def test_the_metadata():
     """The classifiers begin with the required version; the README has the three commands that CI runs."""
     versions = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
