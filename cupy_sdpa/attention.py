@@ -111,8 +111,8 @@ def attention(
             length must be finite. The queries may be packed: ``cu_seqlens_q`` and ``max_seqlen_q`` without ``cu_seqlens_kv``.
             Forward pass only. On the GPU the page size is a power of two. Default None.
         num_splits: the number of chunks into which the pages of each sequence are split on the GPU, for few queries: at most
-            512 rows, which are queries times Hq/Hkv. The result of a sequence then depends only on
-            this sequence, ``num_splits`` and P: it has the same bits in every batch and in every run. Default None: chosen from B, Hkv and P.
+            512 rows, which are queries times Hq/Hkv. The result of a sequence then depends only on this sequence,
+            ``num_splits`` and P: it has the same bits in every batch and in every run. Default None: chosen from B, Hkv and P.
         alibi_slopes: float32 ``(Hq,)``; subtracts ``slope |p - j|`` from the score of key j, where p is the position of the
             query on the diagonal (that of ``causal`` or ``window``; default top left). See :func:`cupy_sdpa.alibi_slopes`.
         softcap: c > 0 replaces the scores by :math:`c \tanh(S / c)`. A new value does not need a new plan. Default None.
