@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from cupy_sdpa._cli.helpers.console import CommandError, file_error
-from cupy_sdpa._cli.main import exit_status
+from cupy_sdpa.cli.console import CommandError, file_error
+from cupy_sdpa.cli.main import exit_status
 
 #: The description of each command. The module of its name has ``main(words) -> int``.
 COMMANDS = {

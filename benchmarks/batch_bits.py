@@ -26,8 +26,8 @@ import cupy
 import numpy as np
 
 from cupy_sdpa import attention, attention_backward, explain
-from cupy_sdpa._cli.helpers.console import one_line, positive
-from cupy_sdpa.plans.engines import knobs_text
+from cupy_sdpa.cli.console import one_line, positive
+from cupy_sdpa.cudnn_engine.engines import knobs_text
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 from . import runner

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cupy_sdpa._cli.helpers import machine, picture
-from cupy_sdpa._cli.helpers.console import CommandError, Progress, file_error, one_line, output_file, positive
+from cupy_sdpa.cli import machine, picture
+from cupy_sdpa.cli.console import CommandError, Progress, file_error, one_line, output_file, positive
 
 from . import cpu, device, plots, presets, runner, table, timing
 from .contenders.contender import Call, Contender, Inputs, Timer, UnavailableError

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.cudnn.library import library
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.runtime import cupy_runtime
 from cupy_sdpa.version import __version__, version_text
 
 from .timing import PRODUCTS, device_ms, interleaved

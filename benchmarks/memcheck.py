@@ -15,9 +15,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from cupy_sdpa._cli.helpers.console import CommandError, output_file
-from cupy_sdpa.check.cases.case import Case
-from cupy_sdpa.check.cases.draw import OPTIONS, draw_options
+from cupy_sdpa.check.case import Case
+from cupy_sdpa.check.draw import OPTIONS, draw_options
+from cupy_sdpa.cli.console import CommandError, output_file
 
 from .runner import check_gpu, parser
 
@@ -40,7 +40,7 @@ def run_cases() -> int:
     """Run the cases in this process; returns 1 if a result is wrong."""
     import cupy
 
-    from cupy_sdpa.check.verify.execute import execute
+    from cupy_sdpa.check.execute import execute
 
     cupy.cuda.set_allocator(None)
     kinds: dict[str, int] = {}

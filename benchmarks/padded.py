@@ -20,7 +20,7 @@ import cupy
 import numpy as np
 
 from cupy_sdpa import attention, attention_backward, explain
-from cupy_sdpa._cli.helpers.console import positive
+from cupy_sdpa.cli.console import positive
 
 from . import runner
 from .device import largest_difference, random_normal, timed

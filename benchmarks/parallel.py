@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa._cli.helpers.console import CommandError, positive
-from cupy_sdpa.calls.call import stats_are
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.boundary.call import stats_are
+from cupy_sdpa.cli.console import CommandError, positive
 from cupy_sdpa.errors import Unsupported
 from cupy_sdpa.parallel import ContextParallel, Loopback, connect, run_on_gpus, run_threads
-from cupy_sdpa.parallel.groups.convert import as_exchanger
-from cupy_sdpa.parallel.groups.group import Transfer
-from cupy_sdpa.parallel.groups.launch import environment
-from cupy_sdpa.parallel.planning.configuration import METHODS
+from cupy_sdpa.parallel.configuration import METHODS
+from cupy_sdpa.parallel.convert import as_exchanger
+from cupy_sdpa.parallel.group import Transfer
+from cupy_sdpa.parallel.launchers import environment
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.runtime import cupy_runtime
 
 from . import runner
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupy_sdpa._cli.helpers import machine
-from cupy_sdpa._cli.helpers.console import CommandError, Help, output_file
+from cupy_sdpa.cli import machine
+from cupy_sdpa.cli.console import CommandError, Help, output_file
 
 from .device import free_memory, versions
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import cupy_sdpa
 from cupy_sdpa import store
-from cupy_sdpa._cli.helpers.console import CommandError, one_line
-from cupy_sdpa._cli.helpers.timing import measure
-from cupy_sdpa.check.cases.case import Case, Packed
-from cupy_sdpa.check.cases.saved import case_of
-from cupy_sdpa.check.verify.execute import CaseRunner
+from cupy_sdpa.check.case import Case, Packed
+from cupy_sdpa.check.execute import CaseRunner
+from cupy_sdpa.check.saved import case_of
+from cupy_sdpa.cli.console import CommandError, one_line
+from cupy_sdpa.cli.timing import measure
 
 from . import runner
 

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cupy_sdpa
 from cupy_sdpa import zoo
-from cupy_sdpa._cli.helpers.console import positive
+from cupy_sdpa.cli.console import positive
 
 from . import runner
 from .device import free_memory, input_sets, random_normal, timed

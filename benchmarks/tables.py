@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cupy_sdpa._cli.helpers.console import CommandError, output_file
+from cupy_sdpa.cli.console import CommandError, output_file
 
 from . import figures, table
 from .figures import RESULTS, read

@@ -8,20 +8,20 @@ import sys
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
-from .calls.report import Report
+from .block_masks.block_mask import BlockMask, block_mask
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, StepError, Unsupported
 from .explain import explain, explain_function, get_plan_cache, problem
-from .forward_mode.widened import widen
 from .helpers import alibi_slopes, dropout_mask, merge
-from .inference.kv_cache import KVCache
-from .inference.shared_prefix import shared_prefix_attention
 from .jvp import attention_jvp, jvp_problems
+from .kv_cache.cache import KVCache
+from .kv_cache.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
-from .programs.readers.watch import validate
+from .programs.watch import validate
+from .programs.widened import widen
+from .replay.call_report import Report
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
-from .sparse.masks.block_mask import BlockMask, block_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 from .weights import weight_sums, weight_sums_problems

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT, StatsT
-from .arrays.compute import read_compute_dtype
-from .arrays.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
-from .arrays.layouts import other_layout, results_in
-from .calls.arguments import read_backward, read_forward
-from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
-from .calls.replay_cache import cache_call, run_cached
+from .boundary.arguments import read_backward, read_forward
+from .boundary.compute import read_compute_dtype
+from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
+from .boundary.layouts import other_layout, results_in
+from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
 from .fp8.array import Fp8Array
-from .fp8.forward import attend as attend_in_fp8
+from .fp8.fp8_attention import attend as attend_in_fp8
+from .programs.executor import compiled
 from .programs.passes import attend, attend_backward, blocks_of
-from .programs.run import compiled
+from .replay.replay_cache import cache_call, run_cached
 
 
 # fmt: off

@@ -7,31 +7,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
-from .arrays.conversion import Conversion, needs_conversion
-from .arrays.layouts import other_layout
 from .attention import attention, attention_backward
-from .calls.arguments import read_shapes
-from .calls.options import DTensors, Options, takes_options
-from .calls.report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
-from .device import cupy_runtime, driver
+from .block_masks.automatic import decide
+from .block_masks.entries import Sizes
+from .boundary.arguments import read_shapes
+from .boundary.conversion import Conversion, needs_conversion
+from .boundary.layouts import other_layout
+from .boundary.options import DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported
-from .forward_mode.form import form_of
 from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import TANGENTS, attention_jvp, given_by
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
 from .programs.block_mask_calls import description
-from .programs.readers.describe import program_of, report_of, with_missing
-from .sparse.automatic import decide
-from .sparse.entries import Sizes
+from .programs.derivative_form import form_of
+from .programs.describe import program_of, report_of, with_missing
+from .replay.call_report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
+from .runtime import cupy_runtime, driver
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are needed
-    from .offline.planner import Planner
-    from .plans.plan import Target
-    from .plans.plan_cache import PlanCache
+    from .cudnn_engine.plan import Target
+    from .cudnn_engine.plan_cache import PlanCache
+    from .offline.remote_planner import Planner
 
 
 @takes_options
@@ -291,7 +291,7 @@ def _explain_on_current_device(problem: Problem) -> Report:
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
     """Explain a problem for a described GPU, with a plan if the version is the installed one."""
-    from .offline.planner import kept_planner, load_target
+    from .offline.remote_planner import kept_planner, load_target
 
     if gpu is None:
         raise ValueError(f"cudnn is {cudnn!r} and gpu is None: name a GPU, explain(problem, gpu='H200', cudnn={cudnn!r})")
@@ -349,6 +349,6 @@ def get_plan_cache() -> PlanCache:
             "there is no GPU here, and therefore no plan cache: CuPy finds no CUDA device. "
             "`python -m cupy_sdpa info` lists what is missing"
         )
-    from .plans.sessions import session
+    from .cudnn_engine.sessions import session
 
     return session(driver.context_id()).cache

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .arrays.argument import arrays_on_gpu, check_arrays, read_array
-from .arrays.conversion import Conversion
-from .arrays.layouts import other_layout
-from .calls.arguments import read_forward
-from .calls.options import read_flag, read_positive
-from .device import cupy_runtime
-from .device.interpreted import plain
-from .device.merge import MAX_GROUPS, Parts
-from .device.merge import merge as merge_groups
+from .boundary.argument import arrays_on_gpu, check_arrays, read_array
+from .boundary.arguments import read_forward
+from .boundary.conversion import Conversion
+from .boundary.layouts import other_layout
+from .boundary.options import read_flag, read_positive
 from .errors import in_words
+from .kernels.merge import MAX_GROUPS, Parts
+from .kernels.merge import merge as merge_groups
 from .problem.bucket import Bucket
 from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays
-from .programs.run import compiled
+from .programs.executor import compiled
+from .runtime import cupy_runtime
+from .runtime.interpreted_array import plain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

@@ -8,27 +8,27 @@ from typing import Any, Unpack
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .arrays.compute import cast, check_converted, read_compute_dtype
-from .arrays.conversion import convert, needs_conversion
-from .arrays.layouts import of_caller, options_in_own, other_layout, to_own
-from .arrays.view import View
-from .calls.arguments import read_shapes, views_of_shapes
-from .calls.options import Options, read_flag, read_scale, takes_options
-from .calls.replay_cache import run_cached
-from .calls.user_functions import kept_options
-from .device import cupy_runtime
+from .block_masks.block_mask import BlockMask
+from .block_masks.method import check as check_mask
+from .boundary.arguments import read_shapes, views_of_shapes
+from .boundary.compute import cast, check_converted, read_compute_dtype
+from .boundary.conversion import convert, needs_conversion
+from .boundary.layouts import of_caller, options_in_own, other_layout, to_own
+from .boundary.options import Options, read_flag, read_scale, takes_options
+from .boundary.user_functions import kept_options
 from .errors import Unsupported
-from .forward_mode.checks import NO_PAGED_DERIVATIVES, check_results, read_form
-from .forward_mode.form import Form, Widened, form_of
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype, placeholder
+from .problem.view import View
 from .programs.block_mask_calls import key_of, without_keys
 from .programs.derivative import Arrays, Tangents, derivative
+from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, read_form
+from .programs.derivative_form import Form, Widened, form_of
+from .programs.executor import Inputs, run_program
 from .programs.passes import rounded
 from .programs.program import Builder, Program
-from .programs.run import Inputs, run_program
-from .sparse.masks.block_mask import BlockMask
-from .sparse.method import check as check_mask
+from .replay.replay_cache import run_cached
+from .runtime import cupy_runtime
 
 #: The tangents.
 TANGENTS = ("dq", "dk", "dv")

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
-from .arrays.layouts import other_layout, results_in
 from .attention import attention, attention_backward
-from .calls.call import tuning_enabled
-from .calls.options import DTensors, Options, read_flag, takes_options
-from .calls.replay_cache import cache_call, run_cached
-from .calls.report import Report
-from .calls.user_functions import kept_options
+from .boundary.call import tuning_enabled
+from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
+from .boundary.layouts import other_layout, results_in
+from .boundary.options import DTensors, Options, read_flag, takes_options
+from .boundary.user_functions import kept_options
 from .problem.problem import Problem
-from .programs.readers.describe import program_of, report_of, with_missing
-from .programs.run import ProgramCall
+from .programs.describe import program_of, report_of, with_missing
+from .programs.executor import ProgramCall
+from .replay.call_report import Report
+from .replay.replay_cache import cache_call, run_cached
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from .calls.autotune import Tuning
+    from .cudnn_engine.autotune import Tuning
 
 ResultT = TypeVar("ResultT")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .arrays.argument import Argument, arrays_on_gpu, read_array
-from .calls.arguments import check_counts, check_offsets
-from .calls.options import read_count, read_flag
-from .device import cupy_runtime
-from .device.paging import rope as kernels
+from .boundary.argument import Argument, arrays_on_gpu, read_array
+from .boundary.arguments import check_counts, check_offsets
+from .boundary.options import read_count, read_flag
+from .kernels import rope_kernel as kernels
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
+from .runtime import cupy_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

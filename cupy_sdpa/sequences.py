@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from ._typing import Array
-from .arrays.argument import check_arrays, read_array
-from .calls.options import read_positive
-from .device import cupy_runtime
-from .device.paging.page_lists import fill_table
+from .boundary.argument import check_arrays, read_array
+from .boundary.options import read_positive
+from .kernels.page_lists import fill_table
 from .problem.tensor_spec import Expected
+from .runtime import cupy_runtime
 
 
 def page_table_from_lists(

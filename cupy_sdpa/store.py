@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plans.disk_cache import DIRECTORY, DiskCache, current
+from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
 from .problem import problem_file
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
@@ -26,7 +26,7 @@ from .support.why_not import why_not
 from .version import version_number, version_text
 
 if TYPE_CHECKING:
-    from .plans.plan import PlanInfo
+    from .cudnn_engine.plan import PlanInfo
 
 __all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems", "save_problems"]
 
@@ -87,7 +87,7 @@ def build(
         ValueError: the GPU is unknown, or the version of cuDNN is not the required one.
         OSError: plans cannot be stored in the folder.
     """
-    from .offline.planner import Planner, load_target
+    from .offline.remote_planner import Planner, load_target
 
     problems = list(problems)
     if wrong := [problem for problem in problems if not isinstance(problem, Problem)]:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .arrays.compute import COMPUTE_DTYPES, read_compute_dtype
-from .arrays.conversion import Conversion, gradient_names, needs_conversion
 from .attention import attention, attention_backward
-from .calls.call import stats_are
-from .calls.options import DTensors, Options, read_flag, refuse_arguments, takes_options
-from .calls.user_functions import kept_options
+from .boundary.call import stats_are
+from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
+from .boundary.conversion import Conversion, gradient_names, needs_conversion
+from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
-from .fp8.forward import forward_in_fp8, gradients_in_fp8
+from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import refuse_gradients

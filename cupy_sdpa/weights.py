@@ -8,21 +8,21 @@ from typing import Any, Unpack
 import numpy as np
 
 from ._typing import Array
-from .arrays.conversion import needs_conversion
-from .arrays.layouts import other_layout
-from .arrays.view import View
-from .calls.arguments import read_forward, read_shapes, views_of_shapes
-from .calls.options import Options, read_band, read_flag, read_scale, takes_options
-from .calls.replay_cache import run_cached
-from .calls.user_functions import FUNCTIONS, has_functions, kept_options
-from .device import cupy_runtime
-from .device.weights import exponentials, gathered, negated_rows
+from .boundary.arguments import read_forward, read_shapes, views_of_shapes
+from .boundary.conversion import needs_conversion
+from .boundary.layouts import other_layout
+from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
+from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
+from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import placeholder
+from .problem.view import View
+from .programs.executor import Inputs, run_program
 from .programs.program import Builder
-from .programs.run import Inputs, run_program
 from .programs.steps import Constant
+from .replay.replay_cache import run_cached
+from .runtime import cupy_runtime
 from .score_fn.recorded import Access, Recorded, relocated
 
 #: The options that both passes take.

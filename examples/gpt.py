@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_sdpa import attention_vjp
 
-TEXT = Path(importlib.import_module("cupy_sdpa").__file__).parent / "_cli" / "helpers" / "alice.txt"
+TEXT = Path(importlib.import_module("cupy_sdpa").__file__).parent / "cli" / "alice.txt"
 LAYERS, HEADS, FEATURES, CONTEXT, BATCH, RATE = 2, 2, 64, 64, 8, 3e-3
 
 

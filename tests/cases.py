@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa.calls import arguments
+from cupy_sdpa.boundary import arguments
 
 DTYPES = {
     "float16": np.dtype("float16"),

@@ -224,7 +224,7 @@ def fake(stand_ins):
     import fake_cupy
 
     from cupy_sdpa import get_plan_cache, store
-    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.cudnn.library import library
 
     device = fake_cupy.DEVICE
     device.reset()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import get_plan_cache
-from cupy_sdpa._cudnn.library import library
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.cases.combine import LEFT_OUT, ONLY_WITH
-from cupy_sdpa.check.cases.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
-from cupy_sdpa.check.verify.execute import execute
-from cupy_sdpa.check.verify.outcome import Outcome
+from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
+from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
+from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.outcome import Outcome
+from cupy_sdpa.cudnn.library import library
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
 SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
@@ -89,7 +89,7 @@ class Engine:
         """A random problem of ``check`` with the options ``names`` and up to ``most`` others that they can be combined with.
 
         Args:
-            names: options of :mod:`cupy_sdpa.check.cases.case`, also those that a run of ``check`` leaves out on the engine.
+            names: options of :mod:`cupy_sdpa.check.case`, also those that a run of ``check`` leaves out on the engine.
             number: the problem; it depends only on this, the names and the engine.
             others: what the other options are drawn from; by default all that can be combined with the names.
             most: the largest number of other options.

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from cupy_sdpa.graph.interpreter import evaluate
+from cupy_sdpa.numpy_engine.interpreter import evaluate
 from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
-from cupy_sdpa.programs.run import compiled
+from cupy_sdpa.programs.executor import compiled
 
 
 def evaluated(call, graph_of):

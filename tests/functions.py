@@ -12,11 +12,11 @@ from planner import library_version, plan_problem
 from tolerance import FACTOR, assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
-from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.graph.emit import Emitter
-from cupy_sdpa.graph.interpreter import evaluate
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.numpy_engine.interpreter import evaluate
 from cupy_sdpa.score_fn.expression import AXES, Writer
 from cupy_sdpa.score_fn.tracer import trace
 from cupy_sdpa.support import gpus

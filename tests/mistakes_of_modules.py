@@ -355,6 +355,8 @@ def one_problem():
 
 
 REFERENCE = [
+    row("reference.exponentials", "sinks of other queries", lambda x: reference.exponentials(np.zeros((2, 3)), np.zeros(5)), ValueError,
+        "(2,) (5,)"),
     row("reference.attention", "a misspelled option", lambda x: reference.attention(*x.qkv, casual=True), TypeError, "casual"),
     row("reference.attention", "causal in capitals", lambda x: reference.attention(*x.qkv, causal="BOTTOM_RIGHT"), ValueError,
         "causal"),

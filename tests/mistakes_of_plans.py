@@ -10,7 +10,7 @@ import numpy as np
 from mistakes import row
 
 import cupy_sdpa
-from cupy_sdpa import prepare, problem, store
+from cupy_sdpa import explain_function, prepare, problem, store
 
 SHAPE = (64, 2, 6, 1)
 
@@ -37,7 +37,18 @@ def tuned_with_knobs(x):
         pass
 
 
+def within_validate(x):
+    with cupy_sdpa.validate():
+        cupy_sdpa.attention(x.q, x.k[:4], x.v)
+
+
 ROWS = [
+    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
+        "alibi_slopes runs no program"),
+    row("explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
+        "head dim"),
+    row("validate", "keys of another head dim in its block", within_validate, ValueError, "head dim"),
     row("problem", "a word in place of a shape", posed(q="q"), TypeError, "q is 'q'; pass a shape"),
     row("problem", "a fraction", posed(k=(1.5, 8, 512, 1)), TypeError, "k is (1.5"),
     row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from cupy_sdpa.calls import arguments, user_functions
+from cupy_sdpa.boundary import arguments, user_functions
 from cupy_sdpa.problem import validation
 from cupy_sdpa.problem.problem import Problem
 

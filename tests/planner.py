@@ -16,7 +16,7 @@ child_environment = environment
 
 def ready() -> None:
     """In a child: load the driver stub before cuDNN searches for a driver."""
-    from cupy_sdpa._cudnn.deviceless import load_stub
+    from cupy_sdpa.cudnn.deviceless import load_stub
 
     load_stub()
 
@@ -24,7 +24,7 @@ def ready() -> None:
 def library_version() -> int | str:
     """In a child: the version of cuDNN, or the reason why it cannot be loaded."""
     from cupy_sdpa import CudnnError
-    from cupy_sdpa._cudnn.library import library
+    from cupy_sdpa.cudnn.library import library
 
     try:
         return library().version
@@ -39,9 +39,9 @@ def without_kernels():
     Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan, and its limit
     applies; the knobs are missing, and a kernel that does not compile is not noticed.
     """
-    from cupy_sdpa._cudnn.constants import AttributeType
-    from cupy_sdpa._cudnn.descriptor import Descriptor
-    from cupy_sdpa.plans.engines import Candidate, EngineSearch, _number_and_notes
+    from cupy_sdpa.cudnn.constants import AttributeType
+    from cupy_sdpa.cudnn.descriptor import Descriptor
+    from cupy_sdpa.cudnn_engine.engines import Candidate, EngineSearch, _number_and_notes
 
     def take(search, config):
         engine, notes = _number_and_notes(config)
@@ -65,9 +65,9 @@ def accept(function, *arguments):
 def plan_problem(problem, gpu):
     """In a child: plan a problem as a call would, for a described GPU or its name; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import plan_for
+    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.cudnn_engine.planner import plan_for
+    from cupy_sdpa.offline.remote_planner import load_target
 
     try:
         plan = plan_for(problem, load_target(gpu) if isinstance(gpu, str) else gpu, DiskCache(None))
@@ -80,9 +80,9 @@ def plan_problem(problem, gpu):
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.plan import Plan, SerializedPlan
-    from cupy_sdpa.plans.planner import engine_search
+    from cupy_sdpa.cudnn_engine.plan import Plan, SerializedPlan
+    from cupy_sdpa.cudnn_engine.planner import engine_search
+    from cupy_sdpa.offline.remote_planner import load_target
 
     target = load_target(gpu)
     try:
@@ -96,11 +96,11 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
 
 def candidates_of(problem):
     """In a child: the (engine, knobs) of a problem's plan, and of every other config that autotuning tries."""
-    from cupy_sdpa.calls.autotune import _candidates
+    from cupy_sdpa.cudnn_engine.autotune import _candidates
+    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.cudnn_engine.planner import engine_search, load_or_build
     from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import engine_search, load_or_build
+    from cupy_sdpa.offline.remote_planner import load_target
 
     target, graph = load_target("h200"), forward(problem)
     plan = load_or_build(graph, target, disk_cache=DiskCache(None))
@@ -116,10 +116,10 @@ def candidates_of(problem):
 def descriptors_of(problem, gpu):
     """In a child: how many descriptors planning creates, and how many exist while the plan exists and after."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa._cudnn.library import library
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import plan_for
+    from cupy_sdpa.cudnn.library import library
+    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.cudnn_engine.planner import plan_for
+    from cupy_sdpa.offline.remote_planner import load_target
 
     lib, made, gone, alive = library(), [], [], 0
     create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
@@ -140,7 +140,7 @@ def nvrtc_in_use(problem, gpu):
     """In a child: the version and the path of NVRTC that were found, and the paths of those that are loaded after planning."""
     from pathlib import Path
 
-    from cupy_sdpa._cudnn.nvrtc import nvrtc
+    from cupy_sdpa.cudnn.nvrtc import nvrtc
 
     plan_problem(problem, gpu)
     in_use = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
@@ -151,10 +151,10 @@ def plan_over_garbage(problem, text):
     """In a child: replace the stored plan of a problem by garbage, then plan; gives the warnings and the engine."""
     import warnings
 
+    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.cudnn_engine.planner import disk_cache_key, load_or_build
     from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import disk_cache_key, load_or_build
+    from cupy_sdpa.offline.remote_planner import load_target
 
     disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
     load_or_build(graph, target, disk_cache=disk_cache).close()
@@ -242,7 +242,7 @@ class Planner:
 
 def compared(planner: Planner, function, *arguments):
     """What a function that plans gives, kernels compiled; where they are accepted, the same without them."""
-    from cupy_sdpa.plans.plan import PlanInfo
+    from cupy_sdpa.cudnn_engine.plan import PlanInfo
 
     plan, accepted = planner.call(function, *arguments), planner.accept(function, *arguments)
     if isinstance(plan, PlanInfo) and not plan.refused:

@@ -14,7 +14,7 @@ def missing(tier: str) -> str | None:
 def _cudnn() -> str | None:
     from planner import probe
 
-    from cupy_sdpa._cudnn.deviceless import COMPILERS
+    from cupy_sdpa.cudnn.deviceless import COMPILERS
 
     if not any(map(shutil.which, COMPILERS)):
         return f"no C compiler ({', '.join(COMPILERS)}) to build the stub of libcuda.so.1 with"

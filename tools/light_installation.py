@@ -4,7 +4,7 @@
 
 LIGHT and FULL are paths of a libcudnn.so.9 of one version. For every problem of the support table it prints where the plans
 differ in engine, knobs or workspace, or where only one configuration has a plan; then the bytes of both folders on disk. It
-needs no GPU; see ``cupy_sdpa/offline/planner.py``.
+needs no GPU; see ``cupy_sdpa/offline/remote_planner.py``.
 
 The sizes of a download: ``pip download --no-deps -d FOLDER nvidia-cudnn-jit-cu12 nvidia-cudnn-cu12``, then ``ls -l FOLDER``.
 """
@@ -12,9 +12,9 @@ The sizes of a download: ``pip download --no-deps -d FOLDER nvidia-cudnn-jit-cu1
 import argparse
 from pathlib import Path
 
-from cupy_sdpa.offline.planner import Planner, load_target
-from cupy_sdpa.offline.problems import PROBES
-from cupy_sdpa.plans.engines import knobs_text
+from cupy_sdpa.cudnn_engine.engines import knobs_text
+from cupy_sdpa.offline.probes import PROBES
+from cupy_sdpa.offline.remote_planner import Planner, load_target
 
 
 def text_of(plan: object) -> str:

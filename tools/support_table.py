@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from cupy_sdpa.errors import CudnnError
-from cupy_sdpa.offline.planner import Planner, load_target
-from cupy_sdpa.offline.problems import PROBES, problem_of_shapes, problem_of_sizes
+from cupy_sdpa.offline.probes import PROBES, problem_of_shapes, problem_of_sizes
+from cupy_sdpa.offline.remote_planner import Planner, load_target
 from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.score_fn.ufuncs import FUNCTIONS

@@ -6,7 +6,7 @@ reference, and shrinks each failure to one line of Python. :func:`reproduce` run
 
 from __future__ import annotations
 
-from .cases.case import Case
+from .case import Case
 
 __all__ = ["Case", "reproduce"]
 
@@ -21,7 +21,7 @@ def reproduce(case: Case) -> None:
     forward on the CPU engine, float32: batch 1, 1 heads, 2 queries, 2 keys, head dim 8; causal='top_left'
     passed: 3 calls
     """
-    from .worker import run_case
+    from .check_worker import run_case
 
     print(case.describe())
     outcome = run_case(case)

@@ -7,8 +7,8 @@ import signal
 import sys
 
 from .. import _workers
-from .cases.case import Case
-from .verify.outcome import Outcome
+from .case import Case
+from .outcome import Outcome
 
 #: Seconds after which a case counts as a hang. The first case of a process also loads the libraries.
 TIME_LIMIT = 120.0
@@ -30,7 +30,7 @@ class Pool(_workers.Pool):
             CUPY_SDPA_CACHE_DIR="0", OMP_NUM_THREADS=count, OPENBLAS_NUM_THREADS=count, MKL_NUM_THREADS=count,
             MALLOC_PERTURB_="1",  # glibc fills memory of numpy.empty with bytes of 254: NaN, or numbers of -1e38 and less
         )  # fmt: skip
-        command = [sys.executable, "-m", "cupy_sdpa.check.worker", *modules]
+        command = [sys.executable, "-m", "cupy_sdpa.check.check_worker", *modules]
         super().__init__(jobs, lambda: _workers.Worker(command, environment, capture=True), CASES_PER_PROCESS)
 
     def run(self, case: Case, limit: float = TIME_LIMIT) -> Outcome:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from .cases.case import Case
-from .cases.draw import draw
+from .case import Case
+from .draw import draw
+from .outcome import Outcome
 from .pool import Pool
 from .shrink import same_failure, shrink
 from .summary import Finding, Summary
-from .verify.outcome import Outcome
 
 #: The time limit in seconds for shrinking one finding; the limit for all findings together is twice that.
 SHRINK_SECONDS = 60.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .cases.case import GRADIENTS, Case, Paged
-from .verify.outcome import Outcome
+from .case import GRADIENTS, Case, Paged
+from .outcome import Outcome
 
 #: Runs a case.
 RunCase = Callable[[Case], Outcome]

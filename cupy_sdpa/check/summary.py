@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cases.case import Case
-from .cases.draw import OPTIONS
-from .verify.outcome import Outcome
+from .case import Case
+from .draw import OPTIONS
+from .outcome import Outcome
 
 #: Columns of the printed text.
 WIDTH = 80

@@ -1,7 +1,7 @@
 """FP8 attention: arrays of 8-bit floats with scales, and the forward pass on them."""
 
 from .array import Fp8Array
-from .forward import attention
+from .fp8_attention import attention
 from .quantize import DelayedScaling, quantize, quantize_qkv
 
 __all__ = ["DelayedScaling", "Fp8Array", "attention", "quantize", "quantize_qkv"]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array
-from ..device import cupy_runtime
+from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
-from . import kernels
+from ..runtime import cupy_runtime
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -199,14 +199,14 @@ class Fp8Array:
         if not cupy_runtime.is_array(data):
             values = data.astype(np.float32) * self.descale[0]
             return np.asfortranarray(rotate(values, rotation).astype(numpy_dtype(name))).transpose(back)
-        if data.shape[0] % kernels.UNIT:
-            raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {kernels.UNIT}")
+        if data.shape[0] % fp8_kernels.UNIT:
+            raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {fp8_kernels.UNIT}")
         with cupy_runtime.on_device_of(data):
             source = data
-            if not data.flags.f_contiguous or data.data.ptr % kernels.UNIT:  # the kernel reads units of 8 bytes
+            if not data.flags.f_contiguous or data.data.ptr % fp8_kernels.UNIT:  # the kernel reads units of 8 bytes
                 source = cupy_runtime.temporary_copy(data)
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
-            kernels.dequantize(source, target, self.descale, rotation, self.dtype)
+            fp8_kernels.dequantize(source, target, self.descale, rotation, self.dtype)
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:
     """An FP8 array whose scale is at a place of an array, and its descale :data:`.kernels.FACTOR_STEP` places after it."""
     array = made(data, None, None, dtype, rotated=rotated, axis=axis)
-    array._factors = factors, place, place + kernels.FACTOR_STEP
+    array._factors = factors, place, place + fp8_kernels.FACTOR_STEP
     return array
 
 
@@ -292,7 +292,7 @@ def rotate(x: Any, rotation: int) -> Any:
     """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
 
     The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
-    (:data:`cupy_sdpa.device.dtypes.ROTATION`), hence the same bits.
+    (:data:`cupy_sdpa.runtime.dtypes.ROTATION`), hence the same bits.
     """
     if rotation == 1:
         return x

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.layouts import from_own
-from ..device import cupy_runtime
+from ..boundary.layouts import from_own
+from ..kernels import fp8_kernels
 from ..problem.tensor_spec import placeholder
-from . import kernels
+from ..runtime import cupy_runtime
 from .array import Fp8Array, of_factors
 
 #: The largest number of prepared conversions.
@@ -50,20 +50,20 @@ class PreparedConversion(NamedTuple):
         """Convert arrays: two launches, without synchronization."""
         ndarray, alloc = cupy_runtime.cupy().ndarray, cupy_runtime.cupy().cuda.alloc
         count, blocks = len(arrays), self.grid[0] * self.grid[1]
-        bytes_of_factors = 8 * kernels.FACTOR_STEP * count
+        bytes_of_factors = 8 * fp8_kernels.FACTOR_STEP * count
         memory = alloc(bytes_of_factors + 4 * blocks)  # the factors, and the largest magnitudes of the blocks
-        factors = ndarray((2 * kernels.FACTOR_STEP * count,), np.float32, memory)
+        factors = ndarray((2 * fp8_kernels.FACTOR_STEP * count,), np.float32, memory)
         address, addresses, made = memory.ptr, [], []
         for i, (x, n, (shape, strides, nbytes, rotated, axis)) in enumerate(zip(arrays, lengths, self.results, strict=True)):
             data = ndarray(shape, np.uint8, alloc(nbytes), strides, "F")
-            place = 2 * kernels.FACTOR_STEP * i
+            place = 2 * fp8_kernels.FACTOR_STEP * i
             addresses += [x.data.ptr, data.data.ptr, address + 4 * place, 0 if n is None else n.data.ptr]
             made.append(of_factors(data, factors, place, self.dtype, rotated=rotated, axis=axis))
         numbers = self.numbers.copy()
         numbers[self.places] = addresses
-        arguments = numbers.view(kernels.ARRAYS).reshape(()), np.int64(address + bytes_of_factors)
+        arguments = numbers.view(fp8_kernels.ARRAYS).reshape(()), np.int64(address + bytes_of_factors)
         for kernel in self.kernels:
-            kernel(self.grid, (kernels.THREADS,), arguments)
+            kernel(self.grid, (fp8_kernels.THREADS,), arguments)
         return made
 
 
@@ -79,13 +79,15 @@ def prepare(
         lengths: int32 ``(B,)``, or None.
         layout: the layout of the results; None for that of this package.
     """
-    conversions = [kernels.Conversion(x, None, None, part, n) for x, part, n in zip(arrays, rotations, lengths, strict=True)]
-    grid, numbers, source = kernels.arguments_of(conversions)
-    fields, places = len(kernels.ARRAY_FIELDS), []
+    conversions = [
+        fp8_kernels.Conversion(x, None, None, part, n) for x, part, n in zip(arrays, rotations, lengths, strict=True)
+    ]
+    grid, numbers, source = fp8_kernels.arguments_of(conversions)
+    fields, places = len(fp8_kernels.ARRAY_FIELDS), []
     for i in range(len(arrays)):
-        places += [i * fields + kernels.ARRAY_FIELDS.index(name) for name in ("source", "target", "factors", "lengths")]
+        places += [i * fields + fp8_kernels.ARRAY_FIELDS.index(name) for name in ("source", "target", "factors", "lengths")]
     results = [_result(name, x, part, layout) for name, x, part in zip("qkv", arrays, rotations, strict=False)]
-    both = kernels.kernel(source, dtype, "amax"), kernels.kernel(source, dtype, "convert")
+    both = fp8_kernels.kernel(source, dtype, "amax"), fp8_kernels.kernel(source, dtype, "convert")
     return PreparedConversion(numbers, np.array(places), grid, both, tuple(results), dtype)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array, Layout
-from ..arrays.layouts import check_layout, check_strides_of, from_own, other_layout, to_own
-from ..calls.options import read_flag
-from ..device import cupy_runtime
+from ..boundary.layouts import check_layout, check_strides_of, from_own, other_layout, to_own
+from ..boundary.options import read_flag
+from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
-from . import current, kernels
+from ..runtime import cupy_runtime
+from . import current
 from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -187,7 +188,7 @@ class DelayedScaling:
         if amax is not None and not 0 < float(amax) < np.inf:
             raise ValueError(f"amax is {amax}; it must be a finite number above 0, or None")
         self.dtype, self.rotate = dtype, read_flag("rotate", rotate)
-        state = np.zeros(kernels.STATE + history, np.float32)
+        state = np.zeros(fp8_kernels.STATE + history, np.float32)
         state[:2] = 1.0
         if amax is not None:
             state[:2] = FP8_LARGEST[dtype] / amax, amax / FP8_LARGEST[dtype]
@@ -221,7 +222,7 @@ class DelayedScaling:
             return Fp8Array(elements_of(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
         with cupy_runtime.on_device_of(x):
             conversion = _conversion(x, part, lengths)
-            kernels.delayed(conversion, self.dtype, self._state)
+            fp8_kernels.delayed(conversion, self.dtype, self._state)
         return _result(conversion, self.dtype)
 
     def update(self, amax: Array) -> None:
@@ -232,7 +233,7 @@ class DelayedScaling:
             self._advance(np.abs(amax[0]))
             return
         with cupy_runtime.on_device_of(amax):
-            kernels.update(self._state, amax, self.dtype)
+            fp8_kernels.update(self._state, amax, self.dtype)
 
     def _check_engine(self, x: Any) -> None:
         if cupy_runtime.is_array(x) != cupy_runtime.is_array(self._state):
@@ -245,7 +246,7 @@ class DelayedScaling:
         """Add a largest magnitude, if it is finite, to the history and update the factors, as the kernel does at its end."""
         if not np.isfinite(amax):
             return
-        state, history = self._state, self._state[kernels.STATE :]
+        state, history = self._state, self._state[fp8_kernels.STATE :]
         position = state[4:5].view(np.uint32)
         history[position[0]] = amax
         position[0] = (position[0] + 1) % history.size
@@ -272,11 +273,13 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")
     if len(x.shape) not in (3, 4):
         raise ValueError(f"x has shape {x.shape}; it must be (head_dim, heads, seq, batch), or packed (head_dim, heads, total)")
-    if on_gpu and x.shape[0] % kernels.UNIT:
-        raise ValueError(f"x has shape {x.shape}; on the GPU head_dim must be a multiple of {kernels.UNIT}: pad it with zeros")
-    if on_gpu and x.size // kernels.UNIT >= 2**32:
+    if on_gpu and x.shape[0] % fp8_kernels.UNIT:
         raise ValueError(
-            f"x has shape {x.shape}, {x.size} elements; quantize converts at most {kernels.UNIT * 2**32 - 1}: split it"
+            f"x has shape {x.shape}; on the GPU head_dim must be a multiple of {fp8_kernels.UNIT}: pad it with zeros"
+        )
+    if on_gpu and x.size // fp8_kernels.UNIT >= 2**32:
+        raise ValueError(
+            f"x has shape {x.shape}, {x.size} elements; quantize converts at most {fp8_kernels.UNIT * 2**32 - 1}: split it"
         )
     if on_gpu or layout is None:
         check_strides_of("x", x, required=on_gpu)
@@ -295,11 +298,11 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
         raise ValueError(f"lengths is {lengths.tolist()}; lengths must be from 0 to {x.shape[2]}")
 
 
-def _conversion(x: Any, rotation: int, lengths: Any) -> kernels.Conversion:
+def _conversion(x: Any, rotation: int, lengths: Any) -> fp8_kernels.Conversion:
     """The conversion of an array on the GPU, with new results."""
     target = cupy_runtime.new_result(x, tuple(x.shape), np.dtype(np.uint8))
-    factors = cupy_runtime.new_result(x, (2 * kernels.FACTOR_STEP,), np.dtype(np.float32))
-    return kernels.Conversion(x, target, factors, rotation, _contiguous(lengths))
+    factors = cupy_runtime.new_result(x, (2 * fp8_kernels.FACTOR_STEP,), np.dtype(np.float32))
+    return fp8_kernels.Conversion(x, target, factors, rotation, _contiguous(lengths))
 
 
 def _contiguous(lengths: Any) -> Any:
@@ -309,8 +312,8 @@ def _contiguous(lengths: Any) -> Any:
     return cupy_runtime.temporary_copy(lengths)
 
 
-def _result(conversion: kernels.Conversion, dtype: str) -> Fp8Array:
-    scale, descale = (one_of(conversion.factors, place) for place in (0, kernels.FACTOR_STEP))
+def _result(conversion: fp8_kernels.Conversion, dtype: str) -> Fp8Array:
+    scale, descale = (one_of(conversion.factors, place) for place in (0, fp8_kernels.FACTOR_STEP))
     return made(conversion.target, descale, scale, dtype, rotated=conversion.rotation > 1)
 
 

@@ -1,4 +1,4 @@
-"""Attention as an operation graph, and its evaluation on numpy arrays."""
+"""Attention as an operation graph, plain data that both engines read."""
 
 from __future__ import annotations
 

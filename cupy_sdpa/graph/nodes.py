@@ -1,8 +1,8 @@
 """Operation graphs as plain data: tensors, nodes in the order of computation, and shape rules.
 
-A graph contains no pointer, device or plan. :mod:`cupy_sdpa.graph.interpreter` evaluates every node on numpy arrays;
-:mod:`cupy_sdpa.plans.lowering` translates it for cuDNN. ``print(graph)`` shows every step with its formula, shape and dtype.
-Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores
+A graph contains no pointer, device or plan. :mod:`cupy_sdpa.numpy_engine.interpreter` evaluates every node on numpy arrays;
+:mod:`cupy_sdpa.cudnn_engine.lowering` translates it for cuDNN. ``print(graph)`` shows every step with its formula, shape and
+dtype. Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores
 ``(B, Hq, Sq, Skv)``.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ..device.blocks import BLOCK
+from ..kernels.block_rows import BLOCK
 
 Shape = tuple[int, int, int, int]
 Role = Literal["input", "output", "scalar", "constant", "scratch", "virtual"]

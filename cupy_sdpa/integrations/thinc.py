@@ -9,7 +9,7 @@ from thinc.api import Model, registry
 from thinc.types import Ragged
 
 from ..attention import attention, attention_backward
-from ..calls.options import read_positive
+from ..boundary.options import read_positive
 
 
 @registry.layers("cupy_sdpa.FusedAttention.v1")  # type: ignore[untyped-decorator, unused-ignore]

@@ -8,7 +8,7 @@ import torch
 
 from ..attention import attention as run_forward
 from ..attention import attention_backward
-from ..calls.user_functions import kept_options
+from ..boundary.user_functions import kept_options
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

@@ -13,10 +13,10 @@ Differences from NNlib.jl:
 Source: FluxML/NNlib.jl, src/attention.jl; Vaswani et al. 2017, "Attention Is All You Need", section 3.2.
 """
 
-from .arrays import join_heads, split_heads
-from .attention import dot_product_attention, dot_product_attention_vjp
 from .masks import make_causal_mask, make_padding_mask
-from .scores import dot_product_attention_scores
+from .nnlib_arrays import join_heads, split_heads
+from .nnlib_attention import dot_product_attention, dot_product_attention_vjp
+from .nnlib_scores import dot_product_attention_scores
 
 __all__ = [
     "dot_product_attention",

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..device import cupy_runtime
-from .arrays import check_array, to_four_axes
+from ..runtime import cupy_runtime
+from .nnlib_arrays import check_array, to_four_axes
 
 
 class Mask:

@@ -1,12 +1,12 @@
 """Attention over several GPUs: every member of a group holds a part of each sequence (context parallelism)."""
 
 from .context import ContextParallel, context_parallel
-from .groups.group import Group, GroupError
-from .groups.launch import Environment, connect, environment, run_on_gpus
-from .groups.loopback import Loopback, run_threads
-from .groups.mpi import MpiGroup
-from .groups.nccl import NcclGroup
-from .planning.report import ParallelReport
+from .group import Group, GroupError
+from .group_report import ParallelReport
+from .launchers import Environment, connect, environment, run_on_gpus
+from .loopback import Loopback, run_threads
+from .mpi import MpiGroup
+from .nccl import NcclGroup
 
 __all__ = [
     "ContextParallel",

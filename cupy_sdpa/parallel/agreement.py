@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.options import is_one_of
-from ..device import cupy_runtime
+from ..boundary.options import is_one_of
 from ..errors import Unsupported
-from .groups.channel import Channel, Message
-from .planning.arguments import configure, key_of
-from .planning.configuration import METHODS, Configuration
-from .planning.report import choose
-from .planning.support import refusal
+from ..runtime import cupy_runtime
+from .channel import Channel, Message
+from .configuration import METHODS, Configuration
+from .group_arguments import configure, key_of
+from .group_report import choose
+from .group_support import refusal
 
 #: The bytes of the text of shapes and options that members exchange.
 TEXT_BYTES = 4096
@@ -31,7 +31,7 @@ class Agreement:
     """The configurations of calls, which the members have compared.
 
     New configurations are compared as texts before any of them is used, which synchronizes. Of known ones a checksum is
-    compared during the call (:class:`~cupy_sdpa.parallel.groups.channel.Channel`).
+    compared during the call (:class:`~cupy_sdpa.parallel.channel.Channel`).
 
     Args:
         channel: the group.

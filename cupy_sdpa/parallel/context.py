@@ -6,22 +6,22 @@ import functools
 import numbers
 from typing import Any
 
-from ..arrays.compute import call_in_compute_dtype, in_compute_dtype
-from ..arrays.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
-from ..arrays.layouts import check_strides_of, other_layout
 from ..attention import attention, attention_backward
-from ..calls.options import read_flag
-from ..calls.user_functions import kept_options
-from ..device import cupy_runtime
+from ..boundary.compute import call_in_compute_dtype, in_compute_dtype
+from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
+from ..boundary.layouts import check_strides_of, other_layout
+from ..boundary.options import read_flag
+from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..runtime import cupy_runtime
 from .agreement import REFUSED, Agreement
-from .groups.channel import Channel, Message, copy
-from .groups.convert import as_exchanger
+from .channel import Channel, Message, copy
+from .convert import as_exchanger
+from .group_arguments import configure, listed, packed_lengths, read_length
+from .group_report import ParallelReport, report
 from .heads import heads_backward, heads_forward
-from .planning.arguments import configure, listed, packed_lengths, read_length
-from .planning.layout import Layout
-from .planning.report import ParallelReport, report
 from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
+from .shards import Layout
 from .single import empty_stats, on_one
 
 _FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arrays.compute import cast
-from ..arrays.layouts import named
 from ..attention import attention, attention_backward
-from ..device import cupy_runtime, memory
-from ..device.merge import accumulate
+from ..boundary.compute import cast
+from ..boundary.layouts import named
+from ..kernels.merge import accumulate
 from ..problem.problem import row_stats_shape
-from .groups.channel import Channel, Message, copy
-from .planning.configuration import Configuration
-from .planning.layout import Layout
-from .planning.positions import aligned
+from ..runtime import cupy_runtime, memory
+from .channel import Channel, Message, copy
+from .configuration import Configuration
+from .positions import aligned
+from .shards import Layout
 
 Options = Mapping[str, Any]
 

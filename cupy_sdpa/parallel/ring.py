@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.compute import cast
-from ..device import cupy_runtime, kernels, memory
-from ..device.merge import accumulate
-from .groups.channel import Channel, Message, Pending, copy
-from .groups.group import Transfer
-from .planning.configuration import Configuration
-from .planning.parts import Partials, as_bits, gradients
+from ..boundary.compute import cast
+from ..kernels import ragged
+from ..kernels.merge import accumulate
+from ..runtime import cupy_runtime, memory
+from .channel import Channel, Message, Pending, copy
+from .configuration import Configuration
+from .group import Transfer
+from .parts import Partials, as_bits, gradients
 
 Options = Mapping[str, Any]
 
@@ -211,7 +212,7 @@ def _with_finite_bias(options: Options) -> Options:
     if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not cupy_runtime.is_array(bias):
         return options
     finite = cast(bias, np.dtype(np.float32), cupy_runtime.temporary)
-    kernels.replace_infinite(finite)
+    ragged.replace_infinite(finite)
     return {**options, "bias": finite}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..device import cupy_runtime
 from ..problem.problem import CU_SEQLENS, row_stats_shape
-from .planning.configuration import Configuration
+from ..runtime import cupy_runtime
+from .configuration import Configuration
 
 
 def empty_stats(config: Configuration, q: Any) -> Any:

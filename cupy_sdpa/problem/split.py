@@ -3,10 +3,10 @@
 cuDNN computes one query head with few queries at a time: it reads the keys once per query head, and leaves most of the GPU idle
 if there are few sequences. A split problem avoids both. The G query heads of a key/value head and the Sq queries become
 ``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch entry, whose row of
-the page table is a part of the sequence's row. The results of the chunks are merged (device/merge.py).
+the page table is a part of the sequence's row. The results of the chunks are merged (kernels/merge.py).
 
 The chunks have no mask, which would take a fifth of the time: they cover the common keys, whole pages to which every query
-attends. A small kernel computes attention over the boundary keys, the few other keys of each query (device/paging/paged.py).
+attends. A small kernel computes attention over the boundary keys, the few other keys of each query (kernels/paged.py).
 
 Row ``r = g Sq + s`` is query s of head g of the group, so the rows of all heads in memory are an array ``(D, Sq, Hq, B C)``.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.view import View
-from ..calls.arguments import read_shapes, views_of_shapes
+from ..block_masks.block_mask import BlockMask
+from ..block_masks.entries import Sizes
+from ..block_masks.method import check, method_of
+from ..boundary.arguments import read_shapes, views_of_shapes
 from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import dtype_name
-from ..sparse.entries import Sizes
-from ..sparse.masks.block_mask import BlockMask
-from ..sparse.method import check, method_of
-from .block_masks import Forward, Gradients, backward, forward
+from ..problem.view import View
+from .block_mask_steps import Forward, Gradients, backward, forward
 from .program import Builder
 
 

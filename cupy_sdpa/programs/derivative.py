@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.view import View
-from ..forward_mode.form import Form, Widened, without_dropout
-from ..forward_mode.kernels import Terms, add_terms, concatenate
-from ..forward_mode.widened import wide_arrays
+from ..block_masks.block_mask import BlockMask
+from ..kernels.derivative_terms import Terms, add_terms, concatenate
 from ..problem.problem import row_stats_shape
-from ..sparse.masks.block_mask import BlockMask
-from . import block_masks
+from ..problem.view import View
+from . import block_mask_steps
+from .derivative_form import Form, Widened, without_dropout
 from .program import Builder
+from .widened import wide_arrays
 
 
 class Tangents(NamedTuple):
@@ -101,17 +101,19 @@ class _Passes(NamedTuple):
         if self.mask is None:
             self.builder.attend("attention", q, k, v, self.options, out=out, stats=stats, **self.flags)
         else:
-            block_masks.forward(self.builder, block_masks.Forward(q, k, v, out, stats), self.mask, self.options, **self.flags)
+            block_mask_steps.forward(
+                self.builder, block_mask_steps.Forward(q, k, v, out, stats), self.mask, self.options, **self.flags
+            )
 
     def gradient(self, name: str, wide: Widened, k: View, out: View, stats: View, *, dropout: bool = True) -> View:
         """The gradient of Q2 for some keys; the other gradients are discarded."""
         dq, dk, dv = (self.builder.temporary(x.shape, x.dtype) for x in (wide.q, k, wide.v))
-        arrays = block_masks.Gradients(wide.dout, wide.q, k, wide.v, out, stats, dq, dk, dv)
+        arrays = block_mask_steps.Gradients(wide.dout, wide.q, k, wide.v, out, stats, dq, dk, dv)
         self.builder.part = name
         options = self.options if dropout else without_dropout(self.options)
         if self.mask is None:
             others: dict[str, Any] = {key: x for key, x in arrays._asdict().items() if key not in "qkv"}
             self.builder.attend_backward("gradients", wide.q, k, wide.v, options, **others, **self.flags)
         else:
-            block_masks.backward(self.builder, arrays, self.mask, options, **self.flags)
+            block_mask_steps.backward(self.builder, arrays, self.mask, options, **self.flags)
         return dq

@@ -7,29 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.compute import check_converted
-from ..arrays.conversion import OUTPUTS, gradient_names
-from ..arrays.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
-from ..arrays.view import View
-from ..calls.arguments import read_backward, read_forward
-from ..calls.call import Call
-from ..calls.options import read_flag
-from ..calls.replay_cache import run_cached
-from ..calls.user_functions import Gradients as TensorGradients
-from ..calls.user_functions import gradient_name, kept_options
-from ..device import cupy_runtime
+from ..block_masks.automatic import automatic_mask
+from ..block_masks.block_mask import BlockMask
+from ..block_masks.method import check, check_arrays, method_of
+from ..block_masks.native import is_supported
+from ..boundary.arguments import read_backward, read_forward
+from ..boundary.call import Call
+from ..boundary.compute import check_converted
+from ..boundary.conversion import OUTPUTS, gradient_names
+from ..boundary.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
+from ..boundary.options import read_flag
+from ..boundary.user_functions import Gradients as TensorGradients
+from ..boundary.user_functions import gradient_name, kept_options
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, make_spec, numpy_dtype
 from ..problem.validation import expected_arrays
-from ..sparse.automatic import automatic_mask
-from ..sparse.masks.block_mask import BlockMask
-from ..sparse.method import check, check_arrays, method_of
-from ..sparse.native import is_supported
-from . import block_masks
+from ..problem.view import View
+from ..replay.replay_cache import run_cached
+from ..runtime import cupy_runtime
+from . import block_mask_steps
 from .block_mask_calls import check_return_stats, key_of, refuse_gradients
-from .block_masks import Forward, Gradients, score_function
+from .block_mask_steps import Forward, Gradients, score_function
+from .executor import Inputs, run_program
 from .program import Builder, Program
-from .run import Inputs, run_program
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
@@ -307,7 +307,7 @@ def forward(
         call.arrays |= {name: views[name] for name in OUTPUTS[2:] if name in views}
         builder.call("attention", call)
     else:
-        block_masks.forward(builder, Forward(**own), mask, options, deterministic=deterministic, native=native)
+        block_mask_steps.forward(builder, Forward(**own), mask, options, deterministic=deterministic, native=native)
     finish()
 
 
@@ -336,7 +336,7 @@ def backward(
         call.arrays |= {name: views[name] for name in call.result_names if name not in call.arrays}
         builder.call("gradients", call)
     else:
-        block_masks.backward(builder, Gradients(**own), mask, options, deterministic=deterministic)
+        block_mask_steps.backward(builder, Gradients(**own), mask, options, deterministic=deterministic)
     finish()
 
 

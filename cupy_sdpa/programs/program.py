@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..arrays.view import View
-from ..calls.arguments import read_backward, read_forward
-from ..calls.call import Call, Fill
-from ..device.merge import Parts
+from ..boundary.arguments import read_backward, read_forward
+from ..boundary.call import Call, Fill
+from ..kernels.merge import Parts
 from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
-from . import attention
+from ..problem.view import View
+from . import attention_steps
 from .steps import Attend, Constant, Step, Steps, join_of
 
 #: The alignment of temporaries in their block of memory, in bytes.
@@ -115,11 +115,11 @@ class Builder(Steps):
 
     def attend_to_parts(self, name: str, q: View, k: View, v: View, options: Mapping[str, Any], **others: Any) -> list[Parts]:
         """Attention whose results are merged with others (:func:`.merge.merge`); ``others`` as for :meth:`attend`."""
-        return attention.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
+        return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def call(self, name: str, call: Call) -> None:
         """A call that was read from views. Results without a view are temporary."""
-        attention.add(self, name, call, with_values=True)
+        attention_steps.add(self, name, call, with_values=True)
 
     def build(self) -> Program:
         """The program; temporaries share memory where they can."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..arrays.compute import write
-from ..arrays.view import View
-from ..calls.call import Fill
-from ..device import cupy_runtime, driver, memory
+from ..boundary.call import Fill
+from ..boundary.compute import write
 from ..problem.problem import Problem
+from ..problem.view import View
+from ..runtime import cupy_runtime, driver, memory
 
 
 class Constant:

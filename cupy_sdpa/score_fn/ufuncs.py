@@ -3,7 +3,7 @@
 Python's operators also use them: ``x + y`` is ``np.add(x, y)``.
 
 To add a function, compose it of existing modes in :data:`FUNCTIONS`. A new mode also needs a derivative (:mod:`.autodiff`), and
-entries in graph/nodes.py, graph/interpreter.py and graph/emit.py; or, if cuDNN does not have it, only in ``COMPOSED`` of
+entries in graph/nodes.py, numpy_engine/interpreter.py and graph/emit.py; or, if cuDNN does not have it, only in ``COMPOSED`` of
 graph/emit.py.
 """
 

@@ -8,13 +8,13 @@ To add a bug:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug is refused, a problem of ``PROBES`` in offline/problems.py or a pair of ``OPTIONS`` in tools/support_table.py must
+4. If the bug is refused, a problem of ``PROBES`` in offline/probes.py or a pair of ``OPTIONS`` in tools/support_table.py must
    be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
-implementation: those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, programs/attention.py), the
+implementation: those of :data:`STAGING_GUARDS` change the arrays (support/engine_problem.py, programs/attention_steps.py), the
 others change the graph (graph/attention_forward.py, graph/attention_backward.py).
 """
 

@@ -28,7 +28,7 @@ import cupy_sdpa
 from cupy_sdpa import attention_vjp
 
 #: The opening of Alice's Adventures in Wonderland, the text of the package's demo.
-TEXT = Path(cupy_sdpa.__file__).parent / "_cli" / "helpers" / "alice.txt"
+TEXT = Path(cupy_sdpa.__file__).parent / "cli" / "alice.txt"
 #: Weights and gradients by name.
 Arrays = dict[str, Any]
 #: Attention of a layer: from the layer's number, q, k and v to the output and the pullback.

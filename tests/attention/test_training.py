@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training import batches, continued, cross_entropy, initial_weights, language_model, train
 
-from cupy_sdpa._cli.helpers.text import tokens
+from cupy_sdpa.cli.text import tokens
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

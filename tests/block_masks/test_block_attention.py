@@ -20,7 +20,7 @@ from cupy_sdpa import (
     jvp_problems,
     zoo,
 )
-from cupy_sdpa.programs import block_masks as gradients
+from cupy_sdpa.programs import block_mask_steps as gradients
 
 TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])
 #: A mask for each method; ``n`` changes it.

@@ -7,9 +7,9 @@ from engines import Engine
 from planner import library_version, plan_problem
 
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_vjp, block_mask, explain, zoo
-from cupy_sdpa._cudnn.library import library
-from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.programs.run import compiled
+from cupy_sdpa.boundary.arguments import read_forward
+from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.programs.executor import compiled
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 

@@ -9,15 +9,15 @@ import pytest
 
 from cupy_sdpa import check, reference
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.cases.case import GRADIENTS, Paged, parse
-from cupy_sdpa.check.cases.combine import LEFT_OUT, SHARES, schedule
-from cupy_sdpa.check.cases.data import build, call_options
-from cupy_sdpa.check.cases.draw import OPTIONS, PAIRS, draw, draw_options
-from cupy_sdpa.check.cases.memory import Memory, memory_of, named_layout
-from cupy_sdpa.check.verify.execute import expected
-from cupy_sdpa.check.verify.inputs import Inputs
-from cupy_sdpa.check.verify.oracle import MASKED, evaluate
-from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.check.case import GRADIENTS, Paged, parse
+from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
+from cupy_sdpa.check.data import build, call_options
+from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
+from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
+from cupy_sdpa.check.execute import expected
+from cupy_sdpa.check.inputs import Inputs
+from cupy_sdpa.check.oracle import MASKED, evaluate
+from cupy_sdpa.check.planned import problems
 from cupy_sdpa.support.why_not import why_not
 
 FOLDER = Path(check.__file__).parent

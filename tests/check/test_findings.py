@@ -9,10 +9,10 @@ from fake_cupy import program
 
 import cupy_sdpa
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.cases.case import Paged
-from cupy_sdpa.check.cases.data import FORMATS, dtype_of
-from cupy_sdpa.check.verify.execute import execute
-from cupy_sdpa.check.verify.tolerance import FP8_SUM
+from cupy_sdpa.check.case import Paged
+from cupy_sdpa.check.data import FORMATS, dtype_of
+from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.tolerances import FP8_SUM
 
 #: Sizes that show the faults.
 SIZES = {"d": 16, "dv": 16, "hq": 4, "hkv": 2, "sq": 20, "skv": 30}

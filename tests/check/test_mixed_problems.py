@@ -4,7 +4,7 @@ import pytest
 from engines import CASES, SIZES, every_engine
 
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.cases.draw import draw
+from cupy_sdpa.check.draw import draw
 
 BUGS = {
     "a bucket of one key, sinks and a bias": Case(

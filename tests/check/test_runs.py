@@ -14,11 +14,11 @@ from tiers import missing
 from cupy_sdpa import check
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.cases.case import REQUIRES, Paged, parse
-from cupy_sdpa.check.cases.draw import OPTIONS, draw
+from cupy_sdpa.check.case import REQUIRES, Paged, parse
+from cupy_sdpa.check.draw import OPTIONS, draw
+from cupy_sdpa.check.outcome import Outcome
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
-from cupy_sdpa.check.verify.outcome import Outcome
 
 #: A module with faults, see :mod:`planted_errors`.
 PLANTED = ("planted_errors",)

@@ -14,11 +14,11 @@ from command_line import python, run
 import cupy_sdpa
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import fp8, store, zoo
-from cupy_sdpa.check.cases.draw import draw
-from cupy_sdpa.check.cases.functions import MASKS, SCORES
-from cupy_sdpa.check.cases.saved import case_of, reduced
-from cupy_sdpa.check.verify.execute import execute
-from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.check.draw import draw
+from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.functions import MASKS, SCORES
+from cupy_sdpa.check.planned import problems
+from cupy_sdpa.check.saved import case_of, reduced
 from cupy_sdpa.problem import problem_file
 
 #: A program on numpy arrays: equal calls, both passes, a score function with a scalar and an array, and dropout.

@@ -176,9 +176,9 @@ def test_only_one_command_is_imported():
     code = (
         "import sys; from cupy_sdpa.__main__ import main; main(['explain', '64,8,9,2', '--gpu', 'h200', '--cudnn', '9.19']); "
     )
-    code += "print(sorted(x for x in sys.modules if x == 'cupy' or x.startswith(('cupy_sdpa._cli.', 'cupy_sdpa.check'))))"
+    code += "print(sorted(x for x in sys.modules if x == 'cupy' or x.startswith(('cupy_sdpa.cli.', 'cupy_sdpa.check'))))"
     loaded = python("-c", code, cwd=ROOT, CUPY_SDPA_CUDNN=NONE).lines[-1]
-    assert "'cupy_sdpa._cli.explain'" in loaded
+    assert "'cupy_sdpa.cli.explain_command'" in loaded
     for absent in ("demo", "plan'", "support", "cupy_sdpa.check", "'cupy'"):
         assert absent not in loaded
 

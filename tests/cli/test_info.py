@@ -10,7 +10,7 @@ from command_line import python, run
 from tiers import missing
 
 import cupy_sdpa
-from cupy_sdpa._cli.helpers import machine
+from cupy_sdpa.cli import machine
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -77,5 +77,5 @@ def test_during_the_imports(module, folder):
 def test_during_the_import_of_a_command(folder):
     """One line and the status of an interrupted command."""
     (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
-    done = python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED="cupy_sdpa.offline.problems")
+    done = python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED="cupy_sdpa.offline.probes")
     assert done == (130, "", "cupy_sdpa: interrupted\n")

@@ -33,9 +33,9 @@ _TOOLS = {"integrations", "_cli", "check", "generate", "__main__"}
 def installed() -> Iterator[ModuleType]:
     """Replace CuPy, the driver's bindings and cuDNN, and restore them at the end; yields the fake CuPy."""
     package = _package()
-    planner = importlib.import_module("cupy_sdpa.offline.planner")
+    planner = importlib.import_module("cupy_sdpa.offline.remote_planner")
     planner._close_kept()  # a process would otherwise be lost when variables are restored
-    library = importlib.import_module("cupy_sdpa._cudnn.library")
+    library = importlib.import_module("cupy_sdpa.cudnn.library")
     before = {name: sys.modules.get(name) for name in _REPLACED}
     names = {module: dict(vars(module)) for module in package}
     bindings = ModuleType("cuda.bindings")
@@ -59,7 +59,7 @@ def installed() -> Iterator[ModuleType]:
 
 def library() -> FakeLibrary:
     """The fake cuDNN that is installed."""
-    made: FakeLibrary = importlib.import_module("cupy_sdpa._cudnn.library").library()
+    made: FakeLibrary = importlib.import_module("cupy_sdpa.cudnn.library").library()
     return made
 
 

@@ -9,12 +9,12 @@ from engines import numbers
 from exact import evaluated
 
 from cupy_sdpa import reference
-from cupy_sdpa.calls import arguments
-from cupy_sdpa.check.cases.combine import is_valid, with_required
-from cupy_sdpa.check.cases.data import build, call_options
-from cupy_sdpa.check.cases.draw import draw_options
-from cupy_sdpa.check.verify.inputs import Inputs
-from cupy_sdpa.check.verify.oracle import evaluate
+from cupy_sdpa.boundary import arguments
+from cupy_sdpa.check.combine import is_valid, with_required
+from cupy_sdpa.check.data import build, call_options
+from cupy_sdpa.check.draw import draw_options
+from cupy_sdpa.check.inputs import Inputs
+from cupy_sdpa.check.oracle import evaluate
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 

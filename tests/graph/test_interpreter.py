@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, problem, reference
-from cupy_sdpa.graph import nodes, tiles
+from cupy_sdpa.cudnn_engine import lowering
+from cupy_sdpa.graph import nodes
 from cupy_sdpa.graph.attention_forward import forward
-from cupy_sdpa.graph.interpreter import MODES, RULES, evaluate
 from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
-from cupy_sdpa.plans import lowering
+from cupy_sdpa.numpy_engine import tiles
+from cupy_sdpa.numpy_engine.interpreter import MODES, RULES, evaluate
 
 
 def tensor(name, shape, dtype="float64", role="input"):

@@ -7,10 +7,10 @@ import pytest
 from planner import library_version, plan_problem
 
 import cupy_sdpa
-from cupy_sdpa.check.cases.combine import LEFT_OUT, is_valid, with_required
-from cupy_sdpa.check.cases.draw import OPTIONS, Limits, draw_options
-from cupy_sdpa.check.verify.planning import problems
-from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.check.combine import LEFT_OUT, is_valid, with_required
+from cupy_sdpa.check.draw import OPTIONS, Limits, draw_options
+from cupy_sdpa.check.planned import problems
+from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not

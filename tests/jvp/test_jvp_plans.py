@@ -5,9 +5,9 @@ import pytest
 from planner import library_version, plan_problem
 
 from cupy_sdpa import jvp_problems
-from cupy_sdpa.check.cases.combine import with_required
-from cupy_sdpa.check.cases.draw import OPTIONS, Sampler, draw_options
-from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.check.combine import with_required
+from cupy_sdpa.check.draw import OPTIONS, Sampler, draw_options
+from cupy_sdpa.check.planned import problems
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not

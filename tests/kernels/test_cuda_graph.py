@@ -11,7 +11,7 @@ from fake_cupy import DEVICE, library
 from replayed_calls import Calls, equal
 
 from cupy_sdpa import get_plan_cache
-from cupy_sdpa.device import cuda_graph, cupy_runtime, driver
+from cupy_sdpa.runtime import cuda_graph, cupy_runtime, driver
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
 SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}

@@ -1,11 +1,12 @@
-"""Each CUDA kernel of :mod:`cupy_sdpa.device.kernels` compared with numpy on random inputs, and copies and fills of memory."""
+"""Each CUDA kernel of :mod:`cupy_sdpa.kernels.ragged` compared with numpy on random inputs, and copies and fills of memory."""
 
 import numpy as np
 import pytest
 from engines import numbers
 
-from cupy_sdpa.device import kernels, memory
+from cupy_sdpa.kernels import ragged
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.runtime import memory
 
 pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
@@ -34,7 +35,7 @@ def result(engine, rng, shape, name, value, of_keys):
     host = np.asfortranarray(rng.standard_normal(longer).astype("float16" if name != "per_row" else "float32"))
     whole = engine.put(host)
     part = tuple(slice(n) for n in shape)
-    return whole, part, kernels.ClearedResult(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
+    return whole, part, ragged.ClearedResult(whole[part], of_keys, name == "per_row", value), host.copy(order="F")
 
 
 RESULTS = {
@@ -56,8 +57,8 @@ def test_rows_of_dense_arrays(seed, name, engine):
     positions = keys if of_keys else queries
     shape = (positions, heads, batch) if kind == "per_row" else (8, heads, positions, batch)
     whole, part, cleared, want = result(engine, rng, shape, kind, value, of_keys)
-    sides = [kernels.Lengths(engine.put(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
-    kernels.prepare_sequences(*sides, (), [cleared])
+    sides = [ragged.Lengths(engine.put(x), most, 0) for x, most in zip(lengths, (queries, keys), strict=True)]
+    ragged.prepare_sequences(*sides, (), [cleared])
     own, other = lengths[of_keys], lengths[1 - of_keys]
     inside = np.arange(positions)[:, None] < np.where(other > 0, own, 0)
     target = want[part]
@@ -91,11 +92,11 @@ def test_rows_of_packed_arrays(place, name, starts_as, engine):
     shape = (heads, total) if kind == "per_row" else (8, heads, total)
     whole, part, cleared, want = result(engine, rng, shape, kind, value, of_keys)
     sides = [
-        kernels.Lengths(as_given(engine, s, *starts_as), m, t, packed=True, made=engine.xp.empty(batch, np.int32))
+        ragged.Lengths(as_given(engine, s, *starts_as), m, t, packed=True, made=engine.xp.empty(batch, np.int32))
         for s, m, t in zip(starts, most, totals, strict=True)
     ]
-    offsets = [kernels.Offsets(engine.xp.empty(batch + 1, np.int64), *of) for of in ((False, 24), (True, 8), (True, 1))]
-    kernels.prepare_sequences(*sides, offsets, [cleared])
+    offsets = [ragged.Offsets(engine.xp.empty(batch + 1, np.int64), *of) for of in ((False, 24), (True, 8), (True, 1))]
+    ragged.prepare_sequences(*sides, offsets, [cleared])
     own = [np.minimum(np.diff(s), m) for s, m in zip(starts, most, strict=True)]
     for side, lengths in zip(sides, own, strict=True):
         np.testing.assert_array_equal(side.made.get(), lengths)
@@ -113,10 +114,10 @@ def test_rows_of_packed_arrays(place, name, starts_as, engine):
 def test_offsets_out_of_range_are_clipped(engine):
     """Offsets beyond the total or below 0 cause no write outside of the arrays."""
     starts = engine.put(np.array([-5, 4, 90, 60], np.int32))
-    side = kernels.Lengths(starts, 8, 10, packed=True, made=engine.xp.empty(3, np.int32))
+    side = ragged.Lengths(starts, 8, 10, packed=True, made=engine.xp.empty(3, np.int32))
     out = engine.xp.ones((8, 2, 10), np.float16, order="F")
-    offsets = kernels.Offsets(engine.xp.empty(4, np.int64), False, 16)
-    kernels.prepare_sequences(side, side, [offsets], [kernels.ClearedResult(out, False, False, 0.0)])
+    offsets = ragged.Offsets(engine.xp.empty(4, np.int64), False, 16)
+    ragged.prepare_sequences(side, side, [offsets], [ragged.ClearedResult(out, False, False, 0.0)])
     np.testing.assert_array_equal(side.made.get(), [4, 6, 0])
     np.testing.assert_array_equal(offsets.made.get(), np.array([0, 4, 10, 10]) * 16)
 
@@ -125,12 +126,12 @@ def test_several_results_in_one_launch(engine):
     """Results of queries and keys, each cleared by its own lengths."""
     rng = np.random.default_rng(3)
     lengths = [np.array([3, 0, 5], np.int32), np.array([2, 4, 0], np.int32)]
-    sides = [kernels.Lengths(engine.put(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
+    sides = [ragged.Lengths(engine.put(x), most, 0) for x, most in zip(lengths, (5, 6), strict=True)]
     made = [
         result(engine, rng, shape, *RESULTS[name])
         for name, shape in (("queries", (8, 2, 5, 3)), ("stats", (5, 2, 3)), ("keys", (16, 1, 6, 3)), ("keys", (8, 1, 6, 3)))
     ]
-    kernels.prepare_sequences(*sides, (), [cleared for _, _, cleared, _ in made])
+    ragged.prepare_sequences(*sides, (), [cleared for _, _, cleared, _ in made])
     for whole, part, cleared, want in made:
         own = np.where(lengths[1 - cleared.of_keys] > 0, lengths[cleared.of_keys], 0)
         target = want[part]
@@ -161,7 +162,7 @@ def test_cleaned_copies(layout, dtype, engine):
         x[:, :, length:, b] = np.nan
     given = LAYOUTS[layout](engine, x)
     copy = engine.xp.empty(x.shape, x.dtype, order="F")
-    kernels.zero_padded(copy, given, engine.put(lengths))
+    ragged.zero_padded(copy, given, engine.put(lengths))
     np.testing.assert_array_equal(copy.get(), np.nan_to_num(x))
     np.testing.assert_array_equal(given.get(), x)
 
@@ -172,7 +173,7 @@ def test_fully_masked_rows(engine):
     given = engine.put(x)
     want = np.where(np.isneginf(x), np.inf, x)
     copy = engine.xp.empty(x.shape, x.dtype, order="F")
-    kernels.backward_stats(copy, given)
+    ragged.backward_stats(copy, given)
     np.testing.assert_array_equal(copy.get(), want)
     np.testing.assert_array_equal(given.get(), x)
 
@@ -184,7 +185,7 @@ def test_log_sum_exp_of_its_parts(engine):
     total = np.asfortranarray(rng.uniform(1, 50, top.shape).astype("f4"))
     top[2, 1, 0], total[2, 1, 0] = -np.inf, 0
     stats = engine.xp.full(top.shape, np.nan, np.float32, order="F")
-    kernels.log_sum_exp(engine.put(top), engine.put(total), stats)
+    ragged.log_sum_exp(engine.put(top), engine.put(total), stats)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(stats.get(), top + np.log(total), rtol=1e-6, atol=1e-6)
 
@@ -201,7 +202,7 @@ def test_sums_over_scores(seed, dtypes, axes, engine):
     part = whole[:keys, :queries]
     shape = [1 if axis in axes else n for axis, n in enumerate(part.shape)]
     longer = engine.put(np.full((shape[0] + 1, *shape[1:]), 99, target, order="F"))
-    kernels.sum_over_scores(engine.put(whole)[:keys, :queries], longer[: shape[0]])
+    ragged.sum_over_scores(engine.put(whole)[:keys, :queries], longer[: shape[0]])
     want = part.astype(np.float32).sum(axis=axes, keepdims=True).astype(target)
     np.testing.assert_array_equal(longer.get()[: shape[0]].astype(np.float32), want.astype(np.float32))
     assert (longer.get()[shape[0] :].astype(np.float32) == 99).all()
@@ -212,7 +213,7 @@ def test_the_diagonal_of_every_entry(engine):
     queries, keys = np.array([5, 0, 7], np.int32), np.array([2, 9, 7], np.int32)
     for step in (1, 3):
         made = engine.xp.empty((7, 3), np.int32, order="F")
-        kernels.diagonal(made, step, engine.put(queries), engine.put(keys))
+        ragged.diagonal(made, step, engine.put(queries), engine.put(keys))
         np.testing.assert_array_equal(made.get(), step * np.arange(7)[:, None] + keys - queries)
 
 

@@ -6,9 +6,9 @@ from planner import library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import reference
-from cupy_sdpa.calls.arguments import read_forward
-from cupy_sdpa.check.cases.draw import GPUS
-from cupy_sdpa.plans.engines import splits_keys
+from cupy_sdpa.boundary.arguments import read_forward
+from cupy_sdpa.check.draw import GPUS
+from cupy_sdpa.cudnn_engine.engines import splits_keys
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
 from cupy_sdpa.support.why_not import why_not

@@ -9,7 +9,7 @@ from planner import plan_problem
 import cupy_sdpa
 from cupy_sdpa import explain
 from cupy_sdpa.__main__ import main
-from cupy_sdpa.check.cases.draw import GPUS
+from cupy_sdpa.check.draw import GPUS
 
 
 def asked(sq=1, page=16, *, hq=8, keys=4096, batch=2, packed=False, **options):

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from parallel_cases import METHODS, Problem, assert_close
 
-from cupy_sdpa.parallel import Environment, GroupError, MpiGroup, NcclGroup, environment, run_threads
-from cupy_sdpa.parallel.groups import launch, nccl
-from cupy_sdpa.parallel.groups.channel import Channel
-from cupy_sdpa.parallel.groups.convert import as_exchanger
-from cupy_sdpa.parallel.groups.group import Transfer
+from cupy_sdpa.parallel import Environment, GroupError, MpiGroup, NcclGroup, environment, launchers, nccl, run_threads
+from cupy_sdpa.parallel.channel import Channel
+from cupy_sdpa.parallel.convert import as_exchanger
+from cupy_sdpa.parallel.group import Transfer
 
 
 class Rendezvous:
@@ -311,7 +310,7 @@ def test_environments_of_launchers(variables, expected):
     """The variables of each launcher are read."""
     own = environment(variables)
     assert own[:4] == expected
-    assert (own.address, own.port) == ("127.0.0.1", launch.DEFAULT_PORT)
+    assert (own.address, own.port) == ("127.0.0.1", launchers.DEFAULT_PORT)
     assert environment(variables | {"CUPY_SDPA_PORT": "1234", "MASTER_ADDR": "host"})[4:] == ("host", 1234)
 
 
@@ -325,7 +324,7 @@ def test_rank_0_shares_bytes_with_all_processes():
     """Every process gets the bytes of rank 0, in whichever order they connect."""
     port = free_port()
     members = [Environment("test", rank, 4, rank, "127.0.0.1", port) for rank in (2, 1, 3, 0)]
-    found = run_threads(members, lambda own: launch.share(own, bytes(range(128)) if own.rank == 0 else b"", 20))
+    found = run_threads(members, lambda own: launchers.share(own, bytes(range(128)) if own.rank == 0 else b"", 20))
     assert found == [bytes(range(128))] * 4
 
 
@@ -333,4 +332,4 @@ def test_missing_processes_are_named():
     """If a process does not connect in time, rank 0 names its rank."""
     own = Environment("test", 0, 3, 0, "127.0.0.1", free_port())
     with pytest.raises(GroupError, match="missing are the ranks 1, 2"):
-        launch.share(own, b"", 0.2)
+        launchers.share(own, b"", 0.2)

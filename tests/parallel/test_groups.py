@@ -8,7 +8,7 @@ from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported
-from cupy_sdpa.check.cases.combine import ONLY_WITH
+from cupy_sdpa.check.combine import ONLY_WITH
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
 #: Random problems of each engine: the number of all and of those that are not slow. Groups plan in every thread on a GPU.

@@ -18,11 +18,11 @@ import cupy_sdpa
 from benchmarks import figures
 from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
-from cupy_sdpa.parallel.planning.arguments import configure
-from cupy_sdpa.parallel.planning.layout import Layout
-from cupy_sdpa.parallel.planning.support import problems
-from cupy_sdpa.parallel.planning.tiles import tiles
-from cupy_sdpa.plans.plan import PlanInfo
+from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.parallel.group_arguments import configure
+from cupy_sdpa.parallel.group_support import problems
+from cupy_sdpa.parallel.shards import Layout
+from cupy_sdpa.parallel.tile_counts import tiles
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.support import gpus

@@ -15,18 +15,18 @@ from planner import child_environment, descriptors_of
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa._cudnn import constants, descriptor
-from cupy_sdpa._cudnn import library as library_module
-from cupy_sdpa._cudnn.constants import AttributeType, DataType
-from cupy_sdpa._cudnn.descriptor import Descriptor, live
-from cupy_sdpa._cudnn.deviceless import COMPILERS
-from cupy_sdpa._cudnn.launch import Handle, Launcher
-from cupy_sdpa._cudnn.library import OVERRIDE, SONAME, Library
+from cupy_sdpa.cudnn import constants, descriptor
+from cupy_sdpa.cudnn import library as library_module
+from cupy_sdpa.cudnn.constants import AttributeType, DataType
+from cupy_sdpa.cudnn.descriptor import Descriptor, live
+from cupy_sdpa.cudnn.deviceless import COMPILERS
+from cupy_sdpa.cudnn.launch import Handle, Launcher
+from cupy_sdpa.cudnn.library import OVERRIDE, SONAME, Library
+from cupy_sdpa.cudnn_engine.lowering import DATA_TYPES
+from cupy_sdpa.cudnn_engine.plan import Plan
+from cupy_sdpa.cudnn_engine.plan_cache import PlanCache
+from cupy_sdpa.cudnn_engine.sessions import Session
 from cupy_sdpa.graph.nodes import POINTWISE
-from cupy_sdpa.plans.lowering import DATA_TYPES
-from cupy_sdpa.plans.plan import Plan
-from cupy_sdpa.plans.plan_cache import PlanCache
-from cupy_sdpa.plans.sessions import Session
 from tools import constants as generator
 
 
@@ -42,7 +42,7 @@ def python(code, *arguments, **environment):
 SEARCH = """
 import ctypes, json, os, sys, types
 from cupy_sdpa import CudnnError
-from cupy_sdpa._cudnn.library import OVERRIDE, library
+from cupy_sdpa.cudnn.library import OVERRIDE, library
 
 def find(name):
     if found:
@@ -85,7 +85,7 @@ def test_a_failure_lists_every_place(tmp_path):
 #: Finds cuDNN where cuda.pathfinder finds none.
 LIGHT = """
 import json, sys, types
-from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.cudnn.library import library
 
 def find(name):
     raise RuntimeError("no wheel")
@@ -115,7 +115,7 @@ def test_the_light_wheels_are_found(light, tmp_path):
 #: Plans a problem that no engine computes.
 REFUSED = """
 import cupy_sdpa
-from cupy_sdpa.offline.planner import Planner, load_target
+from cupy_sdpa.offline.remote_planner import Planner, load_target
 
 shape = (12, 8, 64, 2)
 with Planner() as planner:
@@ -135,7 +135,7 @@ import ctypes, json, sys
 for path in sys.argv[1:]:
     ctypes.CDLL(path)
 from cupy_sdpa import CudnnError
-from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.cudnn.library import library
 try:
     print(json.dumps([library().found_via, library().path, library().version]))
 except CudnnError as error:

@@ -16,7 +16,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason=f"no C compiler ({'
 #: A process with a fake cuDNN for CUDA 99 in a folder.
 CODE = """
 import ctypes, sys, types
-from cupy_sdpa._cudnn import nvrtc
+from cupy_sdpa.cudnn import nvrtc
 nvrtc.library = lambda: types.SimpleNamespace(cudart_version=99010, path=sys.argv[1] + "/libcudnn.so.9")
 if sys.argv[2:]:
     before = ctypes.CDLL(sys.argv[2])
@@ -83,7 +83,7 @@ def test_two_builds_of_a_version_differ(tmp_path):
     """The version has no patch level, but the build id differs."""
     flags = ([], ["-DPATCH"], ["-Wl,--build-id=0x0123456789abcdef"])
     paths = [build(tmp_path / str(number), 1, *more) for number, more in enumerate(flags)]
-    code = "import pathlib, sys; from cupy_sdpa._cudnn.library import build_id; print(*[build_id(pathlib.Path(x)) for x in sys.argv[1:]])"
+    code = "import pathlib, sys; from cupy_sdpa.cudnn.library import build_id; print(*[build_id(pathlib.Path(x)) for x in sys.argv[1:]])"
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, env=child_environment())
     one, same, other = done.stdout.split()
     assert one == same != other

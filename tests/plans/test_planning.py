@@ -13,16 +13,16 @@ from planner import child_environment, in_child, library_version, plan_graph, pl
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa.check.cases.draw import draw
-from cupy_sdpa.check.verify.planning import problems
+from cupy_sdpa.check.draw import draw
+from cupy_sdpa.check.planned import problems
+from cupy_sdpa.cudnn_engine.lowering import OperationGraph, crashing_patterns
+from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.offline import planner as offline
-from cupy_sdpa.offline.planner import Planner, kept_planner, load_target
-from cupy_sdpa.plans.lowering import OperationGraph, crashing_patterns
-from cupy_sdpa.plans.plan import PlanInfo
-from cupy_sdpa.plans.planner import ORDERED, ORDERED_SINCE
+from cupy_sdpa.offline import remote_planner as offline
+from cupy_sdpa.offline.remote_planner import Planner, kept_planner, load_target
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.problem.validation import make_problem
 from cupy_sdpa.support import gpus
@@ -148,11 +148,11 @@ def test_the_fast_engine_is_the_first_choice(planner):
 
 def graph_retention(graph, gpu):
     """In a child: the version of cuDNN, and whether captured CUDA graphs own a plan that was built, and one that was loaded."""
-    from cupy_sdpa._cudnn.constants import AttributeType
-    from cupy_sdpa._cudnn.library import library
-    from cupy_sdpa.offline.planner import load_target
-    from cupy_sdpa.plans.disk_cache import DiskCache
-    from cupy_sdpa.plans.planner import load, load_or_build
+    from cupy_sdpa.cudnn.constants import AttributeType
+    from cupy_sdpa.cudnn.library import library
+    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.cudnn_engine.planner import load, load_or_build
+    from cupy_sdpa.offline.remote_planner import load_target
 
     if library().version < 92800:
         return library().version, None

@@ -240,7 +240,7 @@ def test_entries_differ_by_everything_that_a_plan_depends_on(fake, folder, cache
         new(lambda: attention_backward(x, x, x, x, out, stats, deterministic=deterministic))  # noqa: B023
     library().build = "another build"
     new(lambda: attention(x, x, x))
-    monkeypatch.setattr(sys.modules["cupy_sdpa.plans.planner"], "nvrtc", lambda: "nvrtc 12.9")
+    monkeypatch.setattr(sys.modules["cupy_sdpa.cudnn_engine.planner"], "nvrtc", lambda: "nvrtc 12.9")
     new(lambda: attention(x, x, x))
 
 
@@ -343,7 +343,7 @@ STRESS = """
 import json, threading
 import numpy as np, cupy
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa._cudnn.descriptor import live
+from cupy_sdpa.cudnn.descriptor import live
 rng = np.random.default_rng(0)
 inputs = [[cupy.asarray(np.asfortranarray(rng.standard_normal((64, 4, 64 + 32 * n, 2)).astype("f2"))) for _ in "qkv"] for n in range(12)]
 

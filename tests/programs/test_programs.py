@@ -24,16 +24,16 @@ from cupy_sdpa import (
     shared_prefix_attention,
     validate,
 )  # fmt: skip
-from cupy_sdpa.calls.call import describing
-from cupy_sdpa.calls.replay_cache import run_cached
-from cupy_sdpa.device import cupy_runtime
+from cupy_sdpa.boundary.call import describing
 from cupy_sdpa.prepare import prepare_function
-from cupy_sdpa.programs import run
+from cupy_sdpa.programs import executor
+from cupy_sdpa.programs.describe import program_of
+from cupy_sdpa.programs.executor import Inputs, run_program
 from cupy_sdpa.programs.program import Builder
-from cupy_sdpa.programs.readers.describe import program_of
-from cupy_sdpa.programs.readers.watch import Modes, Watcher
-from cupy_sdpa.programs.run import Inputs, run_program
 from cupy_sdpa.programs.steps import Constant
+from cupy_sdpa.programs.watch import Modes, Watcher
+from cupy_sdpa.replay.replay_cache import run_cached
+from cupy_sdpa.runtime import cupy_runtime
 
 FEATURES = (
     {"block_mask"}, {"jvp"}, {"block_mask", "jvp"}, {"block_mask", "score_mod"}, {"block_mask", "deterministic"},
@@ -46,7 +46,7 @@ PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 @pytest.fixture
 def program_calls(monkeypatch):
     """The calls of programs that the test makes, and functions to call before each of them runs."""
-    made, before, own = [], [], run.ProgramCall.run
+    made, before, own = [], [], executor.ProgramCall.run
 
     def kept(call, memory=None):
         if describing.get() is None:
@@ -55,7 +55,7 @@ def program_calls(monkeypatch):
                 function(call)
         return own(call, memory)
 
-    monkeypatch.setattr(run.ProgramCall, "run", kept)
+    monkeypatch.setattr(executor.ProgramCall, "run", kept)
     return made, before
 
 
@@ -72,12 +72,12 @@ def check_statically(calls):
     for call in calls:
         program = call.program
         written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
-        results = {name for name, x in call.arrays.items() if name in call.result_names}
+        results = {*call.result_names}
         for n, step in enumerate(program.steps):
             writes = {view.storage.name for view in step.writes}
             for view in step.views():
                 name, (begin, end) = view.storage.name, view.bounds
-                assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays}
+                assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays, *results}
                 if name in program.temporaries and view.size:
                     assert name in written or name in writes, f"{step.name} reads {name} before it is written"
                     assert 0 <= begin <= end <= program.temporaries[name].size

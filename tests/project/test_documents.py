@@ -31,6 +31,7 @@ def run_block(code):
     """Run code for CuPy; numpy replaces CuPy if there is no GPU."""
     if missing("gpu"):
         code = re.sub(r"^import cupy\b.*$", "import numpy as cupy", code, flags=re.M)
+        code = code.replace('engine="cupy"', 'engine="numpy"')
     exec(compile(code, "a block", "exec"), {"__name__": "readme"})
 
 

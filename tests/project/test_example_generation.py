@@ -10,7 +10,7 @@ import pytest
 from command_line import run
 
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa._cudnn.library import library
+from cupy_sdpa.cudnn.library import library
 from examples.generation.decoder import CHUNK, Decoder
 from examples.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, read_text, split, train
 from examples.generation.serve import Request, gumbel, serve

@@ -34,7 +34,7 @@ def test_who_imports_what():
 
 
 HEAVY = {
-    "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa._cudnn.library",
+    "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa.cudnn.library",
 }  # fmt: skip
 CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
 

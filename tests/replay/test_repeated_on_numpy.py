@@ -11,7 +11,7 @@ from replayed_calls import CASES, Calls, functions_run
 
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp
-from cupy_sdpa.check.verify.execute import CaseRunner
+from cupy_sdpa.check.execute import CaseRunner
 
 ENGINE = Engine("numpy", np)
 

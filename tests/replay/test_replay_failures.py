@@ -9,7 +9,7 @@ from fake_cupy import DEVICE, library
 from replayed_calls import OFTEN, REPLAY, functions_run
 
 from cupy_sdpa import attention, attention_backward, explain, get_plan_cache
-from cupy_sdpa.calls import replay_cache
+from cupy_sdpa.replay import replay_cache
 
 pytestmark = [
     pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),

@@ -8,7 +8,7 @@ To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machi
 the file into this folder, and add the name to :data:`READ`. For a new compute capability also add it to
 :data:`REPRESENTATIVES`, to ``GENERATIONS`` of support/why_not.py, to the parameters of test_the_table_matches_cudnn in
 tests/support/test_support.py, with the engines that ``python tools/support_table.py measure`` reports, and to ``GPUS`` in
-check/cases/draw.py; docs/support.md then has one more column: ``python tools/support_table.py page > docs/support.md``. A
+check/draw.py; docs/support.md then has one more column: ``python tools/support_table.py page > docs/support.md``. A
 description outside this folder is selected by its path.
 """
 

@@ -1,1 +1,0 @@
-"""Code that the commands share: output, engine selection, npz files, and the input and figure of the demo."""

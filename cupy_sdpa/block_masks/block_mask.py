@@ -1,0 +1,396 @@
+"""The block mask: which blocks of keys each block of queries attends to."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _html
+from .._typing import Array
+from ..boundary.options import read_count
+from ..kernels.block_rows import BLOCK
+from ..score_fn.expression import AXES
+from ..score_fn.identity import identity
+from ..score_fn.tracer import check_function, trace
+from . import segments
+from .block_size import (
+    TILE,
+    BlockSize,
+    blocks_of_lists,
+    kinds_of_blocks,
+    read_block,
+    read_bool,
+    rows_of_blocks,
+    tile_kinds,
+    with_blocks,
+    with_exact_kinds,
+)
+from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
+
+#: Numbers the masks.
+_next_number = itertools.count().__next__
+#: The fill colors of the picture: an empty, a partial and a full block.
+_COLORS = ("#88888822", "#f2a65a", "#3a7fb5")
+
+
+@answers_flex_attention
+def block_mask(
+    mask_mod: Callable[..., Any],
+    sq: int,
+    skv: int,
+    *,
+    heads: int | None = None,
+    batch: int | None = None,
+    block: int | tuple[int, int] = BLOCK,
+    tensors: Mapping[str, Array] | None = None,
+) -> BlockMask:
+    r"""The blocks of queries and keys in which a query attends to a key, for ``attention(..., block_mask=)``.
+
+    .. math:: M_{ij} = f(b, h, i, j), \qquad \text{computed: } \{(I, J) : M_{ij} \text{ for some } i \in I, j \in J\}
+
+    The function is evaluated once for every query and key, on some rows of blocks at a time: the memory is proportional to the
+    number of blocks and to Skv. It runs on the engine of ``tensors``; without arrays on the GPU if there is one. This
+    synchronizes; calls that use the mask do not.
+
+    Args:
+        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, the signature of FlexAttention, whether the query attends
+            to the key. Functions that cannot be traced are called with integer arrays that broadcast.
+        sq, skv: the numbers of queries Sq and of keys Skv.
+        heads: Hq if the mask differs between heads. Default None: all heads have one mask, and the function must not use h.
+        batch: B if the mask differs between batch entries. Default None: all have one mask, and the function must not use b.
+        block: the size of the blocks that the mask reports: a number, or (queries, keys); each a multiple of 128, or a divisor.
+            Calls compute tiles of 128 queries and 128 keys, so the size does not change the result or the time. Default 128.
+        tensors: the arrays that the function reads. They are read now: a later change has no effect. Default None.
+
+    Returns:
+        The block mask. It contains no reference to the arrays.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+
+    Source: Dong et al. 2024, "Flex Attention", section 3.2 (BlockMask).
+
+    >>> import numpy as np, cupy_sdpa
+    >>> document = np.repeat(np.arange(4), 256)
+    >>> def same_document(b, h, q_idx, kv_idx, document):
+    ...     return document[q_idx] == document[kv_idx]
+    >>> cupy_sdpa.block_mask(same_document, 1024, 1024, tensors={"document": document})
+    <BlockMask 1024 x 1024: 16 of 64 blocks, 0 of them partial; sparsity 75.0 %>
+    """
+    check_function("mask_mod", mask_mod)
+    size, lengths = read_block(block), [read_count(name, value) for name, value in (("sq", sq), ("skv", skv))]
+    groups = [1 if value is None else read_count(name, value, 1) for name, value in (("heads", heads), ("batch", batch))]
+    function = Function(mask_mod, tensors, per_head=heads is not None, per_entry=batch is not None)
+    kinds = np.zeros((*(-(-n // BLOCK) for n in reversed(lengths)), *groups), np.uint8)
+    rows: dict[tuple[int, int], Rows] = {}
+    for h, b in np.ndindex(*groups):
+        kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
+    bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
+    constant = None if tensors or identity(mask_mod) is None or not _is_traceable(mask_mod, kinds, lengths) else mask_mod
+    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant, size)
+
+
+class BlockMask:
+    """Which blocks of keys each block of queries attends to: empty, partial or full.
+
+    :func:`block_mask` creates it from a mask function, :meth:`from_blocks` and :meth:`from_kv_blocks` from blocks. It is
+    immutable, and independent of the arrays of the calls. Tables on the GPU are created by the first call on a device.
+
+    Attributes:
+        sq, skv: the numbers of queries and of keys.
+        heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
+        block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
+    """
+
+    def __init__(
+        self,
+        sq: int,
+        skv: int,
+        kinds: NDArray[np.uint8],
+        bits: NDArray[np.uint8],
+        found: tuple[segments.Segments, ...] | None = None,
+        function: Callable[..., Any] | None = None,
+        block: BlockSize = TILE,
+    ) -> None:
+        for array in (kinds, bits):
+            array.flags.writeable = False
+        *_, heads, batch = kinds.shape
+        self.__dict__.update(
+            sq=sq, skv=skv, heads=heads, batch=batch, block=block, kinds=kinds, bits=bits, segments=found, function=function,
+            number=_next_number(), identity=identity(function), tables={},
+        )  # fmt: skip
+
+    sq: int
+    skv: int
+    heads: int
+    batch: int
+    block: BlockSize
+    # (key tiles, query tiles, heads, batch), the tiles of 128 queries and 128 keys: 0 empty, 1 partial, 2 full.
+    kinds: NDArray[np.uint8]
+    # (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit.
+    bits: NDArray[np.uint8]
+    # Those of each batch entry if all rows are intervals.
+    segments: tuple[segments.Segments, ...] | None
+    # The mask function, if it reads no arrays, has an identity, and can be traced.
+    function: Callable[..., Any] | None
+    # The number of the mask in this process; no two masks have the same.
+    number: int
+    # As long as it is equal, the function computes the same.
+    identity: Any
+    # What calls store, by device and shapes.
+    tables: dict[Any, Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} of a BlockMask cannot be changed, because calls store tables of it: create another mask")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name} of a BlockMask cannot be deleted")
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: Array,
+        sq: int | None = None,
+        skv: int | None = None,
+        *,
+        full: Array | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        block: int | tuple[int, int] = BLOCK,
+        tensors: Mapping[str, Array] | None = None,
+    ) -> BlockMask:
+        """A block mask from an array of blocks.
+
+        Args:
+            blocks: bool ``(key blocks, query blocks)`` or ``(key blocks, query blocks, Hq, B)``, where the last two axes may be
+                1: True where queries attend to keys.
+            sq, skv: the numbers of queries and keys. Default None: those of the blocks.
+            full: bool, of the shape of ``blocks``: in these blocks, every query attends to every key. Default None: all blocks
+                if there is no ``mask_mod``, otherwise none.
+            mask_mod, tensors: the mask within the other blocks, as for :func:`block_mask`. Default None.
+            block: the size of the blocks: a number, or (queries, keys); each a multiple of 128, or a divisor. Calls compute
+                tiles of 128 queries and 128 keys, with a mask where only some of their blocks are listed. Default 128.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> mask = cupy_sdpa.BlockMask.from_blocks(np.tri(4, dtype=bool).T)
+        >>> mask
+        <BlockMask 512 x 512: 10 of 16 blocks, 0 of them partial; sparsity 37.5 %>
+        """
+        listed = read_bool("blocks", blocks)
+        listed = listed[:, :, None, None] if listed.ndim == 2 else listed
+        if listed.ndim != 4:
+            raise ValueError(f"blocks has shape {blocks.shape}; it must be (key blocks, query blocks) or (..., Hq, B)")
+        size = read_block(block)
+        lengths = []
+        for name, value, number, n in (("sq", sq, listed.shape[1], size.queries), ("skv", skv, listed.shape[0], size.keys)):
+            length = number * n if value is None else read_count(name, value)
+            if -(-length // n) != number:
+                raise ValueError(f"{name} is {length}, which are {-(-length // n)} blocks of {n}; blocks has {number}")
+            lengths.append(length)
+        if full is None:
+            whole = listed if mask_mod is None else np.zeros_like(listed)
+        else:
+            whole = read_bool("full", full)
+            whole = whole[:, :, None, None] if whole.ndim == 2 else whole
+            if whole.shape != listed.shape:
+                raise ValueError(f"full has shape {full.shape} and blocks {blocks.shape}; they must be equal")
+            whole = whole & listed
+        only_full = bool((whole == listed).all())
+        if mask_mod is None and not only_full:
+            raise ValueError("full excludes blocks, and mask_mod is None: pass the mask function of these blocks")
+        kinds = tile_kinds(listed, whole, size, *lengths)
+        tiles = _listed(kinds, PARTIAL)
+        bits = np.zeros((len(tiles), BLOCK * BLOCK // 8), np.uint8)
+        if mask_mod is not None:
+            function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
+            bits = evaluate_blocks(function, tiles, *lengths)
+        if min(size) < BLOCK:
+            bits = with_blocks(bits, tiles, listed, whole, size, (lengths[0], lengths[1]))
+        kinds, bits = with_exact_kinds(kinds, bits, tiles, (lengths[0], lengths[1]))
+        found = None
+        if only_full:
+            rows = {group: rows_of_blocks(listed[:, :, *group], size, *lengths) for group in np.ndindex(*kinds.shape[2:])}
+            found = _segments(rows, kinds)
+        return cls(lengths[0], lengths[1], kinds, bits, found, None, size)
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Array,
+        kv_indices: Array,
+        full_kv_num_blocks: Array | None = None,
+        full_kv_indices: Array | None = None,
+        *,
+        sq: int | None = None,
+        skv: int | None = None,
+        mask_mod: Callable[..., Any] | None = None,
+        block: int | tuple[int, int] = BLOCK,
+        tensors: Mapping[str, Array] | None = None,
+    ) -> BlockMask:
+        """A block mask from the fields of FlexAttention's.
+
+        The axes have the order of FlexAttention. Query block i of head h and batch entry b attends to the key blocks
+        ``kv_indices[b, h, i, :kv_num_blocks[b, h, i]]`` within the mask function, and to the blocks of ``full_kv_indices``
+        without it.
+
+        Args:
+            kv_num_blocks: integers ``(B, Hq, query blocks)``; B and Hq may be 1.
+            kv_indices: integers ``(B, Hq, query blocks, key blocks)``.
+            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: there are none.
+            sq, skv, mask_mod, block, tensors: as for :meth:`from_blocks`; ``block`` is FlexAttention's ``BLOCK_SIZE``. Without
+                a mask function all blocks are full.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> cupy_sdpa.BlockMask.from_kv_blocks(np.array([[[1, 1]]]), np.array([[[[0, 0], [1, 0]]]]))
+        <BlockMask 256 x 256: 2 of 4 blocks, 0 of them partial; sparsity 50.0 %>
+        """
+        listed = blocks_of_lists("kv_", kv_num_blocks, kv_indices)
+        full = None
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            passed = "indices" if full_kv_num_blocks is None else "num_blocks"
+            raise ValueError(f"of full_kv_num_blocks and full_kv_indices only full_kv_{passed} is passed: pass both, or none")
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            full = blocks_of_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
+            if full.shape != listed.shape:
+                raise ValueError(f"full_kv_indices gives {full.shape} blocks and kv_indices {listed.shape}; they must be equal")
+            listed = listed | full
+        full = full if mask_mod is not None else None
+        return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, block=block, tensors=tensors)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(Skv, Sq, heads, batch)``, the shape of :meth:`to_dense`."""
+        return self.skv, self.sq, self.heads, self.batch
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks in which a query attends to a key, for all heads and batch entries of the mask."""
+        return int(np.count_nonzero(self.block_kinds))
+
+    @property
+    def partial(self) -> int:
+        """The number of partial blocks."""
+        return int(np.count_nonzero(self.block_kinds == PARTIAL))
+
+    @property
+    def sparsity(self) -> float:
+        """The share of blocks without such queries, from 0 to 1."""
+        return 1 - self.blocks / self.block_kinds.size if self.block_kinds.size else 0.0
+
+    @property
+    def has_its_function(self) -> bool:
+        """Whether there is a mask function, and it has not changed since the mask was created."""
+        return self.function is not None and identity(self.function) == self.identity
+
+    @property
+    def cache_key(self) -> tuple[int, bool]:
+        """What the keys of repeated calls have of the mask: its number, and whether its function has not changed."""
+        return self.number, self.has_its_function
+
+    @functools.cached_property
+    def block_kinds(self) -> NDArray[np.uint8]:
+        """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""
+        found = kinds_of_blocks(self.kinds, self.bits, self.block, self.sq, self.skv)
+        found.flags.writeable = False
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the mask in host memory."""
+        return self.kinds.nbytes + self.bits.nbytes
+
+    def __copy__(self) -> BlockMask:
+        """The mask itself, which is immutable."""
+        return self
+
+    def __deepcopy__(self, _: Any) -> BlockMask:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: without the mask function and the tables. The results of calls are the same."""
+        return type(self), (self.sq, self.skv, self.kinds, self.bits, self.segments, None, self.block)
+
+    def to_dense(self) -> NDArray[np.bool_]:
+        """The mask as a bool array ``(Skv, Sq, heads, batch)``, the form of ``mask=``: for tests and small masks."""
+        dense = np.repeat(np.repeat(self.kinds == FULL, BLOCK, axis=0), BLOCK, axis=1)
+        for (j, i, h, b), bits in zip(_listed(self.kinds, PARTIAL), self.bits, strict=True):
+            block = np.unpackbits(bits).reshape(BLOCK, BLOCK).astype(bool)
+            dense[j * BLOCK : (j + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK, h, b] = block.T
+        return np.asfortranarray(dense[: self.skv, : self.sq])
+
+    def __repr__(self) -> str:
+        groups = "".join(f" x {n} {name}" for n, name in ((self.heads, "heads"), (self.batch, "entries")) if n > 1)
+        size = "" if self.block == TILE else f" of {self.block.queries} x {self.block.keys}"
+        of = f"{self.blocks} of {self.block_kinds.size} blocks{size}, {self.partial} of them partial"
+        return f"<BlockMask {self.sq} x {self.skv}{groups}: {of}; sparsity {100 * self.sparsity:.1f} %>"
+
+    def _repr_html_(self) -> str:
+        return _html.with_title(repr(self)[1:-1], self.picture())
+
+    def picture(self, head: int = 0, entry: int = 0) -> str:
+        """An SVG picture of the blocks of one head and batch entry: queries from top to bottom, keys from left to right.
+
+        Full blocks are blue, partial blocks orange. Masks of more than 128 blocks are drawn coarser.
+
+        Args:
+            head, entry: the head and the batch entry. Default 0.
+        """
+        for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
+            if not -count <= index < count:
+                raise IndexError(f"{name} is {index}; the mask has {count}, from 0 to {count - 1}")
+        kinds = self.block_kinds[:, :, head, entry]
+        step = max(1, -(-max(kinds.shape, default=1) // 128))
+        cells = []
+        for j, i in np.ndindex(*(-(-n // step) for n in kinds.shape)):
+            cell = kinds[j * step : (j + 1) * step, i * step : (i + 1) * step]
+            kind = FULL if (cell == FULL).all() else PARTIAL if cell.any() else EMPTY
+            cells.append(f'<rect x="{j}" y="{i}" width="0.95" height="0.95" fill="{_COLORS[kind]}"/>')
+        width, height = (-(-n // step) for n in kinds.shape)
+        size = min(320, 16 * max(width, height, 1))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{size}" '
+            f'height="{math.ceil(size * height / max(width, 1))}">{"".join(cells)}</svg>'
+        )
+
+
+def _is_traceable(mask_mod: Callable[..., Any], kinds: NDArray[np.uint8], lengths: Sequence[int]) -> bool:
+    """Whether a kernel can compute the function; numpy evaluates functions with operations that kernels do not have."""
+    *_, heads, batch = kinds.shape
+    try:
+        trace(None, mask_mod, {}, dict(zip(AXES, (batch, heads, *lengths), strict=True)))
+    except Exception:
+        return False
+    return True
+
+
+def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
+    """The blocks of a kind, int32 ``(n, 4)``, the first axis of ``kinds`` fastest."""
+    return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
+
+
+def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
+    """The segments of each batch entry; None if a row is not an interval, or for masks that differ between heads.
+
+    With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.
+    """
+    _, query_blocks, heads, batch = kinds.shape
+    if heads > 1:
+        return None
+    found = []
+    for b in range(batch):
+        entry = segments.find_segments(rows[0, b], 2 * query_blocks + 2)
+        if entry is None:
+            return None
+        found.append(entry)
+    return tuple(found)

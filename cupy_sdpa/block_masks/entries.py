@@ -1,0 +1,354 @@
+"""A block mask as batch entries: lists of pages for the forward pass, and rectangles of blocks for the backward pass.
+
+Forward, a block of queries is a batch entry of a call with paged keys: its pages are the blocks that it attends to. Blocks with
+and without a mask are separate calls, whose results are merged, unless that takes longer than computing all with a mask.
+
+Backward, cuDNN reads no pages. Copies of the blocks of a rectangle, which are query blocks that attend to the same key blocks,
+are a packed sequence, and the gradients of all copies of a block are summed. Each copy costs as much time as several blocks, so
+blocks are grouped in the cheapest of some ways: query blocks with equal sets of key blocks, or the converse; and for partial
+blocks consecutive query blocks with all of their key blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.block_rows import BLOCK
+from .block_mask import BlockMask
+from .evaluate import FULL, PARTIAL
+
+#: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
+#: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
+#: 128: 8 blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
+MASKED_COST, MERGE_COST = 1.45, 3.0
+#: In the backward pass: the time of a block with a mask, and of each copy of a block of queries and of keys. They follow from
+#: the times of 512 blocks as 64 sequences of 128 queries and 1024 keys (731 us), 64 of 1024 and 128 (1112 us) and 8 of 1024 and
+#: 1024 (440 us), of copies (87 us for 512 blocks of an array) and sums (87 us), and of a mask (291 us).
+MASKED_GRADIENT_COST, QUERY_COPY_COST, KEY_COPY_COST = 2.0, 3.7, 2.25
+#: The numbers of consecutive query blocks that are tried as rectangles with a mask.
+_STEPS = (1, 2, 4, 8, 16)
+#: Memory of padded lists, relative to the listed blocks: longer lists are split.
+_PADDING = 2
+#: What a block of a list attends to, in place of the number of a partial block.
+ALL, NONE = -1, -2
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call that tables depend on: Hq, Hkv and B."""
+
+    hq: int
+    hkv: int
+    batch: int
+
+
+class Entries(NamedTuple):
+    """Batch entries of one call.
+
+    Attributes:
+        items: int32 ``(E, 3)``: query block, group of heads and batch entry of each.
+        table: int32 ``(P, E)``: the pages of each.
+        lengths: int32 ``(E,)``: the number of keys of each.
+        partial: int32 ``(P, E)``: the number of the partial block of each page, or :data:`ALL` or :data:`NONE`; None for a call
+            without a mask.
+    """
+
+    items: NDArray[np.int32]
+    table: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    partial: NDArray[np.int32] | None
+
+
+class Tables(NamedTuple):
+    """The calls of a forward pass.
+
+    Attributes:
+        groups: the number of groups of heads, which are computed separately: 1, or Hq if the mask differs between heads.
+        direct: the entries that read q and write out in place: all query blocks in order; or None.
+        copied: the entries that read copies of query blocks, in up to two calls: without and with a mask.
+        offsets, parts: the results of target t, which is (query block, group, batch entry) with the first fastest, are those of
+            the copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
+    """
+
+    groups: int
+    direct: Entries | None
+    copied: tuple[Entries, ...]
+    offsets: NDArray[np.int32]
+    parts: NDArray[np.int32]
+
+
+class _Lists:
+    """Query blocks with their lists of key blocks, which become :class:`Entries`."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[int, int, int]] = []
+        self.keys: list[NDArray[np.int64]] = []
+        self.partial: list[NDArray[np.int64]] = []
+
+    def add(self, item: tuple[int, int, int], keys: NDArray[np.int64], partial: NDArray[np.int64]) -> None:
+        """Append a query block."""
+        self.items.append(item)
+        self.keys.append(keys)
+        self.partial.append(partial)
+
+    @property
+    def blocks(self) -> int:
+        """The number of listed blocks."""
+        return sum(map(len, self.keys))
+
+    def split(self) -> _Lists:
+        """Lists of which the long ones are split, so that lists of equal length need at most twice the memory."""
+        most = split_length(list(map(len, self.keys)))
+        found = _Lists()
+        for item, keys, partial in zip(self.items, self.keys, self.partial, strict=True):
+            for begin in range(0, len(keys), most):
+                found.add(item, keys[begin : begin + most], partial[begin : begin + most])
+        return found
+
+    def entries(self, mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
+        """The batch entries of the lists."""
+        key_blocks = mask.kinds.shape[0]
+        most = max(1, *map(len, self.keys)) if self.keys else 1
+        count = len(self.items)
+        table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
+        lengths = np.zeros(count, np.int32)
+        for e, ((_, g, b), keys, of_keys) in enumerate(zip(self.items, self.keys, self.partial, strict=True)):
+            if len(keys):
+                first = page(sizes, mask, g, b) * key_blocks
+                table[:, e] = first + keys[0]
+                table[: len(keys), e] = first + keys
+                partial[: len(keys), e] = of_keys
+                lengths[e] = BLOCK * (len(keys) - 1) + min(BLOCK, mask.skv - BLOCK * int(keys[-1]))
+        items = np.array(self.items, np.int32).reshape(-1, 3)
+        return Entries(items, np.asfortranarray(table), lengths, np.asfortranarray(partial) if masked else None)
+
+
+def split_length(lengths: list[int]) -> int:
+    """The length to which lists are split, so that lists of this length need at most twice the memory of the listed blocks."""
+    counts = np.array(lengths)
+    most = max(lengths, default=1)
+    while most > 1 and (-(-counts // most)).sum() * most > _PADDING * counts.sum():
+        most -= 1
+    return max(most, 1)
+
+
+def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
+    """The row of pages of a group and batch entry: pages are those of each entry, or of each key/value head and entry."""
+    return entry if mask.heads == 1 else group // (sizes.hq // sizes.hkv) + sizes.hkv * entry
+
+
+def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
+    """The batch entries of a mask for calls of some sizes."""
+    _, query_blocks, groups, _ = mask.kinds.shape
+    numbers = np.full(mask.kinds.shape, ALL, np.int64)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
+    without, masked = _Lists(), _Lists()
+    for b in range(sizes.batch):
+        for g in range(groups):
+            for i in range(query_blocks):
+                column = (slice(None), i, g, b % mask.batch)
+                kinds, of_blocks = mask.kinds[column], numbers[column]
+                full, listed = np.flatnonzero(kinds == FULL), np.flatnonzero(kinds)
+                partial = np.flatnonzero(kinds == PARTIAL)
+                separate = len(full) * (MASKED_COST - 1) > MERGE_COST or not len(partial)
+                without.add((i, g, b), full if separate else full[:0], of_blocks[full if separate else full[:0]])
+                own = partial if separate else listed
+                masked.add((i, g, b), own, of_blocks[own])
+    direct, copied = None, []
+    if groups == 1 and without.blocks:
+        direct = without.entries(mask, sizes, False)
+    elif groups == 1 and _is_even(masked):
+        return Tables(1, masked.entries(mask, sizes, True), (), *_sources(mask, sizes, ()))
+    if direct is None and without.blocks:
+        copied.append(_without_empty(without).entries(mask, sizes, False))
+    if masked.blocks:
+        copied.append(masked.split().entries(mask, sizes, True))
+    return Tables(groups, direct, tuple(copied), *_sources(mask, sizes, copied))
+
+
+def _is_even(lists: _Lists) -> bool:
+    """Whether lists of equal length need at most twice the memory, so that none is split."""
+    return max(map(len, lists.keys), default=0) * len(lists.keys) <= _PADDING * lists.blocks or not lists.blocks
+
+
+def _without_empty(lists: _Lists) -> _Lists:
+    found = _Lists()
+    for item, keys, partial in zip(lists.items, lists.keys, lists.partial, strict=True):
+        if len(keys):
+            found.add(item, keys, partial)
+    return found
+
+
+def _sources(mask: BlockMask, sizes: Sizes, copied: Sequence[Entries]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The copied entries of every target, as offsets and numbers."""
+    _, query_blocks, groups, _ = mask.kinds.shape
+    items = np.concatenate([np.zeros((0, 3), np.int32), *(entries.items for entries in copied)])
+    return sources(items, query_blocks, groups, sizes.batch)
+
+
+def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The copies of every block, as offsets and numbers: those of ``(block, group, batch entry)``, the first fastest."""
+    targets = items[:, 0] + blocks * (items[:, 1] + groups * items[:, 2])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=blocks * groups * batch))])
+    return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
+
+
+class Rectangle(NamedTuple):
+    """Query blocks that attend to key blocks.
+
+    Attributes:
+        group, entry: the group of heads and the batch entry.
+        queries, keys: the blocks, in order.
+        partial: the numbers of the partial blocks ``(key blocks, query blocks)``, or :data:`ALL` or :data:`NONE`; None if all
+            blocks are full.
+    """
+
+    group: int
+    entry: int
+    queries: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    partial: NDArray[np.int64] | None = None
+
+    @property
+    def cost(self) -> float:
+        """The time of the backward pass relative to that of a block without a mask."""
+        block = 1.0 if self.partial is None else MASKED_GRADIENT_COST
+        return block * len(self.queries) * len(self.keys) + QUERY_COPY_COST * len(self.queries) + KEY_COPY_COST * len(self.keys)
+
+
+def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Rectangle]]:
+    """The blocks of a mask as rectangles: those of full blocks, and those with a mask.
+
+    For each group of heads and batch entry the cheapest of these is taken: full blocks without a mask and partial blocks with
+    one; or all blocks with one.
+    """
+    numbers = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
+    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
+    full, masked = [], []
+    for b in range(batch):
+        for g in range(mask.heads):
+            kinds, own = mask.kinds[:, :, g, b % mask.batch], numbers[:, :, g, b % mask.batch]
+            without = _without_mask(kinds == FULL, g, b)
+            apart = _with_mask(np.where(kinds == PARTIAL, own, NONE), g, b)
+            together = _with_mask(own, g, b)
+            if _cost(without) + _cost(apart) > _cost(together):
+                without, apart = [], together
+            full += without
+            masked += apart
+    return full, _split(masked)
+
+
+def _cost(found: Sequence[Rectangle]) -> float:
+    return sum(rectangle.cost for rectangle in found)
+
+
+def _without_mask(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rectangle]:
+    """Rectangles of full blocks: query blocks with equal sets of key blocks, or key blocks with equal sets of query blocks."""
+    by_queries = [Rectangle(group, entry, queries, keys) for queries, keys in _equal_rows(blocks.T)]
+    by_keys = [Rectangle(group, entry, queries, keys) for keys, queries in _equal_rows(blocks)]
+    return min((by_queries, by_keys), key=_cost)
+
+
+def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The rows with equal contents and the columns that are set, for every content that is not empty."""
+    rows: dict[bytes, list[int]] = {}
+    for number, row in enumerate(blocks):
+        if row.any():
+            rows.setdefault(row.tobytes(), []).append(number)
+    for numbers in rows.values():
+        yield np.array(numbers), np.flatnonzero(blocks[numbers[0]])
+
+
+def _with_mask(numbers: NDArray[np.int64], group: int, entry: int) -> list[Rectangle]:
+    """Rectangles with a mask: consecutive query blocks and all key blocks to which one of them attends."""
+    options = []
+    for step in _STEPS:
+        found = []
+        for begin in range(0, numbers.shape[1], step):
+            listed = numbers[:, begin : begin + step] != NONE
+            queries, keys = begin + np.flatnonzero(listed.any(axis=0)), np.flatnonzero(listed.any(axis=1))
+            if len(keys):
+                found.append(Rectangle(group, entry, queries, keys, numbers[np.ix_(keys, queries)]))
+        options.append(found)
+    return min(options, key=_cost)
+
+
+def _split(found: list[Rectangle]) -> list[Rectangle]:
+    """Rectangles of which those with many keys are split, so that a mask of equal sizes needs at most twice the memory."""
+    most = split_length([len(rectangle.keys) for rectangle in found])
+    return [
+        rectangle._replace(keys=rectangle.keys[i : i + most], partial=rectangle.partial[i : i + most])
+        for rectangle in found
+        if rectangle.partial is not None
+        for i in range(0, len(rectangle.keys), most)
+    ]
+
+
+class PackedCopies(NamedTuple):
+    """Rectangles as packed sequences of copies of blocks.
+
+    Attributes:
+        queries, keys: int32 ``(n, 3)``: block, group of heads and batch entry of each copy. Keys have the head of their group.
+        starts_q, starts_kv: int32, the cumulative lengths.
+        longest_q, longest_kv: the maximum lengths.
+        partial: int32 ``(key blocks, query blocks, E)``: the numbers of the partial blocks of each sequence; or None.
+    """
+
+    queries: NDArray[np.int32]
+    keys: NDArray[np.int32]
+    starts_q: NDArray[np.int32]
+    starts_kv: NDArray[np.int32]
+    longest_q: int
+    longest_kv: int
+    partial: NDArray[np.int32] | None
+
+
+def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> PackedCopies | None:
+    """Rectangles as packed sequences; None without rectangles.
+
+    The part of a last block of keys after Skv is a sequence without queries.
+    """
+    if not found:
+        return None
+    queries, keys, starts, partial = [], [], [(0, 0)], []
+    most_q, most_kv = max(len(r.queries) for r in found), max(len(r.keys) for r in found)
+    for group, entry, of_q, of_k, numbers in found:
+        queries += [(i, group, entry) for i in of_q.tolist()]
+        head = group // (sizes.hq // sizes.hkv) if mask.heads > 1 else 0
+        keys += [(j, head, entry) for j in of_k.tolist()]
+        missing = max(0, (int(of_k[-1]) + 1) * BLOCK - mask.skv)
+        q, kv = starts[-1][0] + BLOCK * len(of_q), starts[-1][1] + BLOCK * len(of_k)
+        starts += [(q, kv - missing), (q, kv)][: 1 + (missing > 0)]
+        if numbers is not None:
+            own = np.full((most_kv, most_q, 1 + (missing > 0)), NONE, np.int32)
+            own[: len(of_k), : len(of_q), 0] = numbers
+            partial.append(own)
+    return PackedCopies(
+        queries=np.array(queries, np.int32),
+        keys=np.array(keys, np.int32),
+        starts_q=np.array([q for q, _ in starts], np.int32),
+        starts_kv=np.array([kv for _, kv in starts], np.int32),
+        longest_q=BLOCK * most_q,
+        longest_kv=BLOCK * most_kv,
+        partial=np.concatenate(partial, axis=2) if partial else None,
+    )
+
+
+def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
+    """The mask of batch entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
+
+    Args:
+        mask: the block mask.
+        partial: int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
+    """
+    keys, queries, count = partial.shape
+    size = BLOCK * BLOCK // 8
+    known = np.concatenate([mask.bits, np.zeros((1, size), np.uint8), np.full((1, size), 255, np.uint8)])  # NONE and ALL last
+    found = np.empty((count, queries, BLOCK, keys, BLOCK), np.float16)
+    for e in range(count):  # one at a time: the bits of all would need twice the memory
+        blocks = np.unpackbits(known[partial[..., e]], axis=2).reshape(keys, queries, BLOCK, BLOCK)
+        found[e] = blocks.transpose(1, 2, 0, 3)
+    return found.reshape(count, queries * BLOCK, keys * BLOCK).T

@@ -1,0 +1,219 @@
+"""How a call computes a block mask: one packed call, calls on slices, or batch entries of blocks; and the arrays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..boundary import argument
+from ..boundary.layouts import check_strides_of
+from ..kernels.block_rows import BLOCK
+from ..problem.tensor_spec import dtype_name
+from ..problem.validation import expected_arrays
+from ..problem.view import View
+from ..runtime import cupy_runtime
+from ..score_fn.expression import AXES
+from ..score_fn.mask_analysis import Sides
+from ..score_fn.tracer import trace
+from . import segments
+from .block_mask import BlockMask
+from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Sizes, make_tables, rectangles
+from .evaluate import EMPTY, FULL, PARTIAL
+
+
+class Method(NamedTuple):
+    """How calls of some sizes compute a mask; exactly one of the first three is not None.
+
+    Attributes:
+        packed: the sequences of one packed call.
+        slices: calls on slices of the arrays.
+        blocks: batch entries of blocks.
+        cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
+    """
+
+    packed: segments.Packed | None
+    slices: list[segments.Slice] | None
+    blocks: Any
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """``packed``, ``slices`` or ``blocks``."""
+        return "packed" if self.packed else "slices" if self.slices is not None else "blocks"
+
+
+def block_cost(mask: BlockMask) -> float:
+    """The cost of the mask as batch entries of blocks: with a mask in partial blocks, and merged results."""
+    full, partial = ((mask.kinds == kind).sum(axis=0) for kind in (FULL, PARTIAL))
+    together = MASKED_COST * (full + partial)
+    separate = full + MASKED_COST * partial + MERGE_COST
+    return float(np.where(partial == 0, full, np.minimum(together, separate)).sum())
+
+
+def choose(mask: BlockMask, sizes: Sizes) -> Method:
+    """The method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+    if 0 in (sizes.hq, sizes.batch) or not mask.kinds.any():  # no query attends to a key
+        return Method(None, [], None, 0.0)
+    repeats = sizes.batch // mask.batch
+    blocks = block_cost(mask)
+    if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
+        return Method(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
+    if mask.segments is not None:
+        entries = list(mask.segments) * repeats
+        cost = sum(segments.cost(entry) for entry in mask.segments)
+        if cost <= blocks:
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
+                return Method(None, slices, None, cost)
+            if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
+                return Method(packed, None, None, cost)
+            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
+                return Method(None, slices, None, cost)
+    return Method(None, None, make_tables(mask, sizes), blocks)
+
+
+def method_of(mask: BlockMask, sizes: Sizes) -> Method:
+    """The method of a mask for calls of some sizes; it is chosen once."""
+    method = mask.tables.get(sizes)
+    if method is None:
+        method = mask.tables[sizes] = choose(mask, sizes)
+    return method
+
+
+def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
+    """The mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
+
+    cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band. A block of queries or
+    keys that is in no block of the mask may contain NaN, which would spread; such masks are computed on copies.
+    """
+
+    def find() -> Callable[..., Any] | None:
+        listed = mask.kinds != EMPTY
+        if mask.function is None or not all(listed.any(axis=axis).all() for axis in (0, 1)):
+            return None
+        band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
+        at_diagonal = band is not None and band[1] == 0
+        cost = MASKED_GRADIENT_COST * blocks_of_band(mask, band if at_diagonal else None) * sizes.batch * mask.heads
+        of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
+        return mask.function if cost < of_copies else None
+
+    key = (sizes, "function")
+    if key not in mask.tables:
+        mask.tables[key] = find()
+    found: Callable[..., Any] | None = mask.tables[key]
+    return found if found is None or mask.has_its_function else None
+
+
+def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
+    """The number of blocks with pairs within a band, which cuDNN computes for a mask function; of one head and batch entry."""
+    key_blocks, query_blocks, *_ = mask.kinds.shape
+    left, right = band or (None, None)
+    offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
+    computed = np.ones(offsets.shape, bool)
+    if left is not None:
+        computed &= offsets < left + BLOCK
+    if right is not None:
+        computed &= -offsets < right + BLOCK
+    return int(computed.sum())
+
+
+def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
+    """The mask of batch entries of blocks."""
+    return attends[kv_idx, q_idx, b] != 0
+
+
+def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view of an array with another shape and strides in bytes."""
+    if isinstance(array, View):
+        return array.strided(shape, strides)
+    if cupy_runtime.is_array(array):
+        return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def flattened(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``, a view; None if the batch entries do not follow one another."""
+    d, h, s, b = array.shape
+    unit, head, row, batch = array.strides
+    return strided(array, (d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
+
+
+def as_pages(array: Any) -> Any | None:
+    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``, a view; None if S is no multiple of BLOCK."""
+    flat = flattened(array)
+    if flat is None or array.shape[2] % BLOCK:
+        return None
+    d, h, total = flat.shape
+    return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
+
+
+#: The options that calls with a block mask take besides it.
+SUPPORTED = ("scale", "softcap", "score_mod", "tensors", "sinks", "max_workspace")
+
+
+def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Sizes:
+    """Check the arguments of a call with a block mask; returns its sizes.
+
+    Raises:
+        TypeError, ValueError: the mask does not fit the arrays, or another option is passed.
+    """
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
+            "with cupy_sdpa.block_mask(mask_mod, Sq, Skv), or from FlexAttention's fields with BlockMask.from_kv_blocks; a "
+            "bool array (Skv, Sq, Hq, B) is mask="
+        )
+    for name, value in options.items():
+        if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):
+            raise ValueError(
+                f"{name} and block_mask are both passed; with a block mask calls take {', '.join(SUPPORTED)}: put other masks "
+                "into the mask function of block_mask"
+            )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if getattr(array, "ndim", 0) != 4:
+            raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
+        check_strides_of(name, array, required=cupy_runtime.is_array(array))
+    (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
+    if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q {q.dtype} {q.shape}, k {k.dtype} {k.shape} and v {v.dtype} {v.shape} do not match: shapes are (D, Hq, Sq, B), "
+            "(D, Hkv, Skv, B) and (Dv, Hkv, Skv, B), of one dtype"
+        )
+    if (mask.sq, mask.skv) != (sq, skv):
+        raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; q has {sq} queries and k {skv} keys")
+    if mask.heads not in (1, hq) or mask.batch not in (1, batch):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {hq} and {batch}: both must be equal or 1"
+        )
+    if hkv and hq % hkv:
+        raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
+    return Sizes(hq, hkv, batch)
+
+
+def check_arrays(
+    arrays: Mapping[str, Any], sinks: Any, results: Sequence[str], *, dtype: Any = None, rounded: bool = False
+) -> None:
+    """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
+
+    Args:
+        arrays: the arrays by name; those that are None are not passed.
+        sinks: the option.
+        results: the names of the arrays that are written.
+        dtype: the dtype of dout, dq, dk and dv. Default None: that of q.
+        rounded: whether the call computes in another dtype than that of its arrays. Default False.
+
+    Raises:
+        TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
+    """
+    q, k, v = (arrays[name] for name in "qkv")
+    given = {**arrays, "sinks": sinks}
+    # gradients of float64 arrays also take float64 statistics
+    doubles = not rounded and "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
+    table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
+    if dtype is not None:
+        table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
+    argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
+    for name in table:
+        if name != "stats" and given.get(name) is not None:
+            check_strides_of(name, given[name], required=cupy_runtime.is_array(q))

@@ -1,0 +1,149 @@
+"""The forward pass as one call whose kernel reads a bit for each block of 128 queries and 128 keys: cuDNN on Blackwell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..boundary.arguments import read_shapes
+from ..boundary.call import describing, for_gpu, with_plan
+from ..errors import Unsupported
+from ..kernels.block_rows import BLOCK
+from ..problem.problem import Problem
+from ..problem.tensor_spec import dense_spec
+from ..runtime import driver
+from .block_mask import BlockMask
+from .entries import Sizes
+from .evaluate import EMPTY, FULL, PARTIAL
+
+
+class Native(NamedTuple):
+    """A mask as bits of blocks, and a mask within them.
+
+    Attributes:
+        bits: uint8 ``(ceil(key blocks / 8), query blocks, heads, batch)`` of the mask: bit k of byte j is key block 8 j + k.
+        options: the options of the call for partial blocks: none, a causal mask, or the mask function.
+    """
+
+    bits: NDArray[np.uint8]
+    options: dict[str, Any]
+
+    def of(self, sizes: Sizes) -> NDArray[np.uint8]:
+        """The bits for each head and batch entry of a call, which the kernel requires."""
+        return np.broadcast_to(self.bits, (*self.bits.shape[:2], sizes.hq, sizes.batch))
+
+
+def native_of(mask: BlockMask) -> Native | None:
+    """The mask in this form; None if its partial blocks have no such form, or if a query attends to no key.
+
+    The kernel's result for a query whose blocks are all skipped is not documented.
+    """
+    if "native" not in mask.tables:
+        mask.tables["native"] = _found(mask)
+    found: Native | None = mask.tables["native"]
+    if found is not None and "mask_mod" in found.options and not mask.has_its_function:
+        return None  # the function has changed since
+    return found
+
+
+def _found(mask: BlockMask) -> Native | None:
+    options: dict[str, Any] = {}
+    if len(mask.bits):
+        if _is_causal(mask):
+            options = {"causal": True}
+        elif mask.function is not None:
+            options = {"mask_mod": mask.function}
+        else:
+            return None
+    if not _every_query_attends(mask):
+        return None
+    return Native(np.asfortranarray(np.packbits(mask.kinds != EMPTY, axis=0, bitorder="little")), options)
+
+
+def _is_causal(mask: BlockMask) -> bool:
+    """Whether the queries of the listed blocks attend to all keys up to their own position, and to no others."""
+    key_blocks, query_blocks, *_ = mask.kinds.shape
+    first_queries = BLOCK * np.arange(query_blocks)
+    last_keys = np.minimum(BLOCK * np.arange(1, key_blocks + 1), mask.skv) - 1
+    below = (last_keys[:, None] <= first_queries)[:, :, None, None]
+    if ((mask.kinds == FULL) & ~below).any():
+        return False
+    blocks = np.argwhere(mask.kinds.T == PARTIAL)[:, ::-1]
+    for (j, i, *_), bits in zip(blocks, mask.bits, strict=True):
+        rows, columns = BLOCK * i + np.arange(BLOCK)[:, None], BLOCK * j + np.arange(BLOCK)
+        attends = (rows >= columns) & (rows < mask.sq) & (columns < mask.skv)
+        if (np.packbits(attends.reshape(-1)) != bits).any():
+            return False
+    return True
+
+
+def _every_query_attends(mask: BlockMask) -> bool:
+    """Whether every query of every head and batch entry attends to a key."""
+    _, query_blocks, heads, batch = mask.kinds.shape
+    attends = np.zeros((query_blocks, BLOCK, heads, batch), bool)
+    attends[:] = (mask.kinds == FULL).any(axis=0)[:, None]
+    blocks = np.argwhere(mask.kinds.T == PARTIAL)[:, ::-1]
+    for (_, i, h, b), bits in zip(blocks, mask.bits, strict=True):
+        attends[i, :, h, b] |= bits.reshape(BLOCK, -1).any(axis=1)
+    return bool(attends.reshape(query_blocks * BLOCK, heads, batch)[: mask.sq].all())
+
+
+def native_problem(
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    sizes: Sizes,
+    options: Mapping[str, Any],
+    *,
+    return_stats: bool,
+    dtype: str | None = None,
+) -> Problem | None:
+    """The problem of the call; None if the mask does not have this form.
+
+    Args:
+        arrays: q, k and v.
+        mask: the block mask.
+        sizes: the sizes of the call.
+        options: the other options.
+        return_stats: whether the log-sum-exp is returned.
+        dtype: the dtype of dense arrays that are computed in place of these. Default None: these are.
+    """
+    native = native_of(mask)
+    if native is None:
+        return None
+    q, k, v = (tuple(x.shape) if dtype else x for x in arrays)
+    problem = read_shapes(q, k, v, {**options, **native.options}, dtype=dtype, return_stats=return_stats)
+    bits = dense_spec("block_bits", "uint8", (*native.bits.shape[:2], sizes.hq, sizes.batch))
+    return dataclasses.replace(problem, block_bits=bits)
+
+
+def is_supported(
+    arrays: tuple[Any, Any, Any],
+    mask: BlockMask,
+    sizes: Sizes,
+    options: Mapping[str, Any],
+    *,
+    return_stats: bool,
+    dtype: str | None = None,
+) -> bool:
+    """Whether the GPU of the arrays can run the call: its first call plans it. The arguments are those of the problem."""
+    q, _, v = arrays
+    if not for_gpu(q) or native_of(mask) is None:
+        return False
+    if (description := describing.get()) is not None and description.is_supported:
+        described = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
+        return described is not None and description.is_supported(described)
+    key = (driver.context_id(), sizes, "native", dtype or q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))
+    if key not in mask.tables:
+        problem = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
+        assert problem
+        try:
+            with_plan(problem, q.data.device_id, lambda session, plan: None)
+        except Unsupported:
+            mask.tables[key] = False
+        else:
+            mask.tables[key] = True
+    return bool(mask.tables[key])

@@ -1,0 +1,1 @@
+"""What callers pass: arrays, options and functions, read and converted to problems."""

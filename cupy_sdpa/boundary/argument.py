@@ -1,0 +1,212 @@
+"""The caller's arrays: what a call reads of an array before it runs, and whether arrays share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import in_words
+from ..problem.problem import CU_SEQLENS, LENGTHS
+from ..problem.tensor_spec import Expected, Signature, alignment_of, byte_range, check_spec, dtype_name, make_spec
+from ..problem.view import View
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
+from .libraries import library_of
+
+#: The arguments that are int32.
+INT32 = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
+#: What to pass in place of an object that is no array, by the names of arguments.
+_REMEDIES = {
+    "stats": "return_stats=True returns new statistics",
+    "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
+    **dict.fromkeys(INT32, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
+}
+
+
+class Typed(NamedTuple):
+    """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
+
+    Attributes:
+        array: the array.
+        dtype: the name of the dtype.
+    """
+
+    array: Any
+    dtype: str
+
+
+class Argument(NamedTuple):
+    """An array argument.
+
+    Attributes:
+        name: the name of the argument.
+        array: the array, or its view.
+        signature: dtype, shape, strides and alignment.
+        address: the address of the first element in the GPU's memory; 0 for numpy arrays.
+        device: the device of a CuPy array; None for numpy arrays, and for those that the interpreter computes with.
+    """
+
+    name: str
+    array: Any
+    signature: Signature
+    address: int
+    device: int | None
+
+
+def read_array(name: str, array: Any) -> Argument:
+    """The record of an array.
+
+    Raises:
+        TypeError: the argument is neither a numpy nor a CuPy array.
+    """
+    array, dtype = array if type(array) is Typed else (array, "")
+    if isinstance(array, View):
+        own, shape, strides, alignment = array.signature
+        return Argument(name, array, (dtype or own, shape, strides, alignment), array.offset, array.storage.device)
+    if name in INT32:
+        array = as_int32(name, array)
+    if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
+        return Argument(name, array, signature_of(array, 0, dtype), 0, None)
+    if type(array) is InterpretedArray:
+        return Argument(name, array, signature_of(array, 0, dtype), array.data.ptr, None)
+    if not cupy_runtime.is_array(array):
+        if remedy := getattr(type(array), "not_an_array", None):
+            raise TypeError(f"{name} is {in_words(array)}; {remedy}")
+        if array is ...:
+            raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
+        if library := library_of(array):
+            raise TypeError(
+                f"{name} is an array of {library.name}; this call takes numpy and CuPy arrays: share it, for example with "
+                f"numpy.asarray({name}) or cupy.from_dlpack({name})"
+            )
+        remedy = _REMEDIES.get(name, "")
+        if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
+            remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
+        if callable(array):
+            remedy = "it is a function: call it, and pass the result"
+        raise TypeError(
+            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
+            f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
+        )
+    return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
+
+
+def as_int32(name: str, array: Any) -> Any:
+    """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
+
+    Anything else is returned unchanged, to be refused later; offsets of int64 too, which calls take.
+
+    Raises:
+        TypeError, ValueError: the list contains other objects than integers, or an integer has more than 32 bits.
+    """
+    listed = isinstance(array, (list, tuple))
+    if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
+        return array
+    try:
+        found = np.array(array, order="F")
+    except ValueError:
+        raise ValueError(
+            f"{name} has rows of several lengths; pass a rectangular list, with any pages after the last"
+        ) from None
+    if found.dtype.kind != "i" and found.size:
+        raise TypeError(f"{name} is {in_words(array)} of {found.dtype}; it must contain integers")
+    limits = np.iinfo(np.int32)
+    if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
+        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must have 32 bits")
+    return found.astype(np.int32)
+
+
+def signature_of(array: Any, address: int, dtype: str = "") -> Signature:
+    """The signature of a numpy or CuPy array at an address."""
+    # Only cuDNN needs aligned arrays, and it reads integers one at a time.
+    alignment = 16 if array.dtype.kind == "i" else alignment_of(address)
+    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
+
+
+def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
+    """Whether the arrays are CuPy's, all on one device.
+
+    Raises:
+        TypeError, ValueError: numpy and CuPy arrays are mixed, or arrays are on several devices.
+    """
+    devices = {argument.name: argument.device for argument in arguments}
+    different = set(devices.values())
+    if len(different) == 1:
+        return different != {None}
+    if None in different:
+        listed = ", ".join(f"{name} is a {'numpy' if device is None else 'CuPy'} array" for name, device in devices.items())
+        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
+    listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
+    raise ValueError(
+        f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
+    )
+
+
+def share_elements(a: Argument, b: Argument) -> bool:
+    """Whether two arrays of one engine have an element in common."""
+    if not a.array.size or not b.array.size:
+        return False
+    if not a.address or not b.address:  # of numpy arrays
+        return a.address == b.address and bool(np.shares_memory(a.array, b.array))
+    (a_from, a_to), (b_from, b_to) = (byte_range(x.shape, x.strides, x.itemsize) for x in (a.array, b.array))
+    distance = b.address - a.address
+    if a_to <= distance + b_from or distance + b_to <= a_from:
+        return False
+    return bool(np.shares_memory(np.asarray(_Layout(a)), np.asarray(_Layout(b))))
+
+
+def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -> None:
+    """Check that results are writable and share no element with another array; no element is read.
+
+    Args:
+        results: the arrays that are written.
+        arguments: all arrays of the call, which may include the results.
+
+    Raises:
+        ValueError: a result is read-only, or overlaps another array.
+    """
+    for result in results:
+        if not result.address and not result.array.flags.writeable:
+            raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
+        for other in arguments:
+            if other is not result and share_elements(result, other):
+                raise ValueError(
+                    f"{result.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
+                )
+
+
+def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
+    """Check arrays that a call does not read as arrays of its problem.
+
+    Args:
+        expected: what the call needs. :func:`~cupy_sdpa.problem.validation.expected_arrays` is the table of all calls.
+        arrays: all arrays of the call by name; those that are None are not passed.
+
+    Raises:
+        TypeError, ValueError: an array has another type, device, dtype or shape, or a result is read-only or overlaps another
+            array.
+    """
+    arguments = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
+    passed = [(arguments[one.name], one) for one in expected if one.name in arguments]
+    if passed:
+        arrays_on_gpu(arguments.values())
+    for argument, one in passed:
+        check_spec(make_spec(argument.name, argument.signature), one)
+        if one.writable:
+            check_separate([argument], list(arguments.values()))
+
+
+class _Layout:
+    """A numpy array with the memory layout of an array on the GPU, to compare layouts; its elements must not be accessed."""
+
+    def __init__(self, argument: Argument) -> None:
+        array = argument.array
+        self.__array_interface__ = {
+            "data": (argument.address, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "version": 3,
+        }

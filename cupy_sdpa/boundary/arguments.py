@@ -1,0 +1,372 @@
+"""Parse and validate the arguments of a call: arrays become signatures, signatures and options become a problem."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..problem.bucket import Rounding, check_bucket
+from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
+from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, numpy_dtype
+from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
+from ..problem.view import Storage, View
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
+from . import layouts, user_functions
+from .argument import Argument, arrays_on_gpu, check_separate, read_array, signature_of
+from .call import Call, Fill
+from .libraries import check_one_library
+from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
+
+
+def read_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    return_stats: Any = False,
+    deterministic: Any = False,
+    return_kept: bool = False,
+    out_dtype: Any = "",
+    out: Any = None,
+    stats: Any = None,
+    **others: Any,
+) -> Call:
+    """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
+    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept, out_dtype=out_dtype)
+    deterministic = read_flag("deterministic", deterministic)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic=deterministic)
+
+
+def read_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    return_dtensors: Any = False,
+    deterministic: bool = False,
+    **others: Any,
+) -> Call:
+    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
+
+    Args:
+        others: dout, out, stats, dq, dk and dv; those that are None are assumed to be dense.
+    """
+    dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
+    outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
+    deterministic = read_flag("deterministic", deterministic)
+    arrays = {"q": q, "k": k, "v": v, **others}
+    return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
+
+
+def _row_statistics(return_stats: Any) -> RequestedOutputs:
+    if not is_one_of(return_stats, (False, True, "max_sumexp")):
+        raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
+    return RequestedOutputs(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
+
+
+def _read(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: RequestedOutputs,
+    *,
+    deterministic: bool = False,
+    return_dtensors: Any = False,
+) -> Call:
+    """Validate the arguments of either pass, in any layout; the order of the checks decides which error is raised first."""
+    check_names(options)
+    layout = layouts.other_layout(options)
+    if layout is None:
+        call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
+        layouts.check_strides(call.problem.tensors, options, on_gpu=call.on_gpu)
+        return call
+    own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
+    with layouts.described(layout, layouts.shapes_of(arrays, options)):
+        options = layouts.options_in_own(options, layout)
+        return _read_own(own, options, outputs, deterministic, return_dtensors)
+
+
+def _read_own(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], outputs: RequestedOutputs, deterministic: bool, return_dtensors: Any
+) -> Call:
+    """Validate the arguments of either pass in the layout of this package."""
+    user_functions.check_tensors(options)
+    seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
+    passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
+    check_one_library(passed)
+    arguments = {
+        name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
+    }
+    tensors = [read_array(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
+    on_gpu = arrays_on_gpu([*arguments.values(), *tensors])
+    settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
+    fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
+    signatures = {name: argument.signature for name, argument in arguments.items()}
+    fills |= _missing_lengths(signatures)
+    signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in fills.items()}
+    problem, functions, gradients = _define_problem(signatures, options, settings, outputs, return_dtensors)
+    source_lines: dict[str, str] = {}
+    if functions:
+        if on_gpu:
+            user_functions.check_scalars(functions.scalars)
+        arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
+        scalars, source_lines = scalars | functions.scalars, functions.source_lines
+    found = {name: argument.array for name, argument in arguments.items()}
+    if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
+        check_factors(problem, found)
+        if not on_gpu:
+            check_lengths(problem, found)
+        results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
+        check_separate(results, list(arguments.values()))
+    bucket = _rounding(options.get("bucket"), problem)
+    call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
+    if functions:
+        call.captured, call.identities = functions.captured, functions.identities
+    return call
+
+
+def _is_integer(name: str, value: Any) -> bool:
+    """Whether a seed or an offset is an integer; False for arrays and None.
+
+    Raises:
+        TypeError, ValueError: it is another number, or an integer of more than 64 bits.
+    """
+    if isinstance(value, (bool, np.bool_, str)) or (
+        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    ):
+        raise TypeError(f"{name} is {value!r}; it must be an integer, or an int64 array of one element")
+    if not isinstance(value, numbers.Integral):
+        return False
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
+    return True
+
+
+def _scale(options: Mapping[str, Any], q: Signature) -> float:
+    _, shape, *_ = q
+    return read_scale(options.get("scale"), shape[0] if shape else 0)
+
+
+def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
+    """The seed and offset to create, if random numbers are drawn; reshapes arrays of one element and removes unused ones."""
+    fills = {}
+    for name in SEEDS:
+        if not drawn:
+            arguments.pop(name, None)
+        elif name not in arguments:
+            fills[name] = Fill("int64", 1, seeds.get(name, 0))
+        elif arguments[name].array.shape == ():
+            arguments[name] = read_array(name, arguments[name].array.reshape(1))
+    return fills
+
+
+def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
+    """The missing lengths if only those of q or only those of k are passed: the full length for every batch entry."""
+    passed = [name for name in LENGTHS if name in signatures]
+    (_, q, *_), (_, k, *_) = signatures["q"], signatures["k"]
+    if len(passed) != 1 or any(name in signatures for name in CU_SEQLENS) or not len(q) == len(k) == 4:
+        return {}  # other shapes are refused later
+    if "page_table" in signatures and "seq_lens_kv" not in signatures:
+        return {}
+    (missing,) = set(LENGTHS) - set(passed)
+    *_, length, batch = q if missing == "seq_lens_q" else k
+    return {missing: Fill("int32", batch, length)}
+
+
+def _define_problem(
+    signatures: Mapping[str, Signature],
+    options: Mapping[str, Any],
+    settings: Settings,
+    outputs: RequestedOutputs,
+    return_dtensors: Any,
+) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
+    """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
+    problem, functions = make_problem(tuple(signatures.items()), settings, outputs), None
+    if user_functions.has_functions(options):
+        functions = user_functions.trace_functions(options, problem)
+        captured = {name: read_array(name, array).signature for name, array in functions.arrays.items()}
+        problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
+    gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
+    if gradients:
+        problem = with_captured_gradients(problem, gradients.names_in(problem))
+    return problem, functions, gradients
+
+
+def _rounding(bucket: Any, problem: Problem) -> Rounding | None:
+    policy = check_bucket(bucket)
+    if policy and problem.paged:
+        raise ValueError(
+            f"bucket is {bucket!r} and page_table is passed: omit bucket; pass a wider table, and longer q with seq_lens_q"
+        )
+    if policy and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
+        raise ValueError(
+            "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "
+            "and pass arrays of that size"
+        )
+    return policy.of(problem) if policy and not problem.trivial else None
+
+
+def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
+    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize.
+
+    Args:
+        problem: the problem.
+        arrays: the arrays by name; those that are missing are not checked.
+
+    Raises:
+        ValueError: a value is invalid; the message contains it.
+    """
+    *_, sq, skv, _ = problem.sizes
+    for name, most in zip(LENGTHS, (sq, skv), strict=True):
+        if (lengths := arrays.get(name)) is not None:
+            check_counts(name, lengths, most)
+    if problem.paged and {"page_table", "seq_lens_kv"} <= arrays.keys():
+        _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
+    for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
+        if (starts := arrays.get(name)) is not None:
+            check_offsets(name, starts, total)
+            lengths = np.diff(starts)
+            if lengths.size and lengths.max() > most:
+                raise ValueError(f"{name} has a sequence of {lengths.max()}; max_seqlen_{name[11:]} is {most}")
+
+
+def check_counts(name: str, lengths: Any, most: int) -> None:
+    """Check the values of lengths on the CPU; raises ValueError."""
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= most:
+        raise ValueError(f"{name} has lengths from {lengths.min()} to {lengths.max()}; they must be from 0 to {most}")
+
+
+def check_offsets(name: str, starts: Any, total: int) -> None:
+    """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
+    if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
+        raise ValueError(
+            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
+            "they are np.cumsum([0, *lengths])"
+        )
+
+
+def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
+    """Check the entries of a page table before the lengths, on the CPU only."""
+    page, pages = problem.k.shape[2:]
+    for b, length in enumerate(lengths):
+        used = table[: -(-int(length) // max(page, 1)), b]
+        if used.size and not 0 <= used.min() <= used.max() < pages:
+            raise ValueError(
+                f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages"
+            )
+
+
+# Shapes in place of arrays
+
+
+def read_shapes(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    dtype: Any = None,
+    out_dtype: str = "",
+    seq_lens: bool = False,
+    return_stats: Any = False,
+    backward: bool = False,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    return_dtensors: Any = False,
+    deterministic: bool = False,
+    on_gpu: bool = True,
+) -> Problem:
+    """The problem that an engine runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
+    check_names(options)
+    user_functions.check_tensors(options)
+    if layout := layouts.other_layout(options):
+        q, k, v = (layouts.to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
+        options = layouts.options_in_own(options, layout)
+    device = 0 if on_gpu else None
+    views, given = views_of_shapes(q, k, v, options, dtype=dtype, seq_lens=seq_lens, device=device)
+    # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
+    outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
+    if backward:
+        outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
+    call = _read_own(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
+    return call.engine_problem
+
+
+def views_of_shapes(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False, device: int | None = 0
+) -> tuple[dict[str, View], dict[str, Any]]:
+    """The views of arrays, or of dense arrays of shapes; no element is read.
+
+    Args:
+        q, k, v, options, dtype, seq_lens: as for :func:`cupy_sdpa.problem`.
+        device: the number of the GPU; None for numpy. Default 0.
+
+    Returns:
+        q, k and v by name; and the options with views in place of arrays.
+    """
+
+    def view(name: str, signature: Signature) -> View:
+        kind, shape, strides, alignment = signature
+        return View(Storage(name, alignment, device), numpy_dtype(kind), shape, strides)
+
+    signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    views = {name: view(name, signature) for name, signature in signatures.items()}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    given |= {name: view(name, signature) for name, signature in _shape_options(options, signatures["q"], seq_lens).items()}
+    tensors = {name: _shape_signature(name, x, "float32") for name, x in (options.get("tensors") or {}).items()}
+    if tensors:
+        given["tensors"] = {name: view(f"tensors[{name!r}]", signature) for name, signature in tensors.items()}
+    return views, given
+
+
+def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:
+    """The signatures of the options' arrays, for which shapes or True are passed."""
+    dtype, shape, *_ = q
+    _, heads, *_ = *shape, 1, 1  # too few dimensions are refused later
+    dtypes = {"mask": "bool", "bias": dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+    dtypes |= dict.fromkeys((*LENGTHS, "page_table", *CU_SEQLENS), "int32")
+    signatures: dict[str, Signature] = {}
+    for name in ARRAYS:
+        value = options.get(name)
+        if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
+            if value:
+                signatures[name] = dense_signature("float32", (heads,))
+        elif name in SEEDS:
+            if options.get("dropout_p") and options.get("dropout_mask") is None:
+                signatures[name] = dense_signature("int64", (1,))
+        elif value is not None:
+            signatures[name] = _shape_signature(name, value, dtypes[name])
+    if "page_table" in signatures:  # it requires lengths
+        _, table, *_ = signatures["page_table"]
+        signatures = {"seq_lens_kv": dense_signature("int32", table[1:])} | signatures
+    if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # for both q and k, as in a call
+        return dict.fromkeys(LENGTHS, dense_signature("int32", shape[3:])) | signatures
+    return signatures
+
+
+def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
+    if isinstance(x, View):
+        return x.signature
+    if isinstance(x, (np.ndarray, InterpretedArray)):
+        return signature_of(x, 0)
+    if cupy_runtime.is_array(x):
+        return signature_of(x, x.data.ptr)
+    if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
+        raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
+    if any(n < 0 for n in x):
+        raise ValueError(f"{name} is {tuple(x)}; a dimension must not be negative")
+    if dtype is None:
+        raise TypeError(f"{name} is the shape {tuple(x)}, and dtype is missing: pass for example dtype='bfloat16'")
+    try:
+        dtype = np.dtype(dtype).name
+    except TypeError:
+        if (dtype := str(dtype)) not in ITEMSIZE:  # numpy does not know bfloat16 and FP8
+            raise TypeError(f"{name} is {dtype}; attention takes {', '.join(FLOAT_DTYPES)}") from None
+    return dense_signature(dtype, tuple(int(n) for n in x))

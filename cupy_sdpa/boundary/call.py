@@ -1,0 +1,223 @@
+"""A call: a problem, its arrays and its by-value scalars; and the plan of a problem on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from ..problem.bucket import Rounding
+from ..problem.problem import Problem
+from ..runtime import cupy_runtime, driver
+from ..score_fn.recorded import Access
+from ..support.engine_problem import engine_problem
+from ..support.why_not import Reason, why_not
+
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..cudnn_engine.autotune import Tuning
+    from ..cudnn_engine.plan import Plan
+    from ..cudnn_engine.sessions import Session
+    from .user_functions import Gradients
+
+T = TypeVar("T")
+
+#: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
+active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
+
+
+#: The environment variables that print the steps of all calls of a process, and compare them with numpy.
+DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
+
+
+def is_set(name: str) -> bool:
+    """Whether an environment variable turns something on."""
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+#: Whether calls are looked up among repeated calls, and captured; False where each one must be parsed.
+repeats: ContextVar[bool] = ContextVar("repeats", default=not is_set(DEBUG) and not is_set(VALIDATE))
+
+
+class Found(BaseException):
+    """Leaves a function whose program is described. It is no Exception, which functions may catch.
+
+    Args:
+        call: the call of the program.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+
+class Description(NamedTuple):
+    """How a call is described, in place of being run.
+
+    Attributes:
+        for_gpu: whether the program is that of a GPU, also for numpy arrays.
+        is_supported: whether that GPU supports a problem; None for no.
+    """
+
+    for_gpu: bool
+    is_supported: Callable[[Problem], bool] | None
+
+
+#: Inside :func:`cupy_sdpa.programs.describe.program_of`: how the call is described. None elsewhere.
+describing: ContextVar[Description | None] = ContextVar("describing", default=None)
+
+
+def for_gpu(q: Any) -> bool:
+    """Whether the program of a call is that of a GPU: q is CuPy's, or the call is described for a GPU."""
+    description = describing.get()
+    return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
+
+
+#: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
+#: these and other keys ("part"), or of other roundings of q and k ("other").
+given_stats: ContextVar[Literal["whole", "part", "other"]] = ContextVar("given_stats", default="whole")
+
+
+@contextlib.contextmanager
+def stats_are(kind: Literal["part", "other"]) -> Iterator[None]:
+    """Set :data:`given_stats` in a ``with`` block; within a block of "other" nothing more is known."""
+    token = given_stats.set("other" if given_stats.get() == "other" else kind)
+    try:
+        yield
+    finally:
+        given_stats.reset(token)
+
+
+class LaunchRecord(NamedTuple):
+    """How a call ran on the GPU.
+
+    Attributes:
+        plans: the plans of its launches.
+        memory_bytes: the memory that it needed besides its arrays, its results and the inputs that were created.
+        plan_only: whether nothing ran besides one plan, whose workspace is this memory.
+    """
+
+    plans: tuple[Plan, ...]
+    memory_bytes: int
+    plan_only: bool
+
+
+class Fill(NamedTuple):
+    """A one-dimensional array of equal integers."""
+
+    dtype: str
+    size: int
+    value: int
+
+
+@dataclass
+class Call:
+    """A call whose arguments have been validated. :mod:`cupy_sdpa.programs` compiles it to a program, which runs.
+
+    Attributes:
+        problem: the problem that the arguments define.
+        arrays: the caller's arrays by name, or their views.
+        scalars: the by-value scalars by name.
+        on_gpu: whether the arrays are CuPy's.
+        bucket: how lengths are rounded up.
+        source_lines: the source line of each operation of the score and mask functions.
+        gradients: which gradients of ``tensors`` are requested.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
+            them, no query is padding.
+        captured: how each captured array is indexed, by its name in ``arrays``.
+        identities: the identities of the score and mask functions when they were traced.
+        has_all_keys: whether a backward pass gets all keys of its statistics, so that these can be checked.
+    """
+
+    problem: Problem
+    arrays: dict[str, Any]
+    scalars: dict[str, float]
+    on_gpu: bool
+    bucket: Rounding | None = None
+    source_lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gradients: Gradients | None = None
+    fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
+    captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
+    identities: tuple[Hashable | None, ...] = ()
+    has_all_keys: bool = False
+
+    @functools.cached_property
+    def engine_problem(self) -> Problem:
+        """The problem that the engine runs, see :mod:`cupy_sdpa.support.engine_problem`."""
+        return engine_problem(self.problem, self.bucket, self.on_gpu)
+
+    @functools.cached_property
+    def result_names(self) -> list[str]:
+        """The names of the results among the arrays."""
+        names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
+        return [*names, *self.gradients.results] if self.gradients else names
+
+
+def build_plan(call: Call) -> None:
+    """Build the plan of a forward pass on the GPU, if it is not in the plan cache.
+
+    Raises:
+        Unsupported, CudnnError: the call cannot run.
+    """
+    if call.on_gpu and not call.problem.trivial:
+        with cupy_runtime.on_device_of(call.arrays["q"]) as device:
+            with_plan(call.engine_problem, device, lambda session, plan: None)
+
+
+def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
+    """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
+    from ..cudnn.library import library
+
+    return why_not(problem, library().version, cupy_runtime.capability(device))
+
+
+def with_plan(problem: Problem, device: int, use: Callable[[Session, Plan], T]) -> T:
+    """Call ``use`` with the session and the plan of a problem; the plan is built if it is not in the plan cache.
+
+    Raises:
+        Unsupported: cuDNN has no plan for the problem.
+        RuntimeError: the plan would have to be built while the stream is being captured.
+    """
+    from ..cudnn_engine.sessions import existing_session, session
+
+    context = driver.context_id()
+    if existing_session(context) is None:
+        _check_not_capturing(problem)
+    current = session(context)
+
+    def build() -> Plan:
+        from ..cudnn_engine.plan import Target
+        from ..cudnn_engine.planner import plan_for
+
+        if reasons := unsupported_reasons(problem, device):
+            raise reasons[0].error("\n".join(map(str, reasons)))
+        _check_not_capturing(problem)
+        return plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), current.handle))
+
+    # Also for building: the stream of an earlier call may have been destroyed.
+    current.handle.set_stream(cupy_runtime.stream())
+    return current.cache.use(problem, build, functools.partial(use, current))
+
+
+def _check_not_capturing(problem: Problem) -> None:
+    if cupy_runtime.capturing():
+        raise RuntimeError(
+            f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building a plan would "
+            "break the capture. Run the call, cupy_sdpa.explain(...) or cupy_sdpa.prepare(...) once before the capture begins"
+        )
+
+
+@contextlib.contextmanager
+def tuning_enabled() -> Iterator[list[Tuning]]:
+    """Tune the calls in the block; yields the list to which the results are appended."""
+    tunings: list[Tuning] = []
+    tokens = active_tunings.set(tunings), repeats.set(False)
+    try:
+        yield tunings
+    finally:
+        active_tunings.reset(tokens[0])
+        repeats.reset(tokens[1])

@@ -1,0 +1,139 @@
+"""The option ``compute_dtype``: float32 and float64 arrays are computed in 16 bits, and results have the caller's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..problem.tensor_spec import dtype_name, numpy_dtype
+from ..runtime import cupy_runtime
+from .argument import arrays_on_gpu, read_array
+from .layouts import VECTORS, check_strides_of, of_caller
+from .libraries import check_one_library
+
+#: The dtypes to compute in.
+COMPUTE_DTYPES = ("float16", "bfloat16")
+#: The dtypes of arrays that are converted.
+CONVERTED = ("float32", "float64")
+
+
+def read_compute_dtype(value: Any, q: Any) -> str | None:
+    """The dtype to compute in; None if nothing is converted.
+
+    Args:
+        value: the option.
+        q: the queries.
+
+    Raises:
+        TypeError, ValueError: it is no such dtype, or q is not float32 or float64.
+    """
+    if value is None:
+        return None
+    try:
+        name = value if isinstance(value, str) else str(np.dtype(value).name)
+    except TypeError:
+        name = repr(value)
+    if name not in COMPUTE_DTYPES:
+        fp8 = ". FP8: attention_vjp takes it, and attention takes arrays of cupy_sdpa.fp8.quantize_qkv(q, k, v)"
+        raise ValueError(
+            f"compute_dtype is {value!r}; it must be {' or '.join(map(repr, COMPUTE_DTYPES))}, or None for q's dtype"
+            f"{fp8 if 'fp8' in name or 'float8' in name else ''}"
+        )
+    dtype = dtype_name(q.dtype) if isinstance(getattr(q, "dtype", None), np.dtype) else str(getattr(q, "dtype", None))
+    if dtype == name:
+        return None
+    if dtype not in CONVERTED:
+        raise TypeError(
+            f"compute_dtype is {name!r} and q is {dtype}; it is for {' and '.join(CONVERTED)} arrays: omit compute_dtype, or "
+            f"convert with .astype({name!r})"
+        )
+    return name
+
+
+def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
+    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
+
+    Args:
+        arrays: q, k, v and other arrays by name, which may be None.
+        dtype: that of dout, dq, dk and dv, if the others are converted already. Default None: that of q.
+
+    Raises:
+        TypeError, ValueError: an array is not on the engine of q, not of its dtype, or probably in another layout.
+    """
+    check_one_library(arrays)
+    arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in ("q", "k", "v")])
+    own = arrays["q"].dtype if dtype is None else dtype
+    for name, x in arrays.items():
+        if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
+            continue
+        check_strides_of(name, x)
+        if dtype_name(x.dtype) != dtype_name(own):  # of any byte order
+            raise TypeError(
+                f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
+            )
+
+
+def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays in the dtype to compute in, and the options without it: for calls that are not programs.
+
+    Args:
+        arrays: q and other arrays of numpy or CuPy by name, in the layout of this package; all but q may be None.
+        options: with ``compute_dtype``.
+
+    Raises:
+        TypeError, ValueError: the option or an array is invalid.
+    """
+    given = {**options}
+    dtype = read_compute_dtype(given.pop("compute_dtype", None), arrays["q"])
+    if dtype is None:
+        return {**arrays}, given
+    with of_caller(arrays, options):
+        check_converted(arrays)
+    converted = {
+        name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
+    }
+    return converted, given
+
+
+def call_in_compute_dtype(
+    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str]
+) -> Any:
+    """Call a function on converted arrays, and convert its results back; arguments as for :func:`in_compute_dtype`.
+
+    Args:
+        function: takes the arrays and the options by name.
+        results: the names of its results, in order; it may return fewer, and a single one not as a tuple.
+    """
+    converted, given = in_compute_dtype(arrays, options)
+    found = function(**converted, **given)
+    own = arrays["q"].dtype
+
+    def back(name: str, x: Any) -> Any:
+        return cast(x, own, cupy_runtime.new_result) if name in VECTORS and x.dtype != own else x
+
+    if not isinstance(found, tuple):
+        return back(results[0], found)
+    return tuple(back(name, x) for name, x in zip(results, found, strict=False))
+
+
+def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
+    """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
+
+    Values beyond the range of the dtype become infinite, as on the GPU.
+
+    Args:
+        array: the array.
+        dtype: the new dtype.
+        new: creates an array: ``cupy_runtime.temporary`` for one that is used within a call only, else ``new_result``.
+    """
+    copy = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
+    write(copy, array)
+    return copy
+
+
+def write(target: Any, source: Any) -> None:
+    """Copy an array into one of the same shape, which may have another dtype."""
+    with np.errstate(over="ignore", under="ignore"):
+        target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower

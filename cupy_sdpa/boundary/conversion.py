@@ -1,0 +1,186 @@
+"""Calls whose arrays are converted: those of other libraries, with ``engine``, or with a layout where needed.
+
+A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
+opposite order. Most calls of arrays of numpy and CuPy with ``layout`` do not need one: their arrays are permuted where the call
+is parsed, so that repeated calls, which are not parsed, take little more time (:mod:`.layouts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..problem.problem import CU_SEQLENS
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import plain
+from . import layouts
+from .engine import interpreted, read_engine
+from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
+
+#: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
+OWN_TYPES: set[type] = {np.ndarray}
+#: The names of the results of the forward pass, in the order in which they are returned.
+OUTPUTS = ("out", "stats", "max", "sum_exp")
+
+
+def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a call converts its arrays."""
+    if type(q) not in OWN_TYPES:
+        if library_of(q) is not None:
+            return True
+        if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
+            OWN_TYPES.add(type(q))
+    if "engine" in options:
+        return True
+    return "layout" in options and ("block_mask" in options or "mask_mod" in options)  # their programs permute no axes
+
+
+class Conversion:
+    """The conversion of the arrays of one call.
+
+    Args:
+        q: the queries.
+        options: the options, from which ``layout`` and ``engine`` are removed.
+
+    Attributes:
+        options: the options in the form of this package.
+        engine: the option ``engine``, or None.
+
+    Raises:
+        TypeError, ValueError: an option has an invalid value, or arrays of several libraries are mixed.
+    """
+
+    def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        layout = given.pop("layout", None)
+        layouts.check_layout(layout)
+        engine = given.pop("engine", None)
+        self._is_named = layout is not None
+        self._layout = layouts.other_layout(options)
+        self._library: Library | None = library_of(q)
+        self._kind = kind_of(q)
+        self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
+        with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
+            own = self._in_own_library("q", q)
+            self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
+            #: Other objects are refused by the call.
+            self.engine = read_engine(engine, own) if kind_of(own) else None
+            #: The shapes of the caller's arrays, for messages.
+            self._shapes = layouts.shapes_of({"q": q}, given)
+            self.options = {name: self._option(name, value) for name, value in given.items()}
+
+    def into(self, name: str, array: Any, *, result: bool = False) -> Any:
+        """An argument in the form of this package.
+
+        Args:
+            name: the argument.
+            array: the caller's array, or None.
+            result: whether the call writes the array.
+        """
+        if array is None:
+            return None
+        if result and self._library is not None and not self._library.writable:
+            raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
+        return self._own(name, array)
+
+    def back(self, name: str, array: Any, target: Any = None) -> Any:
+        """A result in the caller's form; if the caller passed an array for it, that array."""
+        if isinstance(array, dict):
+            return {key: self._returned(value) for key, value in array.items()}
+        if target is not None:
+            return target
+        if self._layout is not None:
+            array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
+        return self._returned(array)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A context in which work is enqueued on the caller's stream, and errors show the caller's axes."""
+        with contextlib.ExitStack() as stack:
+            if self._library is not None and self._device is not None:
+                stack.enter_context(on_stream_of(self._library, self._device))
+            elif self.engine == "cupy":
+                stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
+            if self._layout is not None:
+                stack.enter_context(layouts.described(self._layout, self._shapes))
+            if self._is_named:
+                stack.enter_context(layouts.named())
+            yield
+
+    def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str]) -> Any:
+        """Call a function on converted arrays.
+
+        Args:
+            function: takes the arrays by name.
+            arrays: the caller's arrays by name; the results among them are written to.
+            results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
+
+        Returns:
+            The results of the function in the caller's form.
+        """
+        with self.stream():
+            found = function(**{name: self.into(name, array, result=name in results) for name, array in arrays.items()})
+            if not isinstance(found, tuple):
+                return self.back(results[0], found, arrays.get(results[0]))
+            pairs = zip(results, found, strict=False)
+            return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
+
+    def _option(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if name == "tensors" and isinstance(value, Mapping):
+            return {key: self._shared(f"tensors[{key!r}]", x) for key, x in value.items()}
+        value = self._shared(name, value)
+        return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
+
+    def _own(self, name: str, array: Any) -> Any:
+        """An array in the layout of this package."""
+        array = self._shared(name, array)
+        if self._layout is None:
+            return array
+        self._shapes |= layouts.shapes_of({name: array}, {})
+        return layouts.to_own(name, array, self._layout)
+
+    def _shared(self, name: str, array: Any) -> Any:
+        """An array of the caller's library in the form that the engine needs; anything else is returned as it is."""
+        array = self._in_own_library(name, array)
+        return interpreted(name, array, self._device) if self.engine == "cupy" and self._device is not None else array
+
+    def _in_own_library(self, name: str, array: Any) -> Any:
+        """An array of the caller's library as a numpy or CuPy array."""
+        kind = kind_of(array)
+        if self._library is None:
+            if library_of(array) is not None:
+                raise mixed_libraries(self._kind, name, kind)
+            return array
+        if kind and kind != self._kind and name not in CU_SEQLENS:  # of groups, which read them on the host
+            raise mixed_libraries(self._kind, name, kind)
+        return self._library.share(name, array) if kind == self._kind else array
+
+    def _returned(self, array: Any) -> Any:
+        return plain(array) if self._library is None else self._library.returned(plain(array))
+
+
+def convert(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    results: Sequence[str],
+    **flags: Any,
+) -> Any:
+    """Call a function on converted arrays, options and flags, see :meth:`Conversion.run`."""
+    conversion = Conversion(arrays["q"], options)
+    return conversion.run(functools.partial(function, **conversion.options, **flags), arrays, results)
+
+
+def gradient_names(return_dbias: bool, return_dsinks: bool) -> tuple[str, ...]:
+    """The names of the gradients in the order in which they are returned.
+
+    >>> gradient_names(True, False)
+    ('dq', 'dk', 'dv', 'dbias', 'dtensors')
+    """
+    return ("dq", "dk", "dv", *["dbias"] * bool(return_dbias), *["dsinks"] * bool(return_dsinks), "dtensors")

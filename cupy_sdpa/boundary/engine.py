@@ -1,0 +1,82 @@
+"""The option ``engine``: the engine of a call, which by default follows from the type of its arrays.
+
+``"numpy"`` and ``"cudnn"`` confirm the engines of numpy and of CuPy arrays. ``"cupy"`` computes with CuPy's own operations: its
+arrays become :class:`.InterpretedArray`, and their type selects this engine from there on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray, on_host
+
+#: The values of the option besides None, and the arrays that each engine computes with.
+ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
+#: Arrays of integers that this engine reads on the host.
+_ON_HOST = (*LENGTHS, *CU_SEQLENS, *SEEDS, "page_table")
+
+
+def read_engine(engine: Any, array: Any) -> str | None:
+    """The option; None for the engine of the arrays.
+
+    Args:
+        engine: the option.
+        array: q as an array of numpy or CuPy.
+
+    Raises:
+        ValueError: there is no such engine.
+        TypeError: the engine does not compute with such arrays; the message names both and the remedy.
+        RuntimeError: the engine is ``"cupy"``, and the stream is being captured.
+    """
+    if engine is None:
+        return None
+    if not isinstance(engine, str) or engine not in ENGINES:
+        raise ValueError(
+            f"engine is {engine!r}; it must be 'cupy' (CuPy arrays, without cuDNN), 'cudnn' (the default of CuPy arrays), "
+            "'numpy' (the default of numpy arrays), or None for the default"
+        )
+    kind = "numpy" if isinstance(array, np.ndarray) else "CuPy"
+    if ENGINES[engine] == kind:
+        if engine == "cupy" and cupy_runtime.capturing():
+            raise RuntimeError(
+                "the stream is being captured into a CUDA graph, and engine is 'cupy', which reads lengths on the host and "
+                "calls cuBLAS: run the call outside of the capture"
+            )
+        return engine
+    if kind == "numpy":
+        remedy = "omit engine for the CPU, or copy the arrays to the GPU with cupy.asarray(...)"
+    else:
+        remedy = "pass engine='cupy' for CuPy's own operations, or copy the arrays to the CPU with cupy.asnumpy(...)"
+    raise TypeError(f"engine is {engine!r}, which computes with {ENGINES[engine]} arrays, and q is a {kind} array: {remedy}")
+
+
+def interpreted(name: str, array: Any, device: int) -> Any:
+    """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there.
+
+    Args:
+        name: the argument.
+        array: the array; anything else is returned as it is.
+        device: the number of the GPU of q.
+
+    Raises:
+        TypeError, ValueError: it is a numpy array, or on another GPU.
+    """
+    if isinstance(array, np.ndarray):
+        raise TypeError(
+            f"arrays are mixed: q is a CuPy array and {name} is a numpy array. Move them to one side with cupy.asarray(...) or "
+            "cupy.asnumpy(...)"
+        )
+    if not cupy_runtime.is_array(array):
+        return array
+    if array.data.device_id != device:
+        raise ValueError(
+            f"arrays are on different devices: q on device {device}, {name} on device {array.data.device_id}. Copy them to "
+            "one: with cupy.cuda.Device(...): cupy.asarray(...)"
+        )
+    if name in _ON_HOST:
+        return on_host(InterpretedArray(array))
+    return InterpretedArray(array)

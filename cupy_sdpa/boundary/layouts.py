@@ -1,0 +1,307 @@
+"""The option ``layout``: arrays of a call as views in the layout of this package, and results as views in the caller's layout.
+
+The arrays with a head dim are permuted. With a layout in C order (``bshd``, ``bhsd``, ``sbhd``, ``thd``), all other arrays have
+their axes in reverse order: a mask ``(Skv, Sq, Hq, B)`` is ``(B, Hq, Sq, Skv)``, the log-sum-exp ``(Sq, Hq, B)`` is
+``(B, Hq, Sq)``. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from ..layout import AXES, order
+from ..problem.problem import ROW_STATS, SCORE_INPUTS
+from ..problem.tensor_spec import (
+    ITEMSIZE,
+    CallersAxes,
+    TensorSpec,
+    callers_axes,
+    density_obstacle,
+    make_spec,
+    order_obstacle,
+    stride_obstacle,
+)
+from ..runtime import cupy_runtime
+from .argument import Typed, as_int32, signature_of
+
+#: The layouts that calls take. The first two are that of this package, dense and packed.
+LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
+#: The arrays with a head dim. With a group also those of other arrays that have the axes of q.
+VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
+#: The options with more than one axis.
+_OPTIONS = (*SCORE_INPUTS, "page_table")
+
+
+def check_layout(layout: Any) -> None:
+    """Check the option.
+
+    Raises:
+        TypeError, ValueError: it is no layout.
+    """
+    if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
+        known = ", ".join(map(repr, LAYOUTS))
+        raise ValueError(
+            f"layout is {layout!r}; it must be one of {known}, or None for 'dhsb'. The letters are b batch, s seq, h heads, "
+            "d head_dim, and t all positions of packed sequences"
+        )
+
+
+def other_layout(options: Mapping[str, Any]) -> str | None:
+    """The option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted.
+
+    >>> other_layout({"layout": "bshd"}), other_layout({"layout": "dht"}), other_layout({})
+    ('bshd', None, None)
+    """
+    layout: str | None = options.get("layout")
+    return None if layout is None or layout[0] == "d" else layout
+
+
+def to_own(name: str, array: Any, layout: str) -> Any:
+    """An array or a shape in the layout of this package.
+
+    Args:
+        name: the argument.
+        array: an array; or a shape, as :func:`cupy_sdpa.problem` takes it. Anything else is returned unchanged, to be refused
+            later.
+        layout: a layout in C order.
+
+    Raises:
+        ValueError: the array has another number of axes than the layout.
+    """
+    if type(array) is Typed:
+        return array._replace(array=to_own(name, array.array, layout))
+    is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
+    shape = tuple(array) if is_shape else getattr(array, "shape", None)
+    if shape is None:
+        return array
+    if name not in VECTORS:
+        return _reversed(name, array, shape, is_shape)
+    axes = _to_own(_letters(name, layout, shape))
+    return tuple(shape[axis] for axis in axes) if is_shape else array.transpose(axes)
+
+
+def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any:
+    """A result in the caller's layout: a view.
+
+    Args:
+        name: the result.
+        array: the result in the layout of this package; a dictionary of gradients is returned unchanged.
+        layout: a layout in C order.
+        axes: for the gradient of a bias the number of axes of the bias. Default None: that of the result.
+    """
+    if isinstance(array, dict):
+        return array
+    if name in VECTORS:
+        return array.transpose(_from_own(_letters(name, layout, array.shape)))
+    found = array.T
+    return found if axes is None else found[(0,) * (found.ndim - axes)]
+
+
+def options_in_own(options: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """The options without ``layout``, with their arrays in the layout of this package."""
+    return {name: option_to_own(name, value, layout) for name, value in options.items() if name != "layout"}
+
+
+def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a call in the layout of this package, and the options without ``layout``.
+
+    Raises:
+        TypeError, ValueError: the layout is unknown, or an array has another number of axes.
+    """
+    check_layout(options.get("layout"))
+    if layout := other_layout(options):
+        return {name: to_own(name, x, layout) for name, x in arrays.items()}, options_in_own(options, layout)
+    return {**arrays}, {name: value for name, value in options.items() if name != "layout"}
+
+
+def option_to_own(name: str, value: Any, layout: str) -> Any:
+    """An option in the layout of this package."""
+    if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
+        value = as_int32(name, value)  # rows of pages; a shape is a tuple of integers
+    return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
+
+
+def results_in(
+    layout: str, names: Sequence[str], results: Sequence[Any], given: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Any]:
+    """The results of a call in the caller's layout.
+
+    Args:
+        layout: the caller's.
+        names, results: of the call.
+        given: the arrays that the caller passed; a result that is written into one of them is that array.
+        options: the caller's options.
+    """
+    made = []
+    for name, result in zip(names, results, strict=False):
+        target = given.get(name)
+        axes = options["bias"].ndim if name == "dbias" else None
+        made.append(from_own(name, result, layout, axes) if target is None else target)
+    return made
+
+
+@contextlib.contextmanager
+def described(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Errors of a ``with`` block show axes in the order of the caller's arrays, and name the layout.
+
+    Args:
+        layout: the caller's layout, in C order.
+        shapes: the shapes of the caller's arrays.
+    """
+    caller = CallersAxes(functools.partial(_axes_from_own, layout), shapes)
+    token = callers_axes.set(caller)
+    try:
+        yield
+    except ValueError as error:
+        if caller.shown:
+            error.args = (f"{error} [layout={layout!r}]", *error.args[1:])
+        raise
+    finally:
+        callers_axes.reset(token)
+
+
+def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a call's arrays and of its options with more than one axis."""
+    given = {**arrays, **{name: options.get(name) for name in _OPTIONS}}
+    return {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}
+
+
+#: Whether the caller of a converted call named the layout.
+_is_named: ContextVar[bool] = ContextVar("layout_is_named", default=False)
+#: Whether it is so; a function of C, because every call of numpy arrays calls it.
+is_named = _is_named.get
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """In calls of a ``with`` block arrays may have any strides: the caller named their layout."""
+    token = _is_named.set(True)
+    try:
+        yield
+    finally:
+        _is_named.reset(token)
+
+
+@contextlib.contextmanager
+def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[None]:
+    """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
+
+    Args:
+        arrays, options: of the caller.
+    """
+    with contextlib.ExitStack() as stack:
+        if layout := other_layout(options):
+            stack.enter_context(described(layout, shapes_of(arrays, options)))
+        if options.get("layout") is not None:
+            stack.enter_context(named())
+        yield
+
+
+#: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
+_OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
+#: The end of the message of an array on the CPU with the strides of another layout.
+_CONFIRM = ". On the CPU layout={!r} confirms the axes, and arrays may have any strides"
+
+
+def _vector_obstacle(spec: TensorSpec, on_gpu: bool) -> str:
+    """Why an array with a head dim is probably in another layout; empty if it is not. A GPU refuses a head dim of 1 itself."""
+    return stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
+
+
+def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on_gpu: bool) -> None:
+    """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
+
+    A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
+    the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+
+    Args:
+        specs: the arrays.
+        options: the options of the call.
+        on_gpu: whether the arrays are CuPy's. There the rules of the GPU decide about biases and statistics.
+
+    Raises:
+        ValueError: an array has strides that a GPU cannot read, or on the CPU a head_dim of 1 and other axes in C order; and no
+            layout is named.
+    """
+    if options.get("layout") is not None or _is_named.get():
+        return
+    own = "dht" if len(specs[0].shape) == 3 else "dhsb"
+    for spec in specs:
+        obstacle = ""
+        if spec.name in VECTORS:
+            obstacle = _vector_obstacle(spec, on_gpu)
+        elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
+            obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
+        if obstacle:
+            raise ValueError(f"{obstacle}{_OF_OPERATORS if on_gpu else _CONFIRM.format(own)}")
+
+
+def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: str = "") -> None:
+    """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
+
+    Args:
+        name: the argument.
+        array: the array; other objects are refused where the call is parsed.
+        required: whether the call needs these strides, also if a layout is named. Default False.
+        remedy: the end of the message. Default: what a call on the CPU takes.
+    """
+    on_gpu = cupy_runtime.is_array(array)
+    if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
+        return
+    if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
+        spec = make_spec(name, signature_of(array, 0))
+        obstacle = _vector_obstacle(spec, on_gpu)
+        if obstacle and (required or not _is_named.get()):
+            confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            raise ValueError(f"{obstacle}{remedy or confirm}")
+
+
+def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Axes in the layout of this package in the order of the caller's array."""
+    if name not in VECTORS:
+        return tuple(axes)[::-1]
+    letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"
+    return tuple(axes[axis] for axis in _from_own(letters))
+
+
+def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:
+    """An array or a shape with its axes in reverse order; masks and biases with less than four axes get axes of length 1."""
+    missing = max(4 - len(shape), 0) if name in SCORE_INPUTS else 0
+    if is_shape:
+        return shape[::-1] + (1,) * missing
+    found = array.T if len(shape) > 1 else array
+    return found[(..., *(None,) * missing)] if missing else found
+
+
+def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
+    """The letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
+    if layout == "thd" and name in "kv" and len(shape) == 4:
+        return "bshd"
+    if len(shape) != len(layout):
+        wanted = ", ".join(AXES[letter] for letter in layout)
+        hint = "packed sequences are layout='thd'" if len(shape) == 3 else "dense arrays are layout='bshd' or 'bhsd'"
+        given = f"{name} has {len(shape)} axes {tuple(shape)}"
+        raise ValueError(f"{given}; with layout={layout!r} it must have {len(layout)}: ({wanted}). {hint}")
+    return layout
+
+
+def _own(letters: str) -> str:
+    """The layout of this package with the same axes."""
+    return "dht" if len(letters) == 3 else "dhsb"
+
+
+@functools.cache
+def _to_own(letters: str) -> tuple[int, ...]:
+    return order(letters, _own(letters))
+
+
+@functools.cache
+def _from_own(letters: str) -> tuple[int, ...]:
+    return order(_own(letters), letters)

@@ -1,0 +1,417 @@
+"""The options of every call: their names and types, defined once for all calls, and their validation."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar
+
+import numpy as np
+
+from .._typing import Array, Layout
+from ..errors import in_words
+from ..problem.band import Band
+from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
+from ..score_fn.tracer import MaskMod, ScoreMod
+from .layouts import check_layout
+
+#: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
+DTensors = bool | str | Sequence[str]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
+
+    scale: float | None
+    causal: bool | Literal["top_left", "bottom_right"] | None
+    window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
+    mask: Array | None
+    bias: Array | None
+    seq_lens_q: Array | None
+    seq_lens_kv: Array | None
+    page_table: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_kv: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    alibi_slopes: Array | None
+    softcap: float | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    tensors: Mapping[str, Array] | None
+    block_mask: Any
+    sinks: Array | None
+    dropout_p: float
+    seed: int | Array | None
+    offset: int | Array | None
+    dropout_mask: Array | None
+    num_splits: int | None
+    max_workspace: int | None
+    bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
+    layout: Layout | None
+    compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
+    engine: Literal["numpy", "cudnn", "cupy"] | None
+
+
+#: The options whose default is not None.
+DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
+#: The options that are arrays.
+ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
+#: What to write in place of options of other libraries.
+_ANSWERS = {
+    "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",
+    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
+    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
+    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked; or packed "
+    "sequences with offsets of cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
+    "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
+        "attn_bias bias_mod core_attention_bias position_bias qk_bias rpb",
+    "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array unchanged with a "
+    "layout in C order, else attn_mask.T": "attn_mask",
+    "pass causal=True, or causal='bottom_right' if the last query attends to all keys; padding is seq_lens_q= and seq_lens_kv=":
+        "attn_mask_type causal_mask is_causal mask_type use_causal_mask",
+    "pass softcap=": "attn_logit_softcapping cap logit_cap logits_soft_cap soft_cap tanh_cap",
+    "pass scale=": "attn_scale scale_factor scaling scaling_factor sm_scale softmax_scale",
+    "pass page_table=: a (B, pages per sequence) array unchanged with a layout in C order, else its transpose":
+        "block_table block_tables",
+    "pass page_table= and seq_lens_kv=; cupy_sdpa.page_table_from_lists makes both from lists of pages":
+        "kv_indices paged_kv_indices paged_kv_indptr",
+    "pass seq_lens_q=": "query_seq_lengths seq_len_q seqused_q",
+    "pass seq_lens_kv=":
+        "cache_seqlens context_lens key_value_seq_lengths kv_len kv_lens kv_seq_len kv_seq_lens seq_len_kv seqused_k",
+    "pass seq_lens_q= and seq_lens_kv=, the lengths of each batch entry": "actual_seq_lengths lengths seq_len seq_lens seqlens",
+    "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=": "cu_seqlens",
+    "pass cu_seqlens_q=": "qo_indptr",
+    "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
+    "pass cu_seqlens_q= and cu_seqlens_kv= of sequences with gaps, which cupy_sdpa.cu_seqlens_with_gaps makes; or dense arrays "
+    "with seq_lens_q= and seq_lens_kv=":
+        "cu_seqlens_kv_padded cu_seqlens_q_padded",
+    "pass cu_seqlens_q= and cu_seqlens_kv= of packed sequences; or mask_mod=cupy_sdpa.zoo.document with tensors=":
+        "decoder_segment_ids document_ids kv_segment_ids q_segment_ids segment_ids",
+    "pass max_seqlen_q= and max_seqlen_kv=": "max_s max_seqlen",
+    "pass max_seqlen_kv=": "max_seqlen_k",
+    "pass window=(left, right), where None is no bound": "local_window_size window_left window_right window_size",
+    "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
+    "pass dropout_p= and seed=":
+        "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
+    "omit dropout_p= and seed= where nothing is dropped": "is_training training",
+    "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
+    "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups",
+    "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
+    "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
+    "pass return_stats=True":
+        "generate_stats lse return_lse return_residual return_residuals return_softmax_lse save_residuals",
+    "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them": "return_attn_probs",
+    "the weights are never stored; cupy_sdpa.nnlib.dot_product_attention computes them in a separate pass":
+        "need_weights output_attentions return_attention_scores",
+    "pass q, k and v by position, or as q=, k= and v=": "key query value",
+    "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
+    "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
+    "pass arrays of cupy_sdpa.fp8.quantize, which have their factors":
+        "k_descale k_scale kv_cache_sf q_descale q_scale v_descale v_scale",
+    "the functions read arrays of tensors=": "aux_tensors",
+    "pass block_mask=": "block_sparse_tensors",
+    "pass score_mod=, a function f(score, b, h, q_idx, kv_idx)": "score_fn score_function score_modifier",
+    "pass mask_mod=, a function f(b, h, q_idx, kv_idx) -> condition": "mask_fn mask_function",
+    "pass bias= (float, added to the scores); other kinds are functions: score_mod=": "bias_type core_attention_bias_type",
+    "multiply the output of each head: out * head_mask[:, None, None]": "head_mask layer_head_mask",
+    "masked scores are -inf: no value is needed": "mask_value",
+    "apply rotary embeddings to q and k before the call, with cupy_sdpa.apply_rope":
+        "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
+    "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
+        "k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
+    "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
+}  # fmt: skip
+#: The answers by the names of the options.
+OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
+
+
+class _Annotation(str):
+    """The text of an annotation, which ``help`` shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def takes_options(function: Function) -> Function:
+    """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion.
+
+    A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
+    :func:`refuse_arguments`; others are wrapped, which takes 0.2 us per call.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    # a default ... lets a call with other names reach the check of the names
+    parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
+    for name, annotation in Options.__annotations__.items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
+    parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
+    returned = _Annotation(signature.return_annotation)
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    result: Any = function if takes_more else _with_remedies(function)
+    result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
+    return result  # type: ignore[no-any-return]
+
+
+def _with_remedies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, not inside the function
+                known = inspect.signature(call).parameters
+                _check_arguments(call, args[len(_positional(call)) :], [name for name in kwargs if name not in known])
+            raise
+
+    return call
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that may be passed by position."""
+    return [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> NoReturn:
+    """Raise the error of a call with too many arguments, or without a required one.
+
+    Args:
+        function: the function, with the signature of :func:`takes_options`.
+        others: the arguments after those that may be passed by position.
+        options: the names of the keyword arguments that are not parameters of the function.
+
+    Raises:
+        TypeError: always.
+    """
+    _check_arguments(function, others, options)
+    names = [p.name for p in _positional(function) if p.default is p.empty]
+    raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
+    """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
+    _check_spelling(options)
+    if others:
+        names = [p.name for p in _positional(function)]
+        raise TypeError(
+            f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} are; options are keywords: "
+            "a bool array, True where the query attends, is mask=, and an array that is added to the scores is bias="
+        ) from None
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Check that every option exists.
+
+    Raises:
+        TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
+    """
+    if options.get("block_mask") is not None:
+        raise TypeError(
+            "this call does not take block_mask; attention, attention_backward, attention_vjp, attention_jvp and explain do. "
+            "In place of prepare, run the call once: the mask keeps its tables, and later calls are not planned again"
+        )
+    if options.get("compute_dtype") is not None:
+        raise TypeError(
+            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "
+            "explain do: convert q, k and v with .astype(...)"
+        )
+    if options.get("engine") is not None:
+        raise TypeError(
+            "this call does not take engine; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, prepare "
+            "and explain do"
+        )
+    check_layout(options.get("layout"))
+    _check_spelling(options)
+
+
+def _check_spelling(options: Iterable[str]) -> None:
+    """Raise the error of the first option that does not exist."""
+    for name in options:
+        if name in Options.__annotations__:
+            continue
+        if name in OTHER_NAMES:
+            raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}") from None
+        import difflib  # slow to import
+
+        near = difflib.get_close_matches(name, Options.__annotations__, 1)
+        hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
+        raise TypeError(f"there is no option {name}{hint}") from None
+
+
+def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:
+    """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution.
+
+    Args:
+        options: the options of the call.
+        tau: the scale.
+        deterministic: the argument of the backward pass.
+
+    Raises:
+        TypeError, ValueError: an option has an invalid value.
+    """
+    softcap = read_softcap(options.get("softcap"))
+    settings = Settings(
+        read_band(options.get("causal", False), options.get("window")),
+        tau >= SMALLEST_SCALE,
+        softcap is not None,
+        read_dropout(options),
+        _optional_count(options, "max_seqlen_q", "the length of the longest sequence"),
+        _optional_count(options, "max_seqlen_kv", "the length of the longest sequence"),
+        deterministic,
+        _optional_count(options, "max_workspace", "a number of bytes"),
+        num_splits=_optional_count(options, "num_splits", "a number of chunks", least=1),
+    )
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        if options.get(name) is not None and options.get("cu_seqlens_q") is None:
+            raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: {name} is for packed sequences only")
+    return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
+
+
+def check_factors(problem: Problem, arrays: Mapping[str, Any]) -> None:
+    """Check that FP8 arrays have factors.
+
+    Raises:
+        TypeError: they have none.
+    """
+    if problem.fp8 and any(name not in arrays for name in ("descale_q", "descale_k", "descale_v")):
+        raise TypeError(
+            f"q is {problem.dtype}, whose values need factors: pass arrays of cupy_sdpa.fp8.quantize, or "
+            "cupy_sdpa.fp8.Fp8Array(data, descale)"
+        )
+
+
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    """Whether a value is one of the choices; False for an array, which is compared elementwise, and for unhashable values."""
+    return isinstance(value, Hashable) and value in choices
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """A Boolean argument.
+
+    Raises:
+        TypeError: it is neither True nor False.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def read_count(name: str, value: Any, least: int = 0) -> int:
+    """A number of something, an integer of at least ``least``.
+
+    Raises:
+        TypeError, ValueError: it is not an integer, or is less.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
+    return int(value)
+
+
+def read_positive(name: str, value: Any) -> int:
+    """A positive integer, see :func:`read_count`."""
+    return read_count(name, value, 1)
+
+
+def read_band(causal: Any, window: Any) -> Band | None:
+    """The band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
+    causal = False if causal is None else causal
+    if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
+        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
+    bottom_right = causal == "bottom_right"
+    if window is None:
+        return Band(right=0, bottom_right=bottom_right) if causal else None
+    if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
+        raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
+    for side in window[:2]:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or int(side) < 0):
+            raise ValueError(f"window is {window!r}; left and right are numbers of keys, 0 or more, or None for no bound")
+    left, right = (None if side is None else int(side) for side in window[:2])
+    corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
+    if not is_one_of(corner, ("top_left", "bottom_right")):
+        raise ValueError(f"window is {window!r}; its third entry must be 'top_left' or 'bottom_right'")
+    if causal and (corner == "bottom_right") != bottom_right:
+        raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
+    return Band(left, 0 if causal else right, corner == "bottom_right")
+
+
+def band_options(band: Band | None) -> dict[str, Any]:
+    """The options of a call with a band: the inverse of :func:`read_band`."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
+
+
+#: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scale.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2**-23) * 2.0**127
+
+
+def read_scale(scale: Any, head_dim: int) -> float:
+    """The scale; None is ``1/sqrt(head_dim)``."""
+    default = 1 / math.sqrt(head_dim or 1)
+    if scale is None:
+        return default
+    if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
+        raise TypeError(f"scale is {in_words(scale)}; it must be a number: convert an array with float(...)")
+    value = _as_float(scale)
+    if not abs(value) <= LARGEST_SCALE:  # true of NaN too
+        raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
+    return value
+
+
+def _as_float(number: Any) -> float:
+    """A number as a Python float; infinite if it is too large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def read_softcap(softcap: Any) -> float | None:
+    """The soft cap; None for none."""
+    if softcap is None:
+        return None
+    if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
+        raise TypeError(f"softcap is {in_words(softcap)}; it must be a number, or None for no cap")
+    if not SMALLEST_SCALE <= _as_float(softcap) <= LARGEST_SCALE:
+        raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
+    return float(softcap)
+
+
+def read_dropout(options: Mapping[str, Any]) -> float:
+    """The dropout probability; checks that a seed or a mask is given with it, but not both."""
+    p = options.get("dropout_p", 0.0)
+    if not isinstance(p, numbers.Real):
+        raise TypeError(f"dropout_p is {p!r}; it must be a number, the probability with which a weight is dropped, 0 for none")
+    if not 0 <= float(p) < 1:
+        raise ValueError(f"dropout_p is {p}; it must be at least 0 and below 1")
+    passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]
+    if not p and "dropout_mask" in passed:
+        raise ValueError("dropout_mask is given and dropout_p is 0: kept weights are divided by 1 - dropout_p, so pass it, too")
+    if p and "dropout_mask" in passed and len(passed) > 1:
+        raise ValueError(f"dropout_mask and {passed[1]} are given; the mask replaces random numbers: pass one of them")
+    if p and not {"seed", "dropout_mask"} & set(passed):
+        raise ValueError(f"dropout_p is {p} and seed is None: pass a seed, so that the backward pass drops the same weights")
+    return float(p)
+
+
+def _optional_count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> int | None:
+    """An option that is a number or None; ``what`` it is, for the error message."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be {what}, {least} or more, or None")
+    return int(value)

@@ -1,1 +1,0 @@
-"""Calls: parse their arguments, and run, repeat, tune and explain them."""

@@ -1,0 +1,348 @@
+"""The values of a case's arrays, on the host. Each case has two sets of equal shapes, which alternate in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .case import Case, Packed
+from .drawn_pages import build_pages, pool_shape
+from .functions import function_of, tensor_shape
+
+#: The largest finite number of each dtype.
+LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 * (1 - 2.0**-8), "float32": 2.0**128 * (1 - 2.0**-24)}
+LARGEST["float64"] = float(np.finfo(np.float64).max)
+#: Options whose literals are passed to the call unchanged.
+LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
+#: Options of the call that are arrays.
+ARRAY_OPTIONS = (
+    "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
+    "page_table",
+)  # fmt: skip
+
+
+class Format(NamedTuple):
+    """A format of 8 bits: the largest number, the spacing at 1, and the smallest number above 0."""
+
+    largest: float
+    spacing: float
+    smallest: float
+
+
+FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
+#: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
+FP8_SCALE = 64.0
+#: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
+_LENGTHS_STREAM = 77
+#: The same for the tangents.
+_TANGENTS_STREAM = 78
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of a name.
+
+    >>> dtype_of("bfloat16").itemsize
+    2
+    """
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def round_fp8(array: Any, dtype: str, scale: float) -> Any:
+    """Numbers of FP8 divided by a scale: rounded to nearest, saturated."""
+    most = FORMATS[dtype].largest
+    return np.clip(array * scale, -most, most).astype(dtype_of(dtype)).astype(array.dtype) / scale
+
+
+@dataclass
+class Data:
+    """One set of values.
+
+    Attributes:
+        case: the case that the values belong to.
+        arrays: q, k, v, dout and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by name; NaN
+            where nothing may be read.
+        tensors: the arrays that the score and mask functions capture, by name.
+        lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
+        starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
+        dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
+        attends: the pairs of the block mask, bool, broadcasts to ``(Skv, Sq, Hq, B)``; None without one.
+        keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
+    """
+
+    case: Case
+    arrays: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[Any, Any] = (None, None)
+    starts: tuple[Any, Any] = (None, None)
+    dense: dict[str, Any] = field(default_factory=dict)
+    attends: Any = None
+    keep: Any = None
+
+
+def build(case: Case, index: int) -> Data:
+    """Generate a set of values.
+
+    Args:
+        case: the case that the values are for.
+        index: 0 or 1, the set.
+    """
+    data, seeded = Data(case), index
+    if case.paged and case.paged.moved:
+        index = 0
+    rng = np.random.default_rng([case.seed, index])
+    _add_lengths(data, index)
+    data.arrays |= {name: _position_array(data, rng, name) for name in ("q", "k", "v", "dout")}
+    if case.cache and case.cache.event == "fork":
+        for b, length in enumerate(forked_lengths(data.lengths[1])):
+            for name in "kv":
+                data.arrays[name][:, :, :length, b] = data.arrays[name][:, :, :length, 0]
+    if case.paged:
+        data.dense = {name: data.arrays[name] for name in "kv"}
+        data.arrays |= build_pages(case, seeded, data.dense, data.lengths[1])
+    of_tangents = np.random.default_rng([case.seed, index, _TANGENTS_STREAM])
+    data.arrays |= {f"t{name}": _position_array(data, of_tangents, f"t{name}") for name in case.options.get("jvp", "")}
+    for name, make in _OPTION_ARRAYS.items():
+        if name in case.options:
+            data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
+    if "block_mask" in case.options:
+        data.attends = _attends(case.seed, case.options["block_mask"], (case.sq, case.skv, case.hq, case.b))
+    if dropout := case.dropout:
+        if dropout.source == "mask":
+            data.keep = data.arrays["dropout_mask"] = _random_mask(rng, case, "kqhb", 0.7)
+        elif dropout.source == "array":
+            data.arrays |= {"seed": np.array([dropout.seed + seeded]), "offset": np.array([dropout.offset])}
+    for option in ("score_mod", "mask_mod"):
+        if option in case.options:
+            data.tensors |= _tensors(case, rng, option)
+    return data
+
+
+def _lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, excess: int = 0) -> Any:
+    """Sequence lengths ``(B,)`` of a kind; full lengths exceed the maximum by ``excess``."""
+    random = rng.integers(0, maximum + 1, batch)
+    random = np.where(rng.random(batch) < 0.2, maximum + excess, random)
+    by_kind: dict[str, Callable[[], Any]] = {
+        "random": lambda: random,
+        "some_zero": lambda: np.where(rng.random(batch) < 0.5, 0, random),
+        "zero": lambda: np.zeros(batch),
+        "full": lambda: np.full(batch, maximum + excess),
+        "one": lambda: np.full(batch, min(1, maximum)),
+    }
+    return by_kind[kind]().astype(np.int32)
+
+
+def forked_lengths(lengths: Any) -> Any:
+    """The number of first keys that each sequence shares with sequence 0 if a cache begins with copies of that sequence."""
+    shared = np.minimum(lengths[0], lengths) // 2
+    return np.where(np.arange(len(lengths)) == 0, 0, shared)
+
+
+def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
+    """The lengths of packed queries and keys. In a group both sets of values have the same, because nothing follows them."""
+    packed, (sq, skv, b) = Packed(*case.options["packed"]), (case.sq, case.skv, case.b)
+    rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
+    queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
+    keys = np.minimum(queries, skv) if packed.kind_kv == "same" else _lengths(rng, packed.kind_kv, skv, b, packed.excess)
+    return queries, keys
+
+
+def _add_lengths(data: Data, index: int) -> None:
+    """Add ``seq_lens`` or ``cu_seqlens``."""
+    case, sides = data.case, ("q", "kv")
+    if (packed := case.packed) and not case.paged:
+        packed_lengths = _packed_lengths(case, index)
+        starts = [np.concatenate([[packed.before], packed.before + np.cumsum(n)]).astype(packed.dtype) for n in packed_lengths]
+        data.starts = (starts[0], starts[1])
+        data.arrays |= {f"cu_seqlens_{side}": array for side, array in zip(sides, starts, strict=True)}
+        data.lengths = (np.minimum(packed_lengths[0], case.sq), np.minimum(packed_lengths[1], case.skv))
+        return
+    rng = np.random.default_rng([case.seed, index, _LENGTHS_STREAM])
+    both: list[Any] = []
+    pages = case.paged or case.cache
+    for side, maximum in zip(sides, (case.sq, case.skv), strict=True):
+        kind = pages.lengths if pages and side == "kv" else case.options.get(f"seq_lens_{side}")
+        lengths = None if kind is None else _lengths(rng, kind, maximum, case.b)
+        if lengths is not None and side == "kv" and "shared_prefix" in case.options:
+            lengths = np.maximum(lengths, np.int32(case.shared_keys))
+        if lengths is not None and not (case.cache and side == "kv"):
+            data.arrays[f"seq_lens_{side}"] = lengths
+        both.append(lengths)
+    if packed:  # the queries of paged keys
+        queries, _ = _packed_lengths(case, index)
+        starts_q = np.concatenate([[packed.before], packed.before + np.cumsum(queries)]).astype(packed.dtype)
+        data.starts, data.arrays["cu_seqlens_q"] = (starts_q, None), starts_q
+        both[0] = np.minimum(queries, case.sq)
+    data.lengths = (both[0], both[1])
+
+
+def packed_total(case: Case, side: int) -> int:
+    """The length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
+    packed = Packed(*case.options["packed"])
+    totals = [_packed_lengths(case, index)[side].sum() for index in (0, 1)]
+    return int(packed.before + max(totals) + packed.after)
+
+
+def shape_of(case: Case, name: str) -> tuple[int, ...]:
+    """The shape of q, k, v, out, stats or a gradient of one of them."""
+    return pool_shape(case, name) if case.paged and name in ("k", "v") else dense_shape(case, name)
+
+
+def dense_shape(case: Case, name: str) -> tuple[int, ...]:
+    """As :func:`shape_of`, but k and v are not pages."""
+    is_key_array = name in ("k", "v", "dk", "dv", "tk", "tv")
+    heads, length = (case.hkv, case.skv) if is_key_array else (case.hq, case.sq)
+    dim = case.dv if name in ("v", "dv", "tv", "out", "dout", "jvp") else case.d
+    if "packed" in case.options and not (is_key_array and case.paged):
+        length = packed_total(case, int(is_key_array))
+        return (heads, length) if name == "stats" else (dim, heads, length)
+    return (length, heads, case.b) if name == "stats" else (dim, heads, length, case.b)
+
+
+def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
+    """q, k, v, dout or a tangent: random inside the sequences, NaN in the padding."""
+    case, side = data.case, int(name[-1] in "kv")
+    array = rng.standard_normal(dense_shape(case, name), np.float32)
+    lengths, starts = data.lengths[side], data.starts[side]
+    if starts is not None:
+        positions = np.arange(array.shape[2])
+        inside = (positions[:, None] >= starts[:-1]) & (positions[:, None] < starts[:-1] + lengths)
+        array = np.where(inside.any(axis=1), array, np.nan)
+    elif lengths is not None:
+        array = np.where(np.arange(array.shape[2])[:, None] < lengths, array, np.nan)
+    if "fp8" in case.options:
+        array = round_fp8(array, case.options["fp8"], FP8_SCALE)
+    return np.asfortranarray(array.astype(dtype_of(case.dtype)))
+
+
+def _random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:
+    """A boolean array that is True with probability p."""
+    return np.asfortranarray(rng.random(_score_shape(case, axes)) < p)
+
+
+def _score_shape(case: Case, axes: str) -> tuple[int, ...]:
+    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``; ``axes`` as in :mod:`.draw`."""
+    full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
+    return tuple(1 if axis == "1" else full[axis] for axis in axes)
+
+
+def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
+    """The option ``mask``."""
+    axes, kind = value
+    shape = _score_shape(case, axes)
+    if kind in ("none", "all"):
+        return np.full(shape, kind == "all", order="F")
+    mask = _random_mask(rng, case, axes, 0.7)
+    axis = {"rows": 0, "keys": 1}.get(kind)
+    if axis is not None:  # mask whole rows or whole columns
+        mask &= rng.random([1 if i == axis else n for i, n in enumerate(shape)]) < 0.6
+    return np.asfortranarray(mask)
+
+
+def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
+    """The option ``bias``."""
+    axes, dtype, kind = value
+    shape = _score_shape(case, axes)
+    bias = rng.standard_normal(shape).astype(dtype_of(dtype))
+    if kind != "normal":
+        masked = -np.inf if kind.startswith("inf") else -LARGEST[dtype]
+        mask_shape = [1 if i == 0 else n for i, n in enumerate(shape)] if kind.endswith("rows") else shape
+        bias = np.where(rng.random(mask_shape) < 0.3, np.array(masked, bias.dtype), bias)
+    return np.asfortranarray(bias)
+
+
+def _alibi_slopes(case: Case, rng: np.random.Generator, kind: str) -> Any:
+    """The option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
+    usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
+    slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
+    return slopes.astype(np.float32)
+
+
+def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
+    """The option ``sinks``."""
+    return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
+
+
+def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int]) -> Any:
+    """The pairs of the option ``block_mask``; ``sizes`` is (Sq, Skv, Hq, B)."""
+    kind, axes = option
+    sq, skv, hq, b = sizes
+    rng = np.random.default_rng([seed, len(kind)])
+    shape = (skv, sq, hq if axes[2] == "h" else 1, b if axes[3] == "b" else 1)
+    i, j = np.arange(sq)[:, None, None], np.arange(skv)[:, None, None, None]
+    if kind == "documents":
+        document = np.sort(rng.integers(0, 4, max(sq, skv, 1)))
+        return np.broadcast_to((document[i] == document[j]) & ((i >= j) | (seed % 2 == 0)), shape)
+    if kind == "prefix":
+        return np.broadcast_to((i >= j) | (j < rng.integers(0, skv + 1)), shape)
+    if kind == "window":  # of documents, or with first keys that every query attends to
+        window, document = (i >= j) & (i < j + rng.integers(1, 200)), np.sort(rng.integers(0, 4, max(sq, skv, 1)))
+        return np.broadcast_to(window & (document[i] == document[j]) if seed % 2 else window | (j < rng.integers(0, 20)), shape)
+    if kind == "segments":  # consecutive queries attend to consecutive keys, some causally; ranges of keys are often nested
+        segment = np.searchsorted(np.sort(rng.integers(0, sq + 1, 3)), i, side="right")
+        first, last = np.sort(rng.integers(0, skv + 1, (4, 2)), axis=1).T
+        inside = (first[segment] <= j) & (j < last[segment])
+        return np.broadcast_to(inside & ((i >= j) | (rng.random(4) < 0.7)[segment]), shape)
+    kinds = rng.integers(0, 2 if kind == "blocks" else 3, (-(-skv // 128), -(-sq // 128), *shape[2:]))
+    kinds = np.repeat(np.repeat(kinds, 128, axis=0), 128, axis=1)[:skv, :sq]
+    return np.where(kinds == 2, rng.random(shape) < 0.5, kinds == 1)
+
+
+_OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {
+    "mask": _mask,
+    "bias": _bias,
+    "alibi_slopes": _alibi_slopes,
+    "sinks": _sinks,
+}
+
+
+def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any]:
+    """The arrays that a score or mask function captures, by name."""
+    name, dtype = case.options[option]
+    function, tensors = function_of(option, name), {}
+    for tensor, axes in function.tensors.items():
+        shape = tensor_shape(axes, case.b, case.hq, case.sq, case.skv)
+        values: Any = rng.random(shape) + 0.5
+        if dtype == "bool":
+            values = values < 1.1
+        elif dtype.startswith("int"):
+            values = rng.integers(-3, 4, shape)
+        tensors[tensor] = np.array(values, dtype_of(dtype), order="F")
+    return tensors
+
+
+def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], index: int) -> dict[str, Any]:
+    """The options of the forward call.
+
+    Args:
+        case: the case.
+        arrays, tensors: as in :class:`Data`, numpy or CuPy arrays.
+        index: the set of values; the seed of dropout depends on it.
+    """
+    options = {name: case.options[name] for name in LITERAL_OPTIONS if name in case.options}
+    options |= {name: arrays[name] for name in ARRAY_OPTIONS if name in arrays}
+    if "packed" in case.options:
+        options |= {"max_seqlen_q": case.sq} | ({} if case.paged else {"max_seqlen_kv": case.skv})
+    if case.paged and case.paged.num_splits:
+        options["num_splits"] = case.paged.num_splits
+    options |= dropout_options(case, arrays, index)
+    for option in ("score_mod", "mask_mod"):
+        if option in case.options:
+            options[option] = function_of(option, case.options[option][0]).call
+    options |= {"engine": "cupy"} if case.engine == "cupy" else {}
+    return options | ({"tensors": tensors} if tensors else {})
+
+
+def dropout_options(case: Case, arrays: dict[str, Any], index: int) -> dict[str, Any]:
+    """The dropout options of the call."""
+    dropout = case.dropout
+    if dropout is None:
+        return {}
+    if dropout.source == "mask":
+        return {"dropout_p": dropout.p, "dropout_mask": arrays["dropout_mask"]}
+    if dropout.source == "array":
+        return {"dropout_p": dropout.p, "seed": arrays["seed"], "offset": arrays["offset"]}
+    return {"dropout_p": dropout.p, "seed": dropout.seed + index, "offset": dropout.offset}

@@ -1,0 +1,68 @@
+"""Plan a case with the real cuDNN for a described GPU, without executing it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+import cupy_sdpa
+
+from ..offline.remote_planner import Planner, load_target
+from ..problem.subproblems import subproblems
+from ..support import gpus
+from ..support.why_not import why_not
+from .case import Case
+from .data import build, call_options
+from .drawn_memory import memory_of
+from .outcome import Outcome
+
+#: Part of the planner's result if a problem ended the process.
+_CRASHED = "ended the process inside cuDNN"
+
+
+@functools.cache
+def planner() -> Planner:
+    """The planner of this process."""
+    return Planner()
+
+
+def plan(case: Case, outcome: Outcome) -> Outcome:
+    """Plan both passes. A result that is neither a plan nor a refusal with reasons is a finding."""
+    version, capability, target = planner().version, gpus.capability(case.gpu), load_target(case.gpu)
+    for problem in problems(case):
+        if problem.trivial:
+            continue
+        if reasons := why_not(problem, version, capability):
+            return outcome.set("refused", str(reasons[0]), reasons[0].rule)
+        for subproblem in subproblems(problem):
+            outcome.calls += 1
+            answer = planner().plan(subproblem, target)
+            if isinstance(answer, str):
+                kind = "crash" if _CRASHED in answer else "refused" if answer.strip() else "exception"
+                return outcome.set(kind, " ".join(answer.split())[:400], "planning")
+    return outcome
+
+
+def problems(case: Case) -> list[Any]:
+    """The problems of the passes of a case."""
+    data, memory = build(case, 0), memory_of(case, np, "qkv")
+    table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
+    options = call_options(case, data.arrays | table, data.tensors, 0)
+    q, k, v = (memory.views[name] for name in "qkv")
+    stats = case.options.get("stats", case.backward)
+    if "deterministic" in case.options:
+        options["deterministic"] = True
+    if case.tangents:
+        return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
+    if "weight_sums" in case.options:
+        return list(cupy_sdpa.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"}))
+    if "fp8" in case.options:
+        return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
+    both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
+    if case.backward:
+        names = ("return_dbias", "return_dsinks", "return_dtensors")
+        options |= {name: True for name in names if name in case.options}
+        both.append(cupy_sdpa.problem(q, k, v, backward=True, **options))
+    return both

@@ -1,0 +1,247 @@
+"""Other ways to compute the attention of a case: FP8 arrays, a group of threads, a shared prefix, merged parts, and a cache.
+
+Their results are those of one call, so they have the same reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import cupy_sdpa
+
+from .. import fp8
+from ..parallel import Loopback, context_parallel, run_threads
+from .case import Case
+from .data import FORMATS, FP8_SCALE, Data, forked_lengths
+from .drawn_memory import named_layout
+
+#: Seconds after which a member of a group gives up.
+_TIMEOUT = 60.0
+#: The factors of the queries of a member before each of its calls. On the GPU the third call is captured as a CUDA graph.
+_FACTORS = {"cpu": (1,), "gpu": (-1, -1, -1, -1)}
+#: Parts of the seed.
+_PARTS_STREAM, _CACHE_STREAM = 79, 80
+
+
+def _scalings(case: Case, views: dict[str, Any]) -> dict[str, Any]:
+    """The scalings of q, k and v, which begin with the scale at which the values are exact, and the lengths of the arrays."""
+    dtype = case.options["fp8"]
+    amax = FORMATS[dtype].largest / FP8_SCALE
+    lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
+    return {
+        name: (fp8.DelayedScaling(views[name], 1, dtype, amax=amax), {"lengths": lengths[name], **named_layout(case)})
+        for name in "qkv"
+    }
+
+
+def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
+    """q, k and v in FP8: their values, exactly."""
+    return [scaling.quantize(views[name], **lengths) for name, (scaling, lengths) in _scalings(case, views).items()]
+
+
+def wrong_scale(data: Data, views: dict[str, Any]) -> str:
+    """What is wrong with the scale of a second conversion, which is that of the first array's largest magnitude."""
+    case = data.case
+    for name, (scaling, lengths) in _scalings(case, views).items():
+        magnitudes = np.abs(data.arrays[name].astype(np.float32))
+        largest = float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))  # the padding is NaN
+        if largest == 0 or (case.paged and name != "q"):
+            continue
+        scaling.quantize(views[name], **lengths)
+        scale, wanted = float(scaling.quantize(views[name], **lengths).scale[0]), FORMATS[case.options["fp8"]].largest / largest
+        if not 0.999999 < scale / wanted < 1.000001:
+            return f"the scale of {name} after an array of magnitudes up to {largest:g} is {scale:g}, expected {wanted:g}"
+    return ""
+
+
+def forward_function(case: Case) -> Callable[..., Any]:
+    """The function that computes the forward pass of a case."""
+    if "shared_prefix" in case.options:
+        assert case.paged
+        return functools.partial(_with_shared_prefix, case.shared_keys)
+    return functools.partial(_merged, case) if "merge" in case.options else cupy_sdpa.attention
+
+
+def _with_shared_prefix(keys: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return cupy_sdpa.shared_prefix_attention(q, k, v, keys, **options)
+
+
+def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, sinks: Any = None, **options: Any) -> Any:
+    """Calls on disjoint parts of the keys, and :func:`cupy_sdpa.merge`."""
+    rng = np.random.default_rng([case.seed, _PARTS_STREAM])
+    ends = [*np.sort(rng.integers(0, case.skv + 1, case.options["merge"] - 1)).tolist(), case.skv]
+    outs, stats, begin = [], [], 0
+    for end in ends:
+        own = {
+            name: x[begin:end].copy(order="F") if name in ("mask", "bias") and case.options[name][0][0] == "k" else x
+            for name, x in options.items()
+        }
+        out, log_sum_exp = cupy_sdpa.attention(q, k[:, :, begin:end], v[:, :, begin:end], return_stats=True, **own)
+        outs.append(out)
+        stats.append(log_sum_exp)
+        begin = end
+    return cupy_sdpa.merge(outs, stats, sinks=sinks, return_stats=return_stats)
+
+
+def in_group(
+    case: Case, views: dict[str, Any], options: dict[str, Any], backward: dict[str, Any], *, vjp: bool
+) -> dict[str, Any]:
+    """The results of a group of threads, each of which has a part of every sequence, as numpy arrays.
+
+    On the GPU a member repeats its calls, with the queries negated in between.
+
+    Args:
+        case: the case.
+        views: the arrays of the case.
+        options: the options of the forward call.
+        backward: the options of the backward call that are not in ``options``.
+        vjp: whether to call ``attention_vjp``.
+    """
+    method, size = case.options["parallel"]
+    packed = "packed" in case.options
+    options = {name: _on_host(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
+    lengths: dict[str, Any] = {} if packed else {"seqlen_q": case.sq, "seqlen_kv": case.skv}
+    offsets = [{"cu_seqlens": options[f"cu_seqlens_{side}"]} if packed else {} for side in ("q", "kv")]
+    whole = offsets if packed else [{"seqlen": case.sq}, {"seqlen": case.skv}]
+    names = ("dq", "dk", "dv", *(["dsinks"] if backward.get("return_dsinks") else []))
+
+    def member(own: Any) -> dict[str, Any]:
+        cp = context_parallel(own, method=method)
+        q, k, v = (cp.shard(views[name], axis=2, **offsets[name != "q"]) for name in "qkv")
+        try:
+            for factor in _FACTORS[case.engine]:
+                q *= factor
+                found = results(cp, q, k, v)
+            cp.check()
+            return {name: _on_host(x) for name, x in found.items()}
+        finally:
+            if case.engine == "gpu":
+                cupy_sdpa.get_plan_cache().clear()  # of this thread
+
+    def results(cp: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if case.backward and vjp:
+            found["out"], pullback = cp.attention_vjp(q, k, v, **lengths, **options, **backward)
+            found |= zip(names, pullback(cp.shard(views["dout"], axis=2, **offsets[0])), strict=True)
+        else:
+            found["out"], found["stats"] = cp.attention(q, k, v, return_stats=True, **lengths, **options)
+            if case.backward:
+                dout = cp.shard(views["dout"], axis=2, **offsets[0])
+                given = dout, q, k, v, found["out"], found["stats"]
+                gradients = cp.attention_backward(*given, **lengths, **options, **backward)
+                found |= zip(names, gradients, strict=True)
+        for name in found:
+            if name == "stats":
+                found[name] = cp.unshard(found[name], axis=1 if packed else 0, **whole[0])
+            elif name != "dsinks":
+                found[name] = cp.unshard(found[name], axis=2, **whole[name in ("dk", "dv")])
+        return found
+
+    first: dict[str, Any]
+    first, *others = run_threads(Loopback(size, timeout=_TIMEOUT).members, member)
+    for other in others:
+        if unequal := [name for name in first if first[name].tobytes() != other[name].tobytes()]:
+            raise RuntimeError(f"the members of a group have different {', '.join(unequal)}")
+    return first
+
+
+def _on_host(x: Any) -> Any:
+    """An array of numpy or CuPy as an array of numpy."""
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def rotation(case: Case) -> Any:
+    """The rotation of queries and keys by quarter turns, which are exact; None if the case has none."""
+    assert case.cache
+    *_, form, dim = case.cache
+    frequencies = np.pi / 2 * (1 + np.arange(dim // 2) % 3)
+    return cupy_sdpa.Rope(dim, frequencies=frequencies, interleaved=form == "interleaved") if form else None
+
+
+def turned_back(x: Any, rope: Any, positions: Any) -> Any:
+    """The array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places."""
+    pairs = np.arange(rope.dim // 2)
+    first, second = (2 * pairs, 2 * pairs + 1) if rope.interleaved else (pairs, pairs + len(pairs))
+    a, b = x[first], x[second]
+    turns = (np.multiply.outer(1 + pairs % 3, positions) % 4)[:, None]
+    out = x.copy(order="F")
+    out[first] = np.select([turns == 0, turns == 1, turns == 2], [a, b, -a], -b)
+    out[second] = np.select([turns == 0, turns == 1, turns == 2], [b, -a, -b], a)
+    return out
+
+
+def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
+    """The queries of a case, rotated by :func:`cupy_sdpa.apply_rope` from others."""
+    rope = rotation(case)
+    if not rope:
+        return q
+    lengths_q, lengths = (
+        np.asarray(x, np.int64) for x in (case.sq if data.lengths[0] is None else data.lengths[0], data.lengths[1])
+    )
+    before = xp.asarray(turned_back(data.arrays["q"], rope, np.arange(case.sq)[:, None] + lengths - lengths_q))
+    return cupy_sdpa.apply_rope(
+        before, rope, end=cache.lengths, seq_lens=None if data.lengths[0] is None else xp.asarray(data.lengths[0])
+    )
+
+
+def filled_cache(case: Case, data: Data, xp: Any) -> Any:
+    """A cache of two layers with the keys and values of a case in layer 1, and other numbers in layer 0."""
+    assert case.cache
+    page, _, steps, event, packed, *_ = case.cache
+    rope = rotation(case)
+    rng, lengths = np.random.default_rng([case.seed, _CACHE_STREAM]), data.lengths[1].astype(np.int64)
+    k, v = (data.arrays[name] for name in "kv")
+    if rope:
+        k = turned_back(k, rope, np.arange(case.skv)[:, None])
+    pages = case.b * (-(-2 * max(case.skv, 1) // page) + 1)
+    cache = cupy_sdpa.KVCache(
+        case.d, case.hkv, pages=pages, batch=case.b, page_size=page, head_dim_v=case.dv, dtype=case.dtype, layers=2,
+        numpy=xp is np,
+    )  # fmt: skip
+
+    def append(begins: Any, ends: Any, arrays: tuple[Any, Any]) -> None:
+        counts = ends - begins
+        for layer in (0, 1):
+            found = []
+            for array in arrays:
+                parts = [array[:, :, begin:end, b] for b, (begin, end) in enumerate(zip(begins, ends, strict=True))]
+                if packed:
+                    tokens = np.concatenate(parts, axis=2)
+                else:
+                    tokens = np.full((*array.shape[:2], counts.max(), case.b), np.nan, array.dtype)
+                    for b, part in enumerate(parts):
+                        tokens[:, :, : counts[b], b] = part
+                found.append(xp.asarray(np.asfortranarray(tokens if layer else -tokens)))
+            cache.append(found[0], found[1], layer, counts=counts.tolist(), rope=rope)
+
+    def add_others(most: int) -> None:
+        ends = rng.integers(0, most + 1, case.b)
+        others = tuple(rng.standard_normal((*x.shape[:2], most, case.b)).astype(x.dtype) for x in (k, v))
+        append(np.zeros_like(ends), ends, others)  # type: ignore[arg-type]
+
+    if event == "release":
+        add_others(case.skv)
+        for b in range(case.b):
+            cache.release(b)
+    begins = np.zeros(case.b, np.int64)
+    if event == "fork":
+        shared = forked_lengths(lengths)
+        begins[0] = shared.max()
+        append(np.zeros_like(begins), begins, (k, v))
+        for b in range(1, case.b):
+            cache.fork(0, b)
+            cache.truncate(b, int(shared[b]))
+        begins = np.where(np.arange(case.b) == 0, begins, shared)
+    for step in range(steps):
+        if step == steps - 1 and event == "truncate":
+            add_others(case.skv)
+            for b in range(case.b):
+                cache.truncate(b, int(begins[b]))
+        ends = lengths if step == steps - 1 else begins + rng.integers(0, lengths - begins + 1)
+        append(begins, ends, (k, v))
+        begins = ends
+    return cache

@@ -1,0 +1,192 @@
+"""Saved problems as cases of the self-test: the same sizes, layouts and options, with random values.
+
+A problem of a plan cache is the one that the engine runs, so a case is a call that leads to it: parts are undone, and what the
+problem does not contain is drawn: the contents of arrays, lengths, page tables, and the values of scalars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..problem.problem import Problem
+from ..problem.problem_file import encoded
+from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
+from ..score_fn.expression import Expression, Writer
+from .case import Case, Dropout, Packed, Paged
+
+#: The most scores of a problem that is verified; larger ones are verified with fewer heads and batch entries, then with
+#: shorter sequences.
+MAX_SCORES = 4_000_000
+#: The values of a softcap and of a scale that is not positive.
+_SOFTCAP, _SCALE = 15.0, -0.1
+
+
+class NotRepeatableError(ValueError):
+    """The self-test has no such problem; the message is the reason."""
+
+
+def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
+    """The case of a problem.
+
+    Args:
+        problem: the problem.
+        engine: ``"gpu"`` or ``"cpu"``.
+        seed: the seed of the values.
+
+    Raises:
+        NotRepeatableError: the self-test has no such problem.
+    """
+    settings = problem.settings
+    options: dict[str, Any] = dict(_options(problem))
+    sizes: dict[str, Any] = dict(zip(("d", "dv", "hq", "hkv", "sq", "skv", "b"), problem.sizes, strict=True))
+    dtype, layouts = problem.dtype, _layouts(problem)
+    if problem.fp8:  # converted arrays are dense
+        options["fp8"], dtype, layouts = problem.dtype, "bfloat16", {}
+    if split := settings.split:  # the rows are queries, and the chunks of a sequence are one batch entry
+        rows = problem.q.shape[2]
+        sizes |= {"hq": sizes["hkv"], "sq": rows, "b": sizes["b"] // split.chunks}
+        sizes["skv"] = split.pages * split.chunks * problem.k.shape[2]
+        options = {name: value for name, value in options.items() if name not in ("seq_lens_q", "stats")}
+        options["paged"] = (*options["paged"][:3], split.chunks, *options["paged"][4:])
+        layouts = {}
+    return Case(engine, dtype, **sizes, backward=problem.backward, layouts=layouts, options=options, seed=seed)
+
+
+def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
+    """The options of the case."""
+    settings = problem.settings
+    if not settings.positive_scale:
+        yield "scale", _SCALE
+    if settings.softcap:
+        yield "softcap", _SOFTCAP
+    if settings.max_workspace is not None:
+        yield "max_workspace", settings.max_workspace
+    if settings.deterministic and not settings.split:
+        yield "deterministic", True
+    if band := settings.band:
+        corner = "bottom_right" if band.bottom_right else "top_left"
+        yield ("causal", corner) if (band.left, band.right) == (None, 0) else ("window", (band.left, band.right, corner))
+    yield from _arrays(problem)
+    yield from _lengths(problem)
+    if settings.dropout:
+        source = "mask" if problem.dropout_mask else "array"
+        yield "dropout", tuple(Dropout(settings.dropout, source, 1, 0))
+    if program := settings.program:
+        if program.score is not None:
+            yield "score_mod", _function(problem, program, program.score)
+        if program.mask is not None:
+            yield "mask_mod", _function(problem, program, program.mask)
+    if problem.max:
+        yield "stats", "max_sumexp"
+    elif problem.stats and not problem.backward:
+        yield "stats", True
+
+
+def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
+    """The options that are arrays, and their gradients."""
+    if problem.mask:
+        yield "mask", (_axes(problem, problem.mask), "random")
+    if problem.bias:
+        yield "bias", (_axes(problem, problem.bias), problem.bias.dtype, "normal")
+    if problem.block_bits:
+        *_, heads, entries = problem.block_bits.shape
+        yield "block_mask", ("blocks", f"kq{'h' if heads > 1 else '1'}{'b' if entries > 1 else '1'}")
+    if problem.alibi_slopes:
+        yield "alibi_slopes", "usual"
+    if problem.sinks:
+        yield "sinks", "normal"
+    for name in ("dbias", "dsinks"):
+        if getattr(problem, name):
+            yield f"return_{name}", True
+    if problem.dcaptured:
+        yield "return_dtensors", True
+
+
+def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
+    """The options of batch entries with different lengths."""
+    if problem.paged:
+        page, heads = problem.k.shape[2], problem.k.shape[1]
+        _, of_heads, of_keys, _ = problem.k.strides
+        order = "pages" if heads > 1 and of_heads > of_keys else "heads"
+        yield "paged", tuple(Paged(page, order, "random", problem.settings.num_splits or 0, "large", False, False))
+    if queries := problem.cu_seqlens_q:
+        same = not problem.paged and problem.q.shape[2] == problem.k.shape[2]
+        yield "packed", tuple(Packed("random", "same" if same else "random", 0, 0, 0, queries.dtype))
+    elif problem.seq_lens_q:
+        yield "seq_lens_q", "random"
+    if problem.seq_lens_kv and not problem.paged:
+        yield "seq_lens_kv", "random"
+
+
+def _axes(problem: Problem, spec: TensorSpec) -> str:
+    """The axes of an array that is broadcast to the scores, with 1 where it is broadcast, such as ``"k1h1"``."""
+    _, _, hq, _, sq, skv, b = problem.sizes
+    pairs = zip("kqhb", spec.shape, (skv, sq, hq, b), strict=True)
+    return "".join(letter if length > 1 or full <= 1 else "1" for letter, length, full in pairs)
+
+
+def _function(problem: Problem, program: Expression, root: int) -> tuple[str, str]:
+    """A function as the text of its program, and the dtype of the arrays that it reads."""
+    needed = Writer(program.steps).reachable(root)
+    numbers = {old: new for new, old in enumerate(needed)}
+    steps = [program.steps[old]._replace(args=tuple(numbers[arg] for arg in program.steps[old].args)) for old in needed]
+    read = {step.name: step.kind for step in steps if step.mode == "captured"}
+    specs = {spec.name: spec for spec in problem.captured if spec.name in read}
+    # a GPU gets conditions as numbers
+    dtypes = sorted({"bool" if read[spec.name] == "bool" else spec.dtype for spec in specs.values()})
+    if len(dtypes) > 1:
+        raise NotRepeatableError(f"a function reads arrays of several dtypes: {', '.join(dtypes)}")
+    axes = {
+        name: "".join(letter for letter, n in zip("kqhb", spec.shape, strict=True) if n > 1)[::-1] or "1"
+        for name, spec in specs.items()
+    }
+    return json.dumps({"arrays": axes, "steps": encoded(tuple(steps))}), next(iter(dtypes), "")
+
+
+def _layouts(problem: Problem) -> dict[str, str]:
+    """The layouts of q, k, v and dout that are not dense."""
+    specs = [problem.q, *([] if problem.paged else [problem.k, problem.v]), *([problem.dout] if problem.dout else [])]
+    return {spec.name: layout for spec in specs if (layout := layout_of(spec)) is not None}
+
+
+def layout_of(spec: TensorSpec) -> str | None:
+    """The order of the axes in memory, fastest first, with ``+`` at every axis that is a slice; None if dense.
+
+    >>> layout_of(TensorSpec("q", "float16", (8, 2, 5, 1), (2, 80, 16, 160), 16))
+    'dshb'
+    >>> layout_of(TensorSpec("q", "float16", (8, 2, 5, 1), (2, 16, 96, 480), 16))
+    'dhsb+h'
+    """
+    shape, strides, letters = spec.shape, spec.strides, "dhsb"[: len(spec.shape)]
+    dense = dense_strides(shape, ITEMSIZE[spec.dtype])
+    if all(a == b or n == 1 for a, b, n in zip(strides, dense, shape, strict=True)):
+        return None
+    order = sorted(range(len(shape)), key=lambda axis: (abs(strides[axis]), axis) if shape[axis] > 1 else (1 << 62, axis))
+    text, slices = "".join(letters[axis] for axis in order), ""
+    for inner, outer in itertools.pairwise(order):
+        if shape[outer] > 1 and abs(strides[outer]) != abs(strides[inner]) * shape[inner]:
+            slices += f"+{letters[inner]}"
+    return text + slices
+
+
+def reduced(case: Case, most: int = MAX_SCORES) -> Case:
+    """The case with at most ``most`` scores, for the reference: fewer heads and batch entries, then shorter sequences."""
+    group = case.hq // case.hkv if case.hkv else 1
+    page = case.paged.page if case.paged else 1
+
+    def scores(case: Case) -> int:
+        return case.b * case.hq * case.sq * case.skv
+
+    for change in ({"b": 2}, {"hkv": 1, "hq": group}, {"b": 1}):
+        if scores(case) > most:
+            case = case.with_(**{name: min(value, getattr(case, name)) for name, value in change.items()})
+    while scores(case) > most and max(case.sq, case.skv) > 128:
+        sq = case.sq if case.sq <= 128 else max(128, case.sq // 2)
+        skv = case.skv if case.skv <= 128 else max(128, -(-case.skv // 2 // page) * page)
+        if (sq, skv) == (case.sq, case.skv):
+            break
+        case = case.with_(sq=sq, skv=skv)
+    return case

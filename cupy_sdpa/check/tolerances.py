@@ -1,0 +1,226 @@
+r"""The tolerance of a result: flash-attention's rule plus the propagated rounding error.
+
+The allowed error is :data:`.FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
+error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
+dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
+rounding error analysis").
+
+The derivative of a score function or softcap has an error of its own. It is computed at a rounded score, which adds the
+curvature times the error of the score. Its operations have errors relative to their operands, not to their difference: where a
+softcap is saturated, 1 - tanh(s)^2 is nearly 0 with an error of the spacing at 1. Where all scores are saturated, the gradients
+of q and k consist of such errors only.
+
+Results that must be exact (0 or -inf in fully masked rows and in the padding) have no
+tolerance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..tolerance import DEVIATIONS, FP8_SUM, SINGLE, spacing
+from .data import FORMATS, FP8_SCALE, dtype_of
+from .functions import function_of
+from .inputs import Array, Inputs
+from .oracle import Results
+
+#: The relative error of a score from the approximate functions of the GPU, such as tanh.
+APPROXIMATE = 2.0**-10
+#: Score functions that use approximate functions.
+APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
+#: The largest magnitude of a score to which the error of approximate functions is relative.
+_MAX_APPROXIMATE_SCORE = 60
+
+
+def rounding_floors(inputs: Inputs, truth: Results) -> dict[str, float]:
+    """The error that rounding alone may cause, by result."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _Floors(inputs, truth).all()
+
+
+class _Floors:
+    """Rounding errors of one case, propagated to its results.
+
+    Attributes:
+        half: the largest relative rounding error, half the spacing of the dtype.
+        rounding: the standard deviation of the relative error of an element: rounding, and a sum in the working precision.
+        subnormal: the largest absolute rounding error of subnormal numbers.
+        approximate: the relative error of approximate functions.
+        of_scores: the error of each score.
+        of_derivative: the error of the derivative of each score by the scaled product of q and k.
+        of_stats: the error of L.
+    """
+
+    def __init__(self, inputs: Inputs, truth: Results) -> None:
+        self.inputs, self.truth, case = inputs, truth, inputs.case
+        dtype, fp8 = dtype_of(case.dtype), FORMATS.get(case.options.get("fp8", ""))
+        work = self.work = spacing(np.float64) if case.dtype == "float64" else SINGLE
+        self.half = (fp8.spacing if fp8 else spacing(dtype)) / 2
+        self.rounding = self.half / 3**0.5 + work * max(case.sq, case.skv, 1) ** 0.5 / 4
+        self.subnormal = fp8.smallest / FP8_SCALE / 2 if fp8 else float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
+        self.keep = np.asarray(inputs.keep)
+        norms = _norms(inputs.q) * _norms(inputs.k).swapaxes(-1, -2)
+        p = self.p = truth.p
+        scores = np.where(p > 0, np.abs(truth.scores), 0)
+        is_approximate = "softcap" in case.options or case.options.get("score_mod", ("",))[0] in APPROXIMATE_FUNCTIONS
+        self.approximate = APPROXIMATE * (case.engine == "gpu" and is_approximate)
+        amplification = np.maximum(1, np.abs(truth.score_derivative)) if case.backward or "jvp" in case.options else 1.0
+        self.of_scores = 4 * work * abs(inputs.scale) * norms * amplification + 4 * work * scores
+        if fp8 and case.engine == "gpu":
+            self.of_scores += FP8_SUM * abs(inputs.scale) * norms
+        self.of_scores += self.approximate * np.minimum(scores, _MAX_APPROXIMATE_SCORE)
+        derivative = np.asarray(truth.score_derivative)
+        is_function = "softcap" in case.options or "score_mod" in case.options
+        self.of_derivative = truth.score_curvature * self.of_scores + truth.difference_error
+        self.of_derivative = self.of_derivative + 4 * work * (1 + np.abs(derivative)) * is_function
+        self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
+
+    def all(self) -> dict[str, float]:
+        """The floor of every result of the case."""
+        values, p = self.truth.values, self.p
+        weights = (self.keep * (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0))) ** 2
+        of_out = np.sqrt(weights @ self.inputs.v**2)
+        of_rows = (p * self.of_scores).sum(axis=-1)
+        of_attended = _finite_max(self.of_scores[p > 0])
+        floors = {
+            "out": DEVIATIONS * _finite_max(of_out),
+            "stats": 2 * _finite_max(of_rows) + 4 * SINGLE * _max_abs(values["stats"]),
+            "max": 2 * of_attended + 4 * SINGLE * _max_abs(values["max"]),
+            "sum_exp": 8 * (of_attended + SINGLE) * max(1.0, _max_abs(values["sum_exp"])),
+        }
+        if self.inputs.case.backward:
+            floors |= self._gradients(of_out)
+        if "jvp" in self.inputs.case.options:
+            floors["jvp"] = self._derivative()
+        if "weight_sums" in self.inputs.case.options:
+            terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * SINGLE)).sum(axis=-2)
+            floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * SINGLE * _max_abs(values["weights"])
+        for name in ("out", "dq", "dk", "dv", "jvp"):
+            if name in floors:
+                floors[name] += 2 * self.half * _max_abs(values[name])
+        if "fp8" in self.inputs.case.options:
+            floors["out"] += 2 * self.subnormal  # of the output
+            if self.inputs.case.paged:  # the results of chunks are rounded before they are merged
+                floors["out"] += 2 * self.half * _max_abs((self.keep * p) @ np.abs(self.inputs.v))
+        return floors
+
+    def _gradients(self, of_out: Array) -> dict[str, float]:
+        """The floors of the gradients.
+
+        Args:
+            of_out: the standard deviation of the error of the output.
+        """
+        inputs, p, keep, ds = self.inputs, self.p, self.keep, np.abs(self.truth.ds)
+        derivative = np.abs(np.asarray(self.truth.score_derivative)) + self.approximate
+        out, abs_dout = np.abs((p * keep) @ inputs.v), np.abs(inputs.dout)
+        of_delta = np.sqrt((abs_dout**2 * (of_out + self.rounding * out) ** 2).sum(axis=-1, keepdims=True))
+        of_delta = of_delta + 4 * self.work * (abs_dout * out).sum(axis=-1, keepdims=True)
+        of_dp = 4 * self.work * _norms(inputs.dout) * _norms(inputs.v).swapaxes(-1, -2) * keep
+        of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
+        of_element = ds * (self.rounding + self.approximate + of_p) + p * of_dp + self.subnormal * (p > 0)
+        of_dproduct = of_element * derivative + ds * self.of_derivative
+        of_ds = np.sqrt(of_dproduct**2 + (p * of_delta * derivative) ** 2)
+        of_weight = keep * (p * (self.rounding + of_p) + self.subnormal * (p > 0))
+        # The error of delta is common to a row, so its terms of dq add up.
+        dq = np.sqrt(of_dproduct**2 @ inputs.k**2) + np.abs((p * derivative) @ inputs.k) * of_delta
+        dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ inputs.q**2).sum(axis=2)
+        dv = np.sqrt((of_weight**2).swapaxes(-1, -2) @ inputs.dout**2).sum(axis=2)
+        scale = abs(inputs.scale) * DEVIATIONS
+        floors = {"dq": scale * _finite_max(dq), "dk": scale * _finite_max(dk), "dv": DEVIATIONS * _finite_max(dv)}
+        drift = _max_abs(self.of_stats + self.of_scores * (p > 0))
+        for name in ("dq", "dk", "dv"):
+            floors[name] += 2 * drift * _max_abs(self.truth.values[name])
+        of_terms = 2 * (of_element + p * of_delta) + 2 * self.half * ds  # may be accumulated in 16 bits
+        return floors | self._sums(of_terms, of_delta, ds)
+
+    def _derivative(self) -> float:
+        """The floor of the derivative in the direction of the tangents.
+
+        The means are products of rounded arrays, or rounded themselves; they are multiplied by the output.
+        """
+        inputs, truth, p, keep = self.inputs, self.truth, self.p, self.keep
+        dq, dk, dv = (inputs.tangent(name) for name in "qkv")
+        out, ds, mean = np.abs((p * keep) @ inputs.v), np.abs(truth.dscores), np.abs(truth.mean)
+        of_p = self.rounding + self.approximate + 2 * self.of_scores + 2 * self.of_stats  # relative
+        norms = _norms(dq) * _norms(inputs.k).swapaxes(-1, -2) + _norms(inputs.q) * _norms(dk).swapaxes(-1, -2)
+        of_ds = 4 * self.work * abs(inputs.scale) * norms * np.abs(np.asarray(truth.score_derivative))
+        of_ds = of_ds + abs(inputs.scale) * norms * self.of_derivative
+        squares = sum(
+            (x**2 * (self.rounding**2 * (p @ y) ** 2 + (p * of_p) ** 2 @ y**2)).sum(axis=-1, keepdims=True)
+            for x, y in ((dq, inputs.k), (inputs.q, dk))
+        )
+        of_mean = abs(inputs.scale) * np.sqrt(squares) + np.sqrt(((p * (ds * of_p + of_ds)) ** 2).sum(axis=-1, keepdims=True))
+        of_mean = of_mean + (self.rounding + 2 * self.of_stats) * mean
+        of_element = keep * (p * ((ds + mean) * of_p + of_ds) + self.subnormal * (p > 0))
+        of_weight = keep * (p * of_p + self.subnormal * (p > 0))
+        of_terms = np.sqrt(of_element**2 @ inputs.v**2 + of_weight**2 @ dv**2) + of_mean * out
+        drift = _max_abs(self.of_stats + self.of_scores * (p > 0))
+        terms = _max_abs(mean * out) + _max_abs((p * keep) @ dv)
+        return DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
+
+    def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
+        """The floors of the gradients that are sums of dS: of the bias, of sinks and of captured arrays.
+
+        Args:
+            of_terms: the error of each term of a sum.
+            of_delta: the error of the row sums of dO * O.
+            ds: the magnitudes of dS.
+        """
+        inputs, values, floors = self.inputs, self.truth.values, {}
+        if "dbias" in values:
+            bias = inputs.data.arrays["bias"]
+            floors["dbias"] = _finite_max(inputs.sum_to_shape(of_terms, bias.shape))
+            floors["dbias"] += spacing(bias.dtype) * _max_abs(values["dbias"])
+        if "dsinks" in values:
+            weight = self.truth.sink_weight
+            delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True)
+            of_dsinks = DEVIATIONS * np.sqrt(((weight * of_delta) ** 2).sum(axis=(0, 3, 4)))
+            of_weight = (weight * np.abs(delta) * (4 * SINGLE + 2 * self.of_stats)).sum(axis=(0, 3, 4))
+            floors["dsinks"] = _finite_max(of_dsinks + of_weight)
+        for name, derivative in self.truth.tensor_derivatives.items():
+            array, key = inputs.data.tensors[name], f"tensors[{name!r}]"
+            if key in values:
+                axes = function_of("score_mod", inputs.case.options["score_mod"][0]).tensors[name]
+                of_elements = of_terms * np.abs(derivative) + ds * self.of_derivative
+                floors[key] = _finite_max(inputs.sum_to_tensor(of_elements, axes, array.shape))
+                floors[key] += (spacing(array.dtype) + 1e-8) * _max_abs(values[key])
+        return floors
+
+
+def _norms(x: Array) -> Array:
+    return np.asarray(np.linalg.norm(x, axis=-1, keepdims=True))
+
+
+def _max_abs(array: Array) -> float:
+    """The largest finite magnitude."""
+    return float(np.abs(np.where(np.isfinite(array), array, 0)).max(initial=0.0))
+
+
+def _finite_max(array: Array) -> float:
+    """The maximum, with NaN as 0 and infinities as the largest finite numbers."""
+    return float(np.max(np.nan_to_num(array), initial=0.0))
+
+
+def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
+    """Masks of the elements that must equal the truth: fully masked rows, keys that no query attends to, and the padding."""
+    attended, case = truth.attended, inputs.case
+    rows = ~np.asarray(attended.any(axis=-1, keepdims=True))
+    columns = ~np.asarray(attended.any(axis=(2, 3)))[..., None]
+    dim = max(case.d, case.dv)
+    wide_rows = np.broadcast_to(rows, (*rows.shape[:-1], dim))
+    wide_columns = np.broadcast_to(columns, (*columns.shape[:-1], dim))
+    queries = np.asarray(inputs.to_call_shape(inputs.merge_heads(wide_rows), 0, 1.0) > 0)
+    keys = np.asarray(inputs.to_call_shape(wide_columns, 1, 1.0) > 0)
+    of_heads = inputs.merge_heads(~np.asarray(attended.any(axis=-2)))
+    unused = columns[..., 0] if case.options.get("weight_sums") == "key heads" else of_heads
+    exact = {
+        "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0),
+        "out": queries[: case.dv],
+        "jvp": queries[: case.dv],
+        "dq": queries[: case.d],
+        "dk": keys[: case.d],
+        "dv": keys[: case.dv],
+    }
+    if "sinks" not in case.options:
+        exact |= dict.fromkeys(("stats", "max", "sum_exp"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0)
+    return exact

@@ -1,0 +1,346 @@
+"""``check``: a randomized self-test of the GPU and cuDNN, or of the CPU engine and of planning."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..cudnn.library import library
+from ..errors import CudnnError
+from ..runtime import cupy_runtime
+from ..version import __version__, version_text
+from . import machine
+from .console import CommandError, Help, counted, file_error, one_line, output_file, positive, print_labeled
+
+if TYPE_CHECKING:
+    from ..check.case import Case
+    from ..check.run import Limits
+    from ..check.summary import Finding, Summary
+
+_EPILOG = """\
+examples:
+  python -m cupy_sdpa check                     for one minute
+  python -m cupy_sdpa check --minutes 20 --json report.json
+  python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
+  python -m cupy_sdpa check --saved problems.jsonl
+
+exit status: 0 no findings; 1 findings; 2 no problem could run; 130 Ctrl-C,
+after the result of the finished problems.
+To report a finding, attach the file that --json writes.
+"""
+#: Seconds between progress lines if stderr is not a terminal, and if it is a terminal.
+_INTERVAL, _TERMINAL_INTERVAL = 10.0, 0.2
+#: The maximum number of findings to print; the report contains all.
+_MAX_PRINTED = 12
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "check",
+        description="Draw random problems, run each several times in worker processes, and compare the results with a "
+        "float64 reference. Without a GPU: test the CPU engine, and planning for described GPUs.",
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="minutes for drawing problems (default: 1); shrinking the findings takes up to 2 minutes more, 4 if problems hang",
+    )
+    parser.add_argument("--problems", type=positive, metavar="N", help="number of problems instead of a duration")
+    parser.add_argument("--seed", type=int, help="seed of the problems (default: random)")
+    parser.add_argument(
+        "--engine",
+        choices=("gpu", "cpu", "cupy", "plan"),
+        action="append",
+        help="what to test; may be repeated; cupy is engine='cupy' (default: gpu, or without a GPU cpu and plan)",
+    )
+    parser.add_argument(
+        "--lengths", type=_lengths, metavar="SQ,SKV", help="fixed lengths of queries and keys (default: random)"
+    )
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N", help="worker processes (default: one per CPU core, on a GPU at most 8)"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=output_file,
+        help="write a report for a bug report: before the findings are shrunk, and again at the end",
+    )
+    parser.add_argument(
+        "--saved", type=Path, metavar="FILE", help="verify the problems of a program (CUPY_SDPA_TRACE), not random ones"
+    )
+    parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
+    parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
+    parser.set_defaults(command=command)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    queries, comma, keys = text.partition(",")
+    if not (comma and queries.isdecimal() and keys.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of lengths such as 1,276")
+    return int(queries), int(keys)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``check``; returns 1 if there are findings."""
+    from ..check.run import cases, run
+
+    seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
+    if arguments.saved and case:
+        raise CommandError("--saved and --case are given: pass one of them")
+    engines = _engines([case.engine] if case else arguments.engine)
+    jobs = 1 if case else arguments.jobs or _jobs(engines)
+    given = [case] if case else _saved(arguments.saved, engines) if arguments.saved else None
+    if given is not None:
+        limits = limits._replace(seconds=None, problems=limits.problems or len(given))
+    amount = f"{limits.seconds / 60:g} min" if limits.seconds else counted(limits.problems or 0, "problem")
+    print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs != 1)}")
+    report = _Report(arguments.json, seed, engines)
+
+    def before_shrinking(summary: Summary, seconds: float) -> None:
+        with contextlib.suppress(CommandError):  # raised again by the final report
+            report.write(summary, summary.findings, seconds, final=False)
+
+    with _Progress(limits) as progress:
+        drawn = cases(seed, engines, arguments.lengths) if given is None else iter(given)
+        found = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
+    summary, findings, seconds, interrupted = found
+    _print(summary, findings, seconds)
+    report.write(summary, findings, seconds, final=not interrupted)
+    if report.path:
+        print_labeled("report", str(report.path))
+    if interrupted:
+        raise KeyboardInterrupt
+    if not summary.problems:
+        raise CommandError("no problem was run: increase --minutes")
+    return 1 if findings else 0
+
+
+def _seed(arguments: argparse.Namespace) -> int:
+    """The seed of the run; random by default."""
+    seed = secrets.randbelow(10**6) if arguments.seed is None else int(arguments.seed)
+    if seed < 0:
+        raise CommandError(f"--seed {seed}: use an integer, 0 or larger")
+    return seed
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    """The duration and the number of problems; one minute by default."""
+    from ..check.run import Limits
+
+    minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
+    if minutes is not None and not minutes > 0:
+        raise CommandError(f"--minutes {minutes}: use a positive number")
+    return Limits(None if minutes is None else 60 * minutes, arguments.problems, arguments.first)
+
+
+def _case(arguments: argparse.Namespace) -> Case | None:
+    """The case of ``--case``."""
+    from ..check.case import parse
+
+    try:
+        return parse(arguments.case) if arguments.case else None
+    except ValueError as error:
+        raise CommandError(f"--case: {error}") from None
+
+
+def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
+    """The cases of a file of problems; prints which are verified at smaller sizes, and which not at all."""
+    from .. import store
+    from ..check.saved import NotRepeatableError, case_of, reduced
+
+    if "plan" in engines and engines != ("cpu", "plan"):
+        raise CommandError("--engine plan has no effect with --saved: use plan --saved, which plans for described GPUs")
+    try:
+        problems = [problem for problem in store.read_problems(path) if not problem.trivial]
+    except OSError as error:
+        raise CommandError(file_error(error)) from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    found: dict[str, Case] = {}
+    smaller = 0
+    for number, problem in enumerate(problems, 1):
+        try:
+            full = [case_of(problem, engine, seed=1) for engine in engines if engine != "plan"]
+        except NotRepeatableError as error:
+            print_labeled("skipped", f"problem {number}: {error}")
+            continue
+        cases = [reduced(case) for case in full]
+        smaller += cases != full
+        found |= {repr(case): case for case in cases}  # several launches of a call are one case
+    text = f"{counted(len(problems), 'problem')} of {path}, verified by {counted(len(found), 'case')}"
+    print_labeled("problems", f"{text}; {smaller} with smaller sizes, for the reference")
+    if not found:
+        raise CommandError(f"{path} has no problem that can be verified")
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The JSON report of a run.
+
+    Attributes:
+        path: the file; None for no report.
+        seed: the seed of the run.
+        engines: the tested engines.
+    """
+
+    path: Path | None
+    seed: int
+    engines: Sequence[str]
+
+    def write(self, summary: Summary, findings: Sequence[Finding], seconds: float, *, final: bool) -> None:
+        """Write the report.
+
+        Raises:
+            CommandError: the file cannot be written.
+        """
+        if self.path is None:
+            return
+        report = {
+            "versions": versions(), "seed": self.seed, "engines": list(self.engines), "seconds": round(seconds, 1),
+            "final": final, **summary.as_dict(), "findings": [finding.as_dict() for finding in findings],
+        }  # fmt: skip
+        try:
+            self.path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--json {self.path}: {error.strerror}") from error
+
+
+def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the engines that can be tested here; print these, and the others with the reasons.
+
+    Raises:
+        CommandError: a requested engine cannot run.
+    """
+    reasons = machine.obstacles()
+    if requested is None:
+        requested = ("cpu", "plan") if reasons else ("gpu",)
+        if reasons:
+            print_labeled("no GPU", f"no kernel is run: {one_line('; '.join(reasons))}")
+    engines = []
+    for engine in dict.fromkeys(requested):
+        if engine == "gpu":
+            if reasons:
+                raise CommandError(f"--engine gpu cannot run here: {one_line('; '.join(reasons))}")
+            print_labeled("tests", f"{'; '.join(machine.gpus())}; cuDNN {version_text(library().version)}")
+        elif engine == "cpu":
+            print_labeled("tests", f"the CPU engine, numpy {np.__version__}")
+        elif engine == "cupy":
+            if missing := machine.obstacles_of_cupy():
+                raise CommandError(f"--engine cupy cannot run here: {one_line('; '.join(missing))}")
+            print_labeled("tests", f"engine='cupy' on {'; '.join(machine.gpus())}")
+        else:
+            version = _planner()
+            if isinstance(version, str):
+                print_labeled("untested", f"planning: {version}")
+                continue
+            print_labeled("tests", f"planning for described GPUs, cuDNN {version_text(version)}")
+        engines.append(engine)
+    if not engines:
+        raise CommandError("no engine can be tested here")
+    return tuple(engines)
+
+
+def _jobs(engines: Sequence[str]) -> int:
+    """The number of worker processes: one per CPU core; on a GPU at most 8, and at most one per 2 GiB of its memory."""
+    cores = os.cpu_count() or 1
+    if not {"gpu", "cupy"} & set(engines):
+        return cores
+    memory = cupy_runtime.cupy().cuda.runtime.getDeviceProperties(0)["totalGlobalMem"]
+    return max(1, min(8, cores, int(memory) >> 31))
+
+
+def _planner() -> int | str:
+    """The version of the cuDNN that plans, or the reason why planning is not possible."""
+    from ..offline.remote_planner import Planner
+
+    try:
+        with Planner() as planner:
+            return planner.version
+    except CudnnError as error:
+        return one_line(machine.brief(error))
+
+
+def versions() -> dict[str, Any]:
+    """The versions in the report."""
+    cupy = machine.imported("cupy")
+    try:
+        cudnn = version_text(library().version)
+    except CudnnError:
+        cudnn = "not found"
+    gpus = machine.gpus() if isinstance(cupy, ModuleType) and machine.no_gpu() is None else []
+    return {
+        "cupy_sdpa": __version__, "cudnn": cudnn, "cupy": cupy.__version__ if isinstance(cupy, ModuleType) else cupy,
+        "numpy": np.__version__, "python": sys.version.split()[0], "driver": machine.driver(), "gpus": gpus,
+        "guards_off": os.environ.get("CUPY_SDPA_GUARDS_OFF", ""),
+    }  # fmt: skip
+
+
+class _Progress:
+    """Progress on stderr: a line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
+
+    Args:
+        limits: the limits of the run.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._terminal, self._last, self._findings = sys.stderr.isatty(), 0.0, 0
+
+    def __call__(self, summary: Summary, seconds: float, activity: str) -> None:
+        """Print new findings, and the progress if the interval has passed."""
+        for finding in summary.findings[self._findings :]:
+            print("\r\033[K" * self._terminal + f"found: {finding.command}", file=sys.stderr, flush=True)
+        self._findings = len(summary.findings)
+        if time.monotonic() - self._last < (_TERMINAL_INTERVAL if self._terminal else _INTERVAL):
+            return
+        is_first, self._last = not self._last, time.monotonic()
+        if is_first and not self._terminal:
+            return
+        text = self._text(summary, seconds, activity)
+        print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+    def _text(self, summary: Summary, seconds: float, activity: str) -> str:
+        """The progress line."""
+        duration = f"{seconds:.0f} of {self._limits.seconds:.0f} s" if self._limits.seconds else f"{seconds:.0f} s"
+        of_problems = f" of {self._limits.problems}" if self._limits.problems else ""
+        return (
+            f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
+            f"{counted(len(summary.findings), 'finding')}, {duration}"
+        )
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> None:
+    """Print the table, the findings and the totals."""
+    print()
+    for line in summary.table():
+        print(line)
+    for finding in findings[:_MAX_PRINTED]:
+        print(f"\n{finding.text()}")
+    if len(findings) > _MAX_PRINTED:
+        print(f"\nand {len(findings) - _MAX_PRINTED} more, which are in the report of --json")
+    kinds = ", ".join(f"{count} {kind} on {engine}" for (engine, kind), count in sorted(summary.kinds.items()))
+    totals = (counted(summary.problems, "problem"), counted(summary.calls, "call"), counted(len(findings), "finding"))
+    print(f"\n{', '.join(totals)} in {seconds:.0f} s ({kinds})")

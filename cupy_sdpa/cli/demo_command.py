@@ -1,0 +1,252 @@
+"""``demo``: compute attention over a text, time it, compare it with the reference, and print the result."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import reference
+from ..attention import attention
+from ..problem.tensor_spec import numpy_dtype
+from ..runtime import cupy_runtime
+from ..version import __version__
+from . import picture, text
+from .console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
+from .devices import Placed, add_options, check_memory, place, plan_facts
+from .timing import measure
+
+Array = NDArray[Any]
+
+#: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
+CHECK, ROWS = 1 << 32, 1 << 15
+
+#: The tokens whose time on numpy is the basis of the estimate for more of them, and the seconds from which it is printed.
+SAMPLE, SHOWN = 1024, 2.0
+
+_EPILOG = """\
+examples:
+  python -m cupy_sdpa demo
+  python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
+  python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8   (on a GPU)
+
+The times of numpy grow with the square of --seq; the command prints an estimate
+and refuses what takes longer than --limit. A small GPT that learns the text and
+continues it is in the repository: python -m examples.generation
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "demo",
+        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which.",
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    _add_shapes(parser)
+    add_options(parser)
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def _add_shapes(group: argparse.ArgumentParser) -> None:
+    """Add the options of the call."""
+    group.add_argument("--causal", action="store_true", help="each word attends only to itself and earlier words")
+    group.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
+    group.add_argument("--heads", type=positive, default=8, metavar="N", help="query heads (default 8)")
+    group.add_argument(
+        "--kv-heads",
+        type=positive,
+        metavar="N",
+        help="key and value heads (default: a quarter of the query heads, or the same)",
+    )
+    group.add_argument("--head-dim", type=positive, default=64, metavar="N", help="head dim (default 64)")
+    group.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help="the longest call on numpy (default 60)")
+    group.add_argument(
+        "--plot",
+        type=output_file,
+        nargs="?",
+        const="attention.png",
+        metavar="FILE",
+        help="also draw the attention map (default of FILE: attention.png; needs matplotlib)",
+    )
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``demo``; returns 1 if the result is wrong.
+
+    Raises:
+        CommandError: the command cannot run.
+    """
+    causal = arguments.causal
+    with working("preparing the text"):
+        words, (q, k, v) = _input(arguments)
+    with working("planning"):
+        placed = place(arguments.engine, (q, k, v), causal=causal)
+    estimate = 0.0 if placed.on_gpu else _seconds(q, k, v, causal, arguments.limit)
+    _print_setup(words, q, k, causal, placed)
+    if estimate > SHOWN:
+        print_labeled("estimate", f"about {estimate:.0f} s per call on numpy")
+    with working("timing"):
+        timing = measure(lambda: attention(*placed.arrays, causal=causal), placed.on_gpu)
+    times = f"{milliseconds(timing.median)} per call, the median of {timing.repeats}; first call {milliseconds(timing.first)}"
+    print_labeled("time", times)
+    print_labeled("plan", str(placed.plan).split("\n")[0] if placed.plan else "none: numpy evaluates the steps one by one")
+    result(
+        time_ms={"first": 1e3 * timing.first, "median": 1e3 * timing.median},
+        plan=None if placed.plan is None else plan_facts(placed.plan),
+    )
+    with working("comparing with the reference"):
+        out = cupy_runtime.cupy().asnumpy(timing.out) if placed.on_gpu else timing.out
+        correct = _check(out, q, k, v, causal, placed)
+    positions = text.interesting(words, 3)
+    _print_attention(words, q, k, positions, causal)
+    with working("drawing"):
+        _plot(arguments, words, q, k, positions[0])
+    return 0 if correct else 1
+
+
+def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array, Array]]:
+    """The tokens, and q, k and v.
+
+    Raises:
+        CommandError: the options are invalid, or the arrays do not fit into memory.
+    """
+    query_heads, head_dim = arguments.heads, arguments.head_dim
+    key_heads = arguments.kv_heads or (query_heads // 4 if query_heads % 4 == 0 else query_heads)
+    if query_heads % key_heads:
+        raise CommandError(f"--heads {query_heads} is not a multiple of --kv-heads {key_heads}")
+    if arguments.plot and not picture.importable():
+        raise CommandError("--plot needs matplotlib: pip install 'cupy-sdpa[plot]'")
+    tokens = text.tokens()
+    count = arguments.seq or len(tokens)
+    dtype = numpy_dtype(arguments.dtype)
+    check_memory(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
+    q, k, v = (array.astype(dtype) for array in text.heads(tokens, count, query_heads, key_heads, head_dim))
+    return [tokens[i % len(tokens)] for i in range(count)], (q, k, v)
+
+
+def _seconds(q: Array, k: Array, v: Array, causal: bool, limit: int) -> float:
+    """The estimated seconds of a call on numpy, from the time of a part; 0 for a short sequence.
+
+    Raises:
+        CommandError: it takes longer than the limit.
+    """
+    count = q.shape[2]
+    if count <= 2 * SAMPLE:
+        return 0.0
+    started = time.perf_counter()
+    attention(*(np.asfortranarray(x[:, :, :SAMPLE]) for x in (q, k, v)), causal=causal)
+    seconds: float = (time.perf_counter() - started) * (count / SAMPLE) ** 2
+    if seconds > limit:
+        longest = int(count * math.sqrt(limit / seconds)) // 100 * 100
+        raise CommandError(
+            f"--seq {count} would take about {seconds:.0f} s on numpy: use --seq {longest}, or --limit {math.ceil(seconds)}"
+        )
+    return seconds
+
+
+def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Placed) -> None:
+    """Print the input, the engine and the call."""
+    attended = "itself and earlier words" if causal else "all words"
+    print_labeled("cupy_sdpa", f"{__version__}, self-attention over a text: every word attends to {attended}")
+    print_labeled("text", f"{text.title()}: {len(words)} tokens, {len(set(words))} different")
+    print_labeled("", "q, k and v are computed from the co-occurrence of words; nothing is trained")
+    print_labeled("engine", str(placed))
+    print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
+    result(
+        text={"tokens": len(words), "different": len(set(words))}, engine=placed.facts(), causal=causal, dtype=str(q.dtype),
+        shapes={"q": list(q.shape), "k": list(k.shape), "v": list(k.shape)},
+    )  # fmt: skip
+    print_labeled("call", f"cupy_sdpa.attention(q, k, v{', causal=True' if causal else ''})")
+
+
+def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Placed) -> bool:
+    """Compare the result with the float64 reference, in some rows if all would take too long; print and return the outcome."""
+    head_dim, heads, count, _ = q.shape
+    rows = _rows(count, min(CHECK // (2 * head_dim * heads * count), ROWS // heads), causal)
+    exact = _for_rows(lambda *a, **o: reference.attention(*a, **o)[0], q, k, v, rows, causal)
+    error = float(np.abs(out[:, :, rows].astype(np.float64) - exact).max())
+    allowed = rounding(q, k, v)
+    checked = f"{'all' if len(rows) == count else f'{heads * len(rows)} of'} {heads * count} rows checked"
+    print_labeled("error", f"{error:.1e} at most against the float64 reference ({checked})")
+    by_numpy = ""
+    if placed.on_gpu:
+        naive = _for_rows(attention, q, k, v, rows, causal)
+        by_numpy = f"; the error of numpy in {q.dtype} is {np.abs(naive.astype(np.float64) - exact).max():.1e}"
+    correct = error <= allowed
+    result(error={"maximum": error, "allowed": allowed, "correct": correct, "rows": heads * len(rows), "of": heads * count})
+    bound = f"rounding to {q.dtype} explains up to {allowed:.1e} in values up to {np.abs(exact).max():.1f}"
+    print_labeled("", f"{'correct' if correct else 'WRONG'}: {bound}{by_numpy}")
+    return correct
+
+
+def rounding(q: Array, k: Array, v: Array) -> float:
+    """The error that rounding explains.
+
+    The weights and the result are each rounded to the dtype: at most half an epsilon times the largest value. The scores
+    are rounded to the accumulator's dtype; the exponential turns that absolute error into a relative one.
+    """
+    accumulator = np.float64 if q.dtype == np.float64 else np.float32
+    longest_q, longest_k = (float(np.linalg.norm(x.astype(np.float64), axis=0).max()) for x in (q, k))
+    scores = longest_q * longest_k / math.sqrt(q.shape[0])
+    epsilon = float(np.spacing(q.dtype.type(1))) + 2 * float(np.finfo(accumulator).eps) * scores
+    return epsilon * float(np.abs(v.astype(np.float64)).max())
+
+
+def _rows(count: int, affordable: int, causal: bool) -> NDArray[np.intp]:
+    """The queries to check: all, or evenly spaced ones that include the first and the last."""
+    if affordable >= count:
+        return np.arange(count)
+    if causal:  # one call per query, which takes longer
+        affordable //= 16
+    return np.unique(np.linspace(0, count - 1, max(2, affordable)).astype(np.intp))
+
+
+def _for_rows(attend: Callable[..., Any], q: Array, k: Array, v: Array, rows: NDArray[np.intp], causal: bool) -> Array:
+    """The result for some queries only."""
+    if len(rows) == q.shape[2]:
+        return np.asarray(attend(q, k, v, causal=causal))
+    if not causal:
+        return np.asarray(attend(q[:, :, rows], k, v))
+    parts = [attend(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in rows]
+    return np.concatenate(parts, axis=2)
+
+
+def _print_attention(words: list[str], q: Array, k: Array, positions: list[int], causal: bool) -> None:
+    """Print the words that some words attend to most."""
+    rows = text.weights(q, k, 0, np.array(positions), causal)
+    facts = [
+        {
+            "word": words[i], "position": int(i), "itself": float(weight[i]),
+            "others": [{"word": word, "weight": float(share)} for word, share in text.strongest(weight, words, i, 3)],
+        }
+        for i, weight in zip(positions, rows, strict=False)
+    ]  # fmt: skip
+    result(attention=facts, picture=None)
+    for label, i, weight in zip(("attention", "(head 0)", ""), positions, rows, strict=False):
+        others = ", ".join(f"{word} {share:.3f}" for word, share in text.strongest(weight, words, i, 3))
+        print_labeled(label, f"{words[i]!r} attends to {f'{others}, ' if others else ''}itself {weight[i]:.3f}")
+
+
+def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, position: int) -> None:
+    """Draw the attention maps of a passage for two heads, the first one and one of the last key head."""
+    if arguments.plot is None:
+        return
+    passage = picture.window(len(words), position)
+    heads = {0: "mostly words"}
+    if k.shape[1] > 1:
+        heads[q.shape[1] - q.shape[1] // k.shape[1]] = "mostly positions"
+    maps = [
+        (f"head {head}: keys are {kind}", text.weights(q, k, head, passage, arguments.causal)[:, passage])
+        for head, kind in heads.items()
+    ]
+    picture.draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {text.title()}")
+    print_labeled("picture", str(arguments.plot))
+    result(picture=str(arguments.plot))

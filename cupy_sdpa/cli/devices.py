@@ -1,0 +1,140 @@
+"""Selection of the engine for ``demo``, and the properties of a plan for ``--json``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..cudnn.library import library
+from ..explain import explain
+from ..problem.tensor_spec import FLOAT_DTYPES
+from ..runtime import cupy_runtime
+from ..version import version_text
+from . import machine
+from .console import CommandError, one_line
+
+if TYPE_CHECKING:
+    from ..cudnn_engine.plan import PlanInfo
+
+#: The dtypes that cuDNN's attention supports.
+CUDNN_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Arrays on the device of the selected engine.
+
+    Attributes:
+        arrays: q, k and v: CuPy arrays for cuDNN, numpy arrays for numpy.
+        on_gpu: whether the engine is cuDNN.
+        why: the reason for the selection.
+        plan: cuDNN's plan; None on numpy.
+    """
+
+    arrays: Sequence[Any]
+    on_gpu: bool
+    why: str
+    plan: PlanInfo | None = None
+
+    def __str__(self) -> str:
+        return f"{self.engine} ({self.why})"
+
+    @property
+    def engine(self) -> str:
+        """``cuDNN`` or ``numpy``."""
+        return "cuDNN" if self.on_gpu else "numpy"
+
+    def facts(self) -> dict[str, str]:
+        """The engine and the reason, for ``--json``."""
+        return {"name": self.engine, "reason": self.why}
+
+
+def plan_facts(plan: PlanInfo) -> dict[str, Any]:
+    """The properties of a plan, for ``--json``."""
+    return {
+        "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
+        "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
+        "tuned": plan.tuned, "bytes": plan.size, "refused": list(plan.refused),
+    }  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--engine`` and ``--dtype`` to a command."""
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "cudnn", "numpy"),
+        default="auto",
+        help="auto (default): cuDNN if it can run, which requires float16 or bfloat16, else numpy",
+    )
+
+
+def choose(requested: str, dtype: str) -> tuple[bool, str]:
+    """Select the engine.
+
+    Args:
+        requested: ``auto``, ``cudnn`` or ``numpy``.
+        dtype: the dtype of q, k and v.
+
+    Returns:
+        Whether the engine is cuDNN, and the reason.
+
+    Raises:
+        CommandError: ``cudnn`` is requested and not available.
+    """
+    if requested == "numpy":
+        return False, "requested by --engine numpy"
+    reasons = machine.obstacles()
+    if not reasons and dtype not in CUDNN_DTYPES:
+        reasons = [f"cuDNN supports {' and '.join(CUDNN_DTYPES)}, not {dtype}; use --dtype bfloat16"]
+    if not reasons:
+        device = cupy_runtime.cupy().cuda.runtime.getDevice()
+        return True, f"{machine.gpus()[device]}, cuDNN {version_text(library().version)}"
+    if requested == "cudnn":
+        raise CommandError(f"--engine cudnn cannot run here: {'; '.join(reasons)}")
+    return False, reasons[0]
+
+
+def place(requested: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -> Placed:
+    """Select the engine and copy q, k and v to its device.
+
+    Args:
+        requested: ``auto``, ``cudnn`` or ``numpy``.
+        arrays: q, k and v, ``(head_dim, heads, seq, batch)``.
+        options: the options of the :func:`cupy_sdpa.attention` call.
+
+    Raises:
+        CommandError: ``cudnn`` is requested and cannot run the call.
+    """
+    on_gpu, why = choose(requested, arrays[0].dtype.name)
+    if not on_gpu:
+        return Placed(arrays, False, why)
+    moved = [cupy_runtime.cupy().asarray(array, order="F") for array in arrays]
+    report = explain(*moved, **options)  # builds the plan that the call uses
+    if report:
+        return Placed(moved, True, why, report.plan)
+    refusal = one_line("cuDNN cannot run this:\n" + "\n".join(report.reasons))
+    if requested == "cudnn":
+        raise CommandError(refusal)
+    return Placed(arrays, False, refusal)
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Check that the arrays fit into memory.
+
+    Args:
+        needed: bytes.
+        what: the subject of the message.
+
+    Raises:
+        CommandError: the system has less memory available.
+    """
+    available = machine.memory_available()
+    if available is not None and needed > available:
+        raise CommandError(
+            f"{what} needs {needed / 2**30:.1f} GiB of memory including the result, {available / 2**30:.1f} GiB are available"
+        )

@@ -1,0 +1,123 @@
+"""``explain``: whether a problem can run and how, from its shapes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from .. import explain as explained
+from ..errors import CudnnError
+from ..problem.problem import Problem
+from ..replay.call_report import Report
+from ..runtime import cupy_runtime
+from ..support import gpus
+from ..version import RELEASES, version_text
+from . import machine, problem_options
+from .console import CommandError, Help, add_json, one_line, print_wrapped, result, working
+from .devices import plan_facts
+
+_EPILOG = f"""\
+examples:
+  python -m cupy_sdpa explain 128,64,4096,1 --kv-heads 8 --gpu h200
+  python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200 --steps
+  python -m cupy_sdpa explain 2,8,1000,64 --layout bhsd --gpu h200 --cudnn 9.19
+  python -m cupy_sdpa explain 64,8,1,4 --keys 64,8,900,4 --pages 64 --gpu h200
+
+{problem_options.EPILOG}Without --gpu the plan is built for the current GPU and cached. Exit status 1:
+the problem cannot run.
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "explain",
+        usage="%(prog)s D,Hq,Sq,B [options]",  # the shape comes first: after --causal it would be parsed as its value
+        description="Print whether a GPU can run a problem, and its plan; or all reasons why it cannot.",
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    parser.add_argument("queries", type=problem_options.shape, metavar="D,Hq,Sq,B", help="the shape of q")
+    problem_options.add_options(parser)
+    parser.add_argument("--backward", action="store_true", help="the backward pass")
+    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(gpus.NAMES)}, or a file (default: the current GPU)")
+    parser.add_argument(
+        "--cudnn",
+        metavar="VERSION",
+        help="with --gpu: the cuDNN version (default: the installed one; without cuDNN "
+        f"{version_text(RELEASES[-1])} of the support table, and the report says so)",
+    )
+    parser.add_argument("--steps", action="store_true", help="also print the steps of the graph")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``explain``; returns 1 if the problem cannot run."""
+    if arguments.gpu is None and cupy_runtime.current_device() is None:
+        raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
+    try:
+        described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
+        with working("planning"):
+            report = _explained(described, arguments.gpu, arguments.cudnn)
+        report = dataclasses.replace(report, scalars=_scalars(described, arguments.softcap))
+    except CudnnError as error:
+        raise CommandError(machine.brief(error)) from error
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    result(**as_json(report))
+    print_wrapped(str(report) if arguments.steps else report.summary())
+    return 0 if report else 1
+
+
+def _scalars(problem: Problem, softcap: float | None) -> tuple[tuple[str, float], ...]:
+    """The scalars of the formulas, which the problem does not contain."""
+    scale = "scale", max(problem.sizes[0], 1) ** -0.5
+    return (scale, ("softcap", softcap)) if softcap else (scale,)
+
+
+def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
+    """The report; where no plan can be built for a described GPU, that of the support table for the newest cuDNN."""
+    try:
+        return explained(problem, gpu=gpu, cudnn=cudnn)
+    except CudnnError as error:
+        if gpu is None or cudnn is not None:
+            raise
+        from ..offline.remote_planner import load_target
+
+        version, cause = version_text(RELEASES[-1]), one_line(error.summary)
+        report = explained(problem, gpu=gpu, cudnn=version)
+        note = f"{load_target(gpu).model}; cuDNN {version}; from the support table alone, not planned: {cause}"
+        return dataclasses.replace(report, note=f"{note} (--cudnn VERSION selects another version)")
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """A report as JSON values."""
+    d, dv, hq, hkv, sq, skv, b = report.problem.sizes
+    sizes = {"head_dim": d, "value_dim": dv, "q_heads": hq, "kv_heads": hkv, "queries": sq, "keys": skv, "batch": b}
+    return {
+        "problem": str(report.problem),
+        "sizes": sizes,
+        "dtype": report.problem.dtype,
+        "backward": report.problem.backward,
+        "runs": bool(report),
+        "reasons": list(report.reasons),
+        "note": report.note,
+        "inputs": [
+            {"name": t.name, "shape": list(report.shape_of(t)), "dtype": t.dtype}
+            for t in report.graph.by_role("input", "constant")
+        ],
+        "steps": [
+            {
+                "formula": node.formula, "shape": list(report.shape_of(node.out)), "dtype": node.out.dtype,
+                "outputs": [t.name for t in node.outputs if t.role == "output"],
+            }
+            for node in report.graph.nodes
+        ],
+        "plan": None if report.plan is None else plan_facts(report.plan),
+        "workspace_bytes": report.workspace,
+        "workarounds": list(report.workarounds),
+        "unverified": list(report.unverified),
+        "launches": [as_json(launch) for launch in report.launches[1:]],
+    }  # fmt: skip

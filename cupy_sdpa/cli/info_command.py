@@ -1,0 +1,134 @@
+"""``info``: versions and paths of the libraries, the GPUs, and the engines that can run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..cudnn.deviceless import read_description
+from ..cudnn.library import library
+from ..cudnn.nvrtc import nvrtc
+from ..cudnn_engine import disk_cache
+from ..errors import CudnnError
+from ..version import __version__, version_text
+from . import machine
+from .console import CommandError, Help, add_json, one_line, result, working
+
+_EPILOG = """\
+example:
+  python -m cupy_sdpa info                         for bug reports
+  python -m cupy_sdpa info --describe > card.json  the current GPU, for
+                                                   plan --gpu card.json
+"""
+
+
+#: Where each engine runs.
+_WHERE = {"numpy": "on the CPU", "CuPy": "on any GPU of CuPy, without cuDNN: engine='cupy'", "cuDNN": "on the GPU"}
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "info",
+        description="Print versions, the path of each library, the GPUs, and the engines that can run on this machine.",
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    parser.add_argument(
+        "--describe", action="store_true", help="print only the description of the current GPU, in cuDNN's format"
+    )
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``info``. Missing libraries are not errors; ``--describe`` fails without a GPU."""
+    if arguments.describe:
+        if obstacles := machine.obstacles():
+            raise CommandError(f"there is no GPU to describe: {obstacles[0]}")
+        print(read_description())
+        return 0
+    with working("looking for libraries"):
+        facts = _facts()
+    if not result(**facts):
+        _print(facts)
+    return 0
+
+
+def _facts() -> dict[str, Any]:
+    """What the command prints; docs/command_line.md lists the keys."""
+    here: dict[str, Any] = {"name": "cupy_sdpa", "version": __version__, "path": str(Path(__file__).parents[1])}
+    python = {"name": "Python", "version": platform.python_version(), "path": sys.executable}
+    packages = [here, python]
+    for title, name in (("numpy", "numpy"), ("ml_dtypes", "ml_dtypes"), ("CuPy", "cupy"), ("cuda-python", "cuda.bindings")):
+        module = machine.imported(name)
+        if isinstance(module, str):
+            packages.append({"name": title, "version": None, "reason": module})
+            continue
+        packages.append({"name": title, "version": module.__version__, "path": str(Path(module.__file__ or "").parent)})
+        if name == "cupy":
+            packages[-1]["cuda"] = machine.cuda_text(module.cuda.runtime.runtimeGetVersion())
+    obstacles, of_cupy = machine.obstacles(), machine.obstacles_of_cupy()
+    dtypes = ["float16", "bfloat16", "float32", "float64"]
+    return {
+        "packages": packages, **_cudnn(), "gpus": _gpus(), "plans": str(disk_cache.current()).removeprefix("plans "),
+        "engines": [
+            {"name": "numpy", "runs": True, "dtypes": dtypes, "reasons": []},
+            {"name": "CuPy", "runs": not of_cupy, "dtypes": dtypes, "reasons": of_cupy},
+            {"name": "cuDNN", "runs": not obstacles, "dtypes": ["float16", "bfloat16"], "reasons": obstacles},
+        ],
+    }  # fmt: skip
+
+
+def _cudnn() -> dict[str, Any]:
+    """The libraries of cuDNN."""
+    try:
+        cudnn = library()
+    except CudnnError as error:
+        return {"cudnn": {"name": "cuDNN", "version": None, "reason": one_line(str(error))}, "nvrtc": None}
+    return {
+        "cudnn": {
+            "name": "cuDNN", "version": version_text(cudnn.version), "path": str(cudnn.path),
+            "cuda": machine.cuda_text(cudnn.cudart_version), "found_by": cudnn.found_via,
+        },
+        "nvrtc": {"name": "NVRTC", "version": nvrtc().version, "path": nvrtc().path and str(nvrtc().path)},
+    }  # fmt: skip
+
+
+def _print(facts: Mapping[str, Any]) -> None:
+    """Print the facts as aligned lines."""
+    for found in (*facts["packages"], facts["cudnn"]):
+        cuda = f" (for CUDA {found['cuda']})" if "cuda" in found else ""
+        reason = found.get("reason", "").partition(" Searched: ")[0]  # --json has the places that were searched
+        _line(found["name"], found["version"] or "-", reason or f"{found['path']}{cuda}")
+    if (found := facts["nvrtc"]) is not None:
+        _line("", "", f"found by {facts['cudnn']['found_by']}")
+        _line("NVRTC", found["version"], found["path"] or "not found: cuDNN cannot compile kernels")
+    for gpu in facts["gpus"]:
+        _line("GPU", "", gpu)
+    _line("plans", "", facts["plans"])
+    print("\nthis machine can run:")
+    for engine in facts["engines"]:
+        *most, last = engine["dtypes"]
+        first, *others = engine["reasons"] or [f"{', '.join(most)} and {last}, {_WHERE[engine['name']]}"]
+        _line(engine["name"], "yes" if engine["runs"] else "no", first)
+        for other in others:
+            _line("", "", other)
+
+
+def _gpus() -> list[str]:
+    """A line for each GPU, or the reason why no GPU is available."""
+    if reason := machine.no_gpu():
+        return [reason.replace("no GPU", "none")]
+    if isinstance(machine.imported("cupy"), ModuleType):
+        return machine.gpus()
+    return [f"an NVIDIA driver ({machine.driver()}) is loaded; CuPy is needed to list its GPUs"]
+
+
+def _line(title: str, version: str, text: str) -> None:
+    print(f"  {title:<12}{version:<12}{text}".rstrip())

@@ -1,0 +1,148 @@
+"""The libraries and GPUs of this machine, and the missing parts with the command that installs them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+from ..cudnn.library import OVERRIDE, library
+from ..errors import CudnnError
+from ..runtime import cupy_runtime
+from ..support.rules import MINIMUM_CAPABILITY
+from ..version import MINIMUM_CUDNN, version_text
+from .console import CommandError, one_line
+
+#: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
+#: the module was built for a different numpy version, the versions of its parts do not match.
+_BROKEN = (ImportError, OSError, ValueError, RuntimeError)
+#: The file with the version of the NVIDIA kernel driver, and its devices, on Linux and under Windows (WSL).
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+#: The first driver version for CUDA 13.
+_DRIVER_OF_CUDA13 = 580
+
+
+def imported(name: str) -> ModuleType | str:
+    """Import a module; returns the reason if that fails."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return "not installed"
+        return f"cannot be imported: {one_line(str(error))}"
+    except _BROKEN as error:
+        return f"cannot be imported: {one_line(str(error))}"
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA kernel driver, "unknown" if it cannot be read; None if no driver is loaded."""
+    if _DRIVER.exists() and (found := re.search(r"\b(\d{3,}\.\d[\d.]*)", _DRIVER.read_text())):
+        return found[1]
+    return "unknown" if any(device.exists() for device in (_DRIVER, *_DEVICES)) else None
+
+
+def pip() -> str:
+    """The pip command for the GPU engine, for the CUDA version of CuPy if it is installed, else of the driver."""
+    cupy, version = imported("cupy"), driver()
+    if isinstance(cupy, ModuleType):
+        extra = f"cuda{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+    elif version and version != "unknown":
+        extra = "cuda13" if int(version.split(".")[0]) >= _DRIVER_OF_CUDA13 else "cuda12"
+    else:
+        return "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
+    return f"pip install 'cupy-sdpa[{extra}]'"
+
+
+def no_gpu() -> str | None:
+    """Why no GPU can be used; None if a GPU is found, or if CuPy, which counts the GPUs, is not installed."""
+    cupy = imported("cupy")
+    if not isinstance(cupy, ModuleType):
+        return None if driver() else "no GPU: no NVIDIA driver is loaded"
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        has = runtime.driverGetVersion()
+        if not has:  # the CUDA error would be "insufficient driver"
+            return "no GPU: no NVIDIA driver is loaded"
+        return f"no GPU: {error} (the driver is for CUDA {cuda_text(has)}, CuPy for {cuda_text(runtime.runtimeGetVersion())})"
+    return None if count else "no GPU: the driver finds no GPU"
+
+
+def gpus() -> list[str]:
+    """The name, compute capability and memory of every GPU; needs CuPy."""
+    runtime = cupy_runtime.cupy().cuda.runtime
+    lines = []
+    for device in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(device)
+        name, memory = properties["name"].decode(), properties["totalGlobalMem"] / 2**30
+        lines.append(f"{name}, compute capability {cupy_runtime.capability(device) / 10}, {memory:.0f} GiB")
+    return lines
+
+
+def obstacles_of_cupy() -> list[str]:
+    """Why the engine ``"cupy"`` cannot run here, the most important reason first; empty if it can run."""
+    reasons = [reason] if (reason := no_gpu()) else []
+    return [*reasons, *_missing("CuPy", "cupy")]
+
+
+def _missing(title: str, name: str) -> list[str]:
+    """Why a module cannot be imported."""
+    module = imported(name)
+    return [f"{title} {'is ' * (module == 'not installed')}{module}: {pip()}"] if isinstance(module, str) else []
+
+
+def obstacles() -> list[str]:
+    """Why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
+    reason, cupy = no_gpu(), imported("cupy")
+    reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
+    try:
+        version = library().version
+    except CudnnError as error:
+        remedy = one_line(error.summary) if OVERRIDE in os.environ else pip()
+        reasons.append(f"cuDNN is not found: {remedy}")
+    else:
+        if version < MINIMUM_CUDNN:
+            reasons.append(f"cuDNN is {version_text(version)}, {version_text(MINIMUM_CUDNN)} or newer is required: {pip()}")
+    if not reason and isinstance(cupy, ModuleType):
+        capability = cupy_runtime.capability(cupy.cuda.runtime.getDevice())
+        if capability < MINIMUM_CAPABILITY:
+            reasons.append(f"the GPU has compute capability {capability / 10}, {MINIMUM_CAPABILITY / 10} or newer is required")
+    return reasons
+
+
+def brief(error: CudnnError) -> str:
+    """The message of a failure without the list of searched places, which ``info`` prints."""
+    more = " `python -m cupy_sdpa info` lists the searched places" if error.summary != str(error) else ""
+    return error.summary + more
+
+
+def check_library(cudnn: str | None) -> None:
+    """Check the path of a cuDNN library.
+
+    Raises:
+        CommandError: there is no such file.
+    """
+    if cudnn is not None and not Path(cudnn).is_file():
+        raise CommandError(f"--cudnn {cudnn}: there is no such file; pass the path of a libcudnn.so.9")
+
+
+def cuda_text(version: int) -> str:
+    """A CUDA version in the usual form.
+
+    >>> cuda_text(12090)
+    '12.9'
+    """
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def memory_available() -> int | None:
+    """The bytes of memory available without swapping; None if the system does not report it."""
+    path = Path("/proc/meminfo")
+    if not path.exists():  # not Linux
+        return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,109 @@
+"""``plan``: build plans ahead of time, for a GPU that need not be in this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CudnnError
+from ..problem.problem import Problem
+from ..support import gpus
+from . import machine, problem_options
+from .console import CommandError, Help, Progress, add_json, file_error, one_line, positive, print_labeled, result, working
+from .devices import plan_facts
+
+if TYPE_CHECKING:
+    from .. import store
+
+_EPILOG = f"""\
+examples:
+  python -m cupy_sdpa plan --gpu h200 --saved problems.jsonl -o plans/
+  python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --gpu h200 -o plans/
+  python -m cupy_sdpa plan 64,8,500,1 64,8,900,1 --backward --gpu l4 -o plans/
+  CUPY_SDPA_CACHE_DIR=plans/ python serve.py    on a machine with this GPU and
+                                                the same cuDNN and NVRTC
+
+CUPY_SDPA_TRACE=problems.jsonl python serve.py writes the problems of a program.
+{problem_options.EPILOG}"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        usage="%(prog)s D,Hq,Sq,B ... --gpu NAME -o FOLDER [options]",
+        description="Build cuDNN plans that a process on another machine can load in milliseconds.",
+        epilog=_EPILOG,
+        formatter_class=Help,
+    )
+    parser.add_argument("queries", type=problem_options.shape, nargs="*", metavar="D,Hq,Sq,B", help="shapes of q")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, in place of shapes")
+    parser.add_argument(
+        "--gpu", action="append", required=True, metavar="NAME",
+        help=f"{', '.join(gpus.NAMES)}, or a file written by info --describe; repeat it for several GPUs",
+    )  # fmt: skip
+    parser.add_argument("--cudnn", metavar="VERSION", help="the cuDNN version, or the path of a libcudnn.so.9")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the folder for the plans")
+    parser.add_argument(
+        "-j", "--jobs", type=positive, metavar="N", help="number of planning processes (default: one per CPU core)"
+    )
+    problem_options.add_options(parser)
+    parser.add_argument("--backward", action="store_true", help="both passes of a training step")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Run ``plan``; returns 1 if a problem has no plan."""
+    from .. import store
+
+    if arguments.cudnn and "/" in arguments.cudnn:
+        machine.check_library(arguments.cudnn)
+    if bool(arguments.queries) == bool(arguments.saved):
+        raise CommandError("pass shapes such as 128,32,4096,1, or --saved FILE")
+    try:
+        with working("reading the problems"):
+            problems = store.read_problems(arguments.saved) if arguments.saved else list(_problems(arguments))
+        with Progress("planning") as progress:
+            built = store.build(
+                problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
+            )
+    except OSError as error:
+        raise CommandError(file_error(error)) from error
+    except CudnnError as error:
+        raise CommandError(machine.brief(error)) from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise CommandError(str(error)) from error
+    for entry in built:
+        print_labeled("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
+    refused = sum(entry.plan is None for entry in built)
+    files = store.DiskCache(arguments.output)
+    result(
+        folder=str(arguments.output), planned=len(built) - refused, refused=refused,
+        problems=[
+            {
+                "problem": str(entry.problem), "gpu": entry.gpu, "reason": entry.reason,
+                "plan": None if entry.plan is None else plan_facts(entry.plan),
+            }
+            for entry in built
+        ],
+    )  # fmt: skip
+    print_labeled("store", f"{len(built) - refused} plans, {refused} refused; {files}")
+    return 1 if refused else 0
+
+
+def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """The problems of the shapes."""
+    for queries in arguments.queries:
+        yield problem_options.problem_of(arguments, queries, backward=False, stats=arguments.backward)
+        if arguments.backward:
+            yield problem_options.problem_of(arguments, queries, backward=True)
+
+
+def _outcome(entry: store.Built) -> str:
+    if entry.plan is None:
+        return one_line(entry.reason)
+    plan = entry.plan
+    return f"engine {plan.engine}, {'already stored' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"

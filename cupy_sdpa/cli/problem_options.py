@@ -1,0 +1,168 @@
+"""A problem on the command line: shapes and options, as ``explain`` and ``plan`` take them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..explain import problem
+from ..problem.problem import Problem
+from .console import CommandError, positive
+
+#: The layouts of ``--layout``: the order of the axes, and their names.
+LAYOUTS = ("dhsb", "bshd", "bhsd", "sbhd")
+#: PyTorch's order is assumed if the first axis is no head dim of cuDNN's kernels, and the last one is.
+_HEAD_DIMS = range(8, 257, 8)
+
+EPILOG = """\
+Shapes are D,H,S,B: head dim, heads, sequence length, batch. PyTorch's order
+(batch, heads, seq, head_dim) is --layout bhsd.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the shapes of k and v, and the options of a call."""
+    shapes = parser.add_argument_group("arrays")
+    shapes.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: those of q)")
+    shapes.add_argument("--keys", type=shape, metavar="D,Hkv,Skv,B", help="the shape of k (default: that of q)")
+    shapes.add_argument("--values", type=shape, metavar="Dv,Hkv,Skv,B", help="the shape of v (default: that of k)")
+    shapes.add_argument("--layout", choices=LAYOUTS, default="dhsb", help="the order of the axes (default dhsb)")
+    shapes.add_argument("--dtype", default="bfloat16", help="dtype of all arrays (default bfloat16)")
+    shapes.add_argument("--lengths", action="store_true", help="sequences have their own lengths (seq_lens)")
+    shapes.add_argument("--packed", action="store_true", help="sequences of at most S tokens are packed (cu_seqlens)")
+    shapes.add_argument("--pages", type=positive, metavar="N", help="keys and values are in pages of N tokens (page_table)")
+    options = parser.add_argument_group("options of the call")
+    options.add_argument(
+        "--causal",
+        nargs="?",
+        const="top_left",
+        choices=("top_left", "bottom_right"),
+        help="causal mask aligned to the top left (default) or bottom right",
+    )
+    options.add_argument(
+        "--window", type=_window, metavar="LEFT,RIGHT", help="visible keys on each side of the diagonal; empty for no bound"
+    )
+    for name in ("mask", "bias"):
+        options.add_argument(
+            f"--{name}", type=shape, nargs="?", const=(), metavar="Skv,Sq,H,B",
+            help=f"a {name} (default shape: one for all heads and sequences)",
+        )  # fmt: skip
+    options.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores")
+    options.add_argument("--alibi", action="store_true", help="ALiBi slopes")
+    options.add_argument("--sinks", action="store_true", help="attention sinks")
+    options.add_argument("--dropout", type=float, metavar="P", help="dropout of the weights")
+    options.add_argument("--stats", action="store_true", help="the log-sum-exp, which the backward pass needs")
+    options.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
+    options.add_argument("--max-workspace", type=positive, metavar="BYTES", help="limit of cuDNN's workspace")
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Parse a shape."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 128,32,4096,1") from None
+
+
+def _window(text: str) -> tuple[int | None, ...]:
+    try:
+        left, right = (int(part) if part else None for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window such as 127,0 or 127,") from None
+    return left, right
+
+
+def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backward: bool, stats: bool = False) -> Problem:
+    """The problem of the shape of q and the options.
+
+    Args:
+        arguments: those of :func:`add_options`.
+        queries: the shape of q, in the order of ``--layout``.
+        backward: whether it is the backward pass.
+        stats: whether the forward pass returns the log-sum-exp, also without ``--stats``.
+
+    Raises:
+        CommandError: the shapes are not those of a call.
+        TypeError, ValueError: as :func:`cupy_sdpa.problem`.
+    """
+    sizes = [_sizes(arguments, queries)]
+    keys = arguments.keys and _sizes(arguments, arguments.keys)
+    if keys is None:
+        keys = {**sizes[0], "h": arguments.kv_heads or sizes[0]["h"]}
+    elif arguments.kv_heads:
+        raise CommandError("--kv-heads and --keys are given: the heads are in the shape of --keys")
+    sizes += [keys, _sizes(arguments, arguments.values) if arguments.values else keys]
+    options = dict(_options(arguments, sizes))
+    if not backward:
+        options["return_stats"] = stats or arguments.stats
+    shapes = [tuple(x[axis] for axis in _axes(arguments, name, options)) for name, x in zip("qkv", sizes, strict=True)]
+    if arguments.layout != "dhsb":
+        options["layout"] = "thd" if arguments.packed else arguments.layout
+    return problem(
+        *shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options
+    )  # fmt: skip
+
+
+def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:
+    """The lengths of the axes ``d``, ``h``, ``s`` and ``b``.
+
+    Raises:
+        CommandError: there are not four, or they are probably in another order.
+    """
+    text = ",".join(map(str, lengths))
+    if len(lengths) != 4:
+        raise CommandError(f"{text} has {len(lengths)} numbers; a shape has 4: {','.join(arguments.layout.upper())}")
+    first, *_, last = lengths
+    if arguments.layout == "dhsb" and first not in _HEAD_DIMS and last in _HEAD_DIMS:
+        right = f"{last},{lengths[1]},{lengths[2]},{first}"
+        raise CommandError(
+            f"{text} is read as (head_dim, heads, seq, batch): head_dim {first}, batch {last}. If it is in PyTorch's order "
+            f"(batch, heads, seq, head_dim), write {right}, or add --layout bhsd; if the head_dim is {first}, pad it to "
+            f"{-(-first // 8) * 8}"
+        )
+    return dict(zip(arguments.layout, lengths, strict=True))
+
+
+def _axes(arguments: argparse.Namespace, name: str, options: dict[str, Any]) -> str:
+    """The axes of q, k or v in the shape that the call gets."""
+    if arguments.packed and not (arguments.pages and name != "q"):
+        return "dht" if arguments.layout == "dhsb" else "thd"
+    if arguments.pages and name != "q":  # pages of tokens in place of sequences
+        return str(arguments.layout).replace("s", "g").replace("b", "p")
+    return str(arguments.layout)
+
+
+def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
+    """The options of the call; adds the lengths of packed and paged axes to the sizes."""
+    q, k, v = sizes
+    for name in ("window", "softcap", "max_workspace"):
+        if (value := getattr(arguments, name)) is not None:
+            yield name, value
+    if arguments.causal:
+        yield "causal", arguments.causal
+    for name in ("mask", "bias"):
+        if (given := getattr(arguments, name)) is not None:
+            own = given or (k["s"], q["s"], 1, 1)
+            yield name, own if given or arguments.layout == "dhsb" else own[::-1]
+    if arguments.alibi:
+        yield "alibi_slopes", True
+    if arguments.sinks:
+        yield "sinks", True
+    if arguments.dropout:
+        yield "dropout_p", arguments.dropout
+    if arguments.lengths and arguments.packed:
+        raise CommandError("--lengths and --packed are given: packed sequences have lengths anyway")
+    if arguments.lengths:
+        yield "seq_lens", True
+    if arguments.packed:
+        for part, side in ((q, "q"), (k, "kv")):
+            if side == "q" or not arguments.pages:
+                yield f"cu_seqlens_{side}", (part["b"] + 1,)
+                yield f"max_seqlen_{side}", part["s"]
+        for part in (q, k, v):
+            part["t"] = part["s"] * part["b"]
+    if page := arguments.pages:
+        count = -(-k["s"] // page)
+        for part in (k, v):
+            part |= {"g": page, "p": count * part["b"]}
+        yield "page_table", (count, k["b"]) if arguments.layout == "dhsb" else (k["b"], count)

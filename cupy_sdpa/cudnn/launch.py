@@ -1,0 +1,101 @@
+"""The hot path: cuDNN handles, and launches of finalized plans."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+from .constants import AttributeName, AttributeType, DescriptorType
+from .descriptor import DEBUG, Descriptor, created, destroyed
+from .library import library
+
+_SCALAR_TYPES: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
+
+
+class Handle:
+    """A cuDNN handle of the current CUDA context. Only one thread at a time may use it.
+
+    A handle is never destroyed. When a thread ends, another one takes over its handles
+    (:mod:`cupy_sdpa.cudnn_engine.sessions`).
+
+    Attributes:
+        pointer: the ``cudnnHandle_t``.
+    """
+
+    __slots__ = ("_stream", "pointer")
+
+    def __init__(self) -> None:
+        lib = library()
+        pointer = c_void_p()
+        lib.check(lib.cudnnCreate(ctypes.byref(pointer)), "create a handle in the current CUDA context")
+        assert pointer.value is not None
+        self.pointer: int = pointer.value
+        self._stream = 0  # a new handle runs on the default stream
+
+    def set_stream(self, stream: int) -> None:
+        """Run the following launches on a stream. Calls cuDNN only if the stream changes (0.5 us)."""
+        if stream != self._stream:
+            lib = library()
+            lib.check(lib.cudnnSetStream(self.pointer, stream), f"set the stream {stream:#x}")
+            self._stream = stream
+
+
+class Launcher:
+    """Launches a finalized plan. Only one thread at a time may use it: launches reuse the ctypes arrays of the pointers.
+
+    Args:
+        plan: the finalized execution plan.
+        uids: cuDNN's ids of the arrays, in the order of the addresses passed to :meth:`launch`.
+        scalars: the by-value scalars: (id, dtype, value), with None for a value that is passed to :meth:`launch`.
+    """
+
+    __slots__ = ("_addresses", "_buffers", "_count", "_open", "_plan", "_uids", "_workspace")
+
+    def __init__(self, plan: Descriptor, uids: Sequence[int], scalars: Sequence[tuple[int, str, float | None]]) -> None:
+        self._plan = plan
+        # cuDNN reads a scalar before cudnnBackendExecute returns (measured), so one buffer serves every launch.
+        self._buffers = [_SCALAR_TYPES[dtype](value or 0) for _, dtype, value in scalars]
+        self._open = [buffer for buffer, (_, _, value) in zip(self._buffers, scalars, strict=True) if value is None]
+        all_uids = [*uids, *(uid for uid, _, _ in scalars)]
+        self._count = len(all_uids)
+        self._uids = (c_int64 * self._count)(*all_uids)
+        self._addresses = (c_void_p * self._count)(*([0] * len(uids)), *map(ctypes.addressof, self._buffers))
+        self._workspace = (c_void_p * 1)()
+
+    def launch(self, handle: Handle, addresses: list[Any], scalars: Sequence[float], workspace: int) -> None:
+        """Enqueue the plan on the handle's stream.
+
+        Args:
+            handle: the handle that the plan was finalized for.
+            addresses: the addresses of the arrays, in the order of ``uids``.
+            scalars: the values of the scalars without a fixed value, in the order of the scalars.
+            workspace: the address of the workspace; 0 if none is needed.
+        """
+        lib = library()
+        self._addresses[: len(addresses)] = addresses
+        for buffer, value in zip(self._open, scalars, strict=True):
+            buffer.value = value
+        self._workspace[0] = workspace
+        pack = c_void_p()
+        lib.check(lib.cudnnBackendCreateDescriptor(_PACK, ctypes.byref(pack)), "create a variant pack")
+        if DEBUG:
+            created("VARIANT_PACK")
+        try:
+            self._set(lib, pack, AttributeName.VARIANT_PACK_UNIQUE_IDS, AttributeType.INT64, self._count, self._uids)
+            self._set(lib, pack, AttributeName.VARIANT_PACK_DATA_POINTERS, AttributeType.VOID_PTR, self._count, self._addresses)
+            self._set(lib, pack, AttributeName.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, 1, self._workspace)
+            lib.check(lib.cudnnBackendFinalize(pack), "finalize a variant pack")
+            lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
+        finally:
+            lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
+            if DEBUG:
+                destroyed("VARIANT_PACK")
+
+    @staticmethod
+    def _set(lib: Any, pack: c_void_p, attribute: int, kind: int, count: int, array: Any) -> None:
+        lib.check(lib.cudnnBackendSetAttribute(pack, attribute, kind, count, array), "fill a variant pack")
+
+
+_PACK = DescriptorType.VARIANT_PACK_DESCRIPTOR

@@ -1,0 +1,312 @@
+"""Lower a graph to a cuDNN operation graph, with one rule for each node type.
+
+An :class:`OperationGraph` owns all descriptors that it creates. It is used in a ``with`` block, which destroys them in reverse
+order as soon as the plan is finalized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
+from ..cudnn.descriptor import Descriptor
+from ..errors import Unsupported
+from ..graph.nodes import (
+    Bernoulli,
+    BlockSelect,
+    Graph,
+    Matmul,
+    Node,
+    PagedLoad,
+    Pointwise,
+    Reduction,
+    Softmax,
+    Tensor,
+    Transpose,
+    row_major,
+)
+
+#: cuDNN's data types by the names of numpy's dtypes.
+DATA_TYPES = {
+    "float16": DataType.HALF,
+    "bfloat16": DataType.BFLOAT16,
+    "float32": DataType.FLOAT,
+    "float64": DataType.DOUBLE,
+    "int32": DataType.INT32,
+    "int64": DataType.INT64,
+    "bool": DataType.BOOLEAN,
+    "uint8": DataType.UINT8,
+    "int8": DataType.INT8,
+    "float8_e4m3fn": DataType.FP8_E4M3,
+    "float8_e5m2": DataType.FP8_E5M2,
+}
+
+#: Comparisons of integers compute in the type of the mask, operations with an integer result in INT32. All others compute
+#: in the accumulator's type.
+_COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
+
+#: Alignment of a tensor in bytes, by its dtype. Integers are read one at a time, all others 16 bytes at a time.
+_ALIGNMENT = {"int32": 4, "int64": 8}
+
+
+class OperationGraph:
+    """A finalized cuDNN operation graph.
+
+    Attributes:
+        descriptor: the operation graph.
+        uids: cuDNN's id of every tensor that an execution binds, by name.
+
+    Args:
+        graph: the graph.
+        handle: the cuDNN handle that the plan will belong to; None for a described GPU.
+        guarded: refuse graphs that crash cuDNN. Only the test of :func:`crashing_patterns` turns it off.
+
+    Raises:
+        Unsupported: cuDNN does not support the graph, or the graph would crash it.
+        CudnnError: cuDNN failed.
+    """
+
+    def __init__(self, graph: Graph, handle: int | None = None, *, guarded: bool = True) -> None:
+        if guarded and (reasons := crashing_patterns(graph)):
+            raise Unsupported("this graph would crash cuDNN: " + "; ".join(reasons))
+        self.uids: dict[str, int] = {}
+        self._tensors: dict[str, Descriptor] = {}
+        self._numbers: dict[str, int] = {}
+        self._operations: list[Descriptor] = []
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            if any(isinstance(node, BlockSelect) for node in graph.nodes):
+                _attention(graph, self, handle)
+            else:
+                self.add(graph.nodes)
+            self.descriptor = self.close_graph("finalize the graph", handle)
+            self._stack = stack.pop_all()  # success: __exit__ closes it
+
+    def __enter__(self) -> OperationGraph:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def make(self, kind: str, attributes: dict[str, Any], doing: str, handle: int | None = None) -> Descriptor:
+        """Create and finalize a descriptor that is destroyed with the graph; attributes that are None are not set."""
+        descriptor = self._stack.enter_context(Descriptor(kind))
+        if handle is not None:
+            descriptor.set_handle(handle)
+        for name, value in attributes.items():
+            if value is not None:
+                descriptor.set(name, value)
+        descriptor.finalize(doing)
+        return descriptor
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        """Add the operations of nodes."""
+        for node in nodes:
+            RULES[type(node)](node, self)
+
+    def close_graph(self, doing: str, handle: int | None) -> Descriptor:
+        """A finalized operation graph of the operations that were added since the last one."""
+        operations, self._operations = self._operations, []
+        return self.make("OPERATIONGRAPH", {"OPS": operations}, doing, handle=handle)
+
+    def operation(self, kind: str, attributes: dict[str, Any], doing: str) -> None:
+        """Add an operation. A tensor as an attribute is replaced by its descriptor."""
+        self._operations.append(self.part(kind, attributes, doing))
+
+    def part(self, kind: str, attributes: dict[str, Any], doing: str) -> Descriptor:
+        """The descriptor of an operation that another one contains."""
+        attributes = {name: self.tensor(v) if isinstance(v, Tensor) else v for name, v in attributes.items()}
+        return self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}")
+
+    def tensor(self, tensor: Tensor) -> Descriptor:
+        """The descriptor of a tensor, created on first use."""
+        if tensor.name not in self._tensors:
+            ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
+            uid = self._numbers[tensor.name] = len(self._tensors) + 1
+            self._tensors[tensor.name] = self.make(
+                "TENSOR",
+                {
+                    "UNIQUE_ID": uid,
+                    "DATA_TYPE": DATA_TYPES[tensor.dtype],
+                    "DIMENSIONS": list(tensor.shape),
+                    "STRIDES": list(tensor.strides),
+                    "BYTE_ALIGNMENT": _ALIGNMENT.get(tensor.dtype, 16),
+                    "IS_VIRTUAL": tensor.role == "virtual",
+                    "IS_BY_VALUE": True if tensor.role == "scalar" else None,
+                    "RAGGED_OFFSET_DESC": ragged,
+                },
+                f"finalize the tensor {tensor.name} {tensor.shape} {tensor.dtype}",
+            )
+            if tensor.role != "virtual":
+                self.uids[tensor.name] = uid
+        return self._tensors[tensor.name]
+
+    def uid(self, tensor: Tensor) -> int:
+        """cuDNN's id of a tensor."""
+        self.tensor(tensor)
+        return self._numbers[tensor.name]
+
+
+def crashing_patterns(graph: Graph) -> list[str]:
+    """The parts of a graph that crash the process inside cuDNN (measured with 9.19 and 9.28), as text.
+
+    Such a graph must never be passed to cuDNN. :func:`cupy_sdpa.support.why_not.why_not` already refuses the problems that lead
+    to such graphs, in the caller's terms.
+    """
+    reasons = []
+    for node in graph.nodes:
+        for tensor in (*node.inputs, *node.outputs):
+            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8") and not _is_bits(node, tensor):
+                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
+        if isinstance(node, Matmul):
+            for tensor in (node.a, node.b, node.out):
+                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
+                if head_dim is not None and (stride := tensor.strides[head_dim]) != 1:
+                    reasons.append(f"{tensor} has stride {stride} along head_dim, not 1 (a segmentation fault)")
+        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
+            reasons.append(f"{node.formula} selects from a by-value scalar (a segmentation fault with 9.19)")
+    return list(dict.fromkeys(reasons))
+
+
+def _is_bits(node: Node, tensor: Tensor) -> bool:
+    """Whether a tensor is the bits of a block mask, the only bytes that cuDNN's attention reads."""
+    return isinstance(node, BlockSelect) and tensor is node.bits
+
+
+def _attention(graph: Graph, lowered: OperationGraph, handle: int | None) -> None:
+    """A forward graph with a block mask as cuDNN's single operation for attention; other steps of the scores are a subgraph."""
+    first, scale, *steps, softmax, last = graph.nodes
+    assert isinstance(first, Matmul)
+    assert isinstance(scale, Pointwise)
+    assert isinstance(softmax, Softmax)
+    assert isinstance(last, Matmul)
+    (select,) = (node for node in steps if isinstance(node, BlockSelect))
+    steps.remove(select)
+    # K is passed as it is, not as its transpose.
+    (b, h, d, n), strides = first.b.shape, first.b.strides
+    keys = replace(first.b, shape=(b, h, n, d), strides=(*strides[:2], strides[3], strides[2]))
+    attributes: dict[str, Any] = {
+        "QDESC": first.a, "KDESC": keys, "VDESC": last.b, "ODESC": last.out, "SCALEDESC": scale.b,
+        "BLOCK_MASK_DESC": select.bits,
+    }  # fmt: skip
+    stats = softmax.stats if softmax.stats is not None and softmax.stats.role == "output" else None
+    if softmax.sink is None:
+        attributes["STATSDESC"] = stats
+    else:
+        rows = {"XDESC": softmax.x, "YDESC": softmax.out, "STATS_DESC": stats, "SINK_DESC": softmax.sink}
+        attributes["SOFTMAX_DESC"] = lowered.part("SOFTMAX", rows, softmax.formula)
+    if steps:  # from the scaled scores to those before the block mask
+        lowered.add(steps)
+        attributes["SUBGRAPH"] = lowered.close_graph("finalize the steps of the scores", handle)
+        attributes["SUBGRAPH_INPUT_UID"], attributes["SUBGRAPH_OUTPUT_UID"] = (
+            lowered.uid(tensor) for tensor in (scale.out, select.x)
+        )
+    lowered.operation("SDPA_FWD", attributes, "attention with a block mask")
+
+
+def _matmul(node: Matmul, lowered: OperationGraph) -> None:
+    padding = None if node.n is None else 0.0
+    kind = lowered.make("MATMUL", {"COMP_TYPE": DataType.FLOAT, "PADDING_VALUE": padding}, f"describe {node.formula}")
+    tensors = {
+        "ADESC": node.a, "BDESC": node.b, "CDESC": node.out,
+        "GEMM_M_OVERRIDE_DESC": node.m, "GEMM_N_OVERRIDE_DESC": node.n, "GEMM_K_OVERRIDE_DESC": node.k,
+    }  # fmt: skip
+    lowered.operation("MATMUL", {"DESC": kind, **tensors}, node.formula)
+
+
+def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:
+    if (rows := node.pages.shape[2]) & (rows - 1):  # cuDNN reports a bad parameter, not that it is unsupported
+        raise Unsupported(f"{node.pages} has {rows} rows per page; cuDNN supports powers of two")
+    tensors = {"CONTAINER_DESC": node.pages, "YDESC": node.out, "SEQUENCE_DESC": node.lengths, "PAGE_TABLE_DESC": node.table}
+    lowered.operation("PAGED_CACHE_LOAD", tensors, node.formula)
+
+
+def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
+    if node.mode == "logical_and" or (node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"):
+        precision = DataType.BOOLEAN
+    elif node.mode != "gen_index" and node.out.dtype == "int32":
+        precision = DataType.INT32
+    else:
+        precision = DataType.FLOAT
+    attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
+    kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")
+    tensors = {"XDESC": node.x, "BDESC": node.b, "TDESC": node.t, "YDESC": node.out}
+    lowered.operation("POINTWISE", {"PW_DESCRIPTOR": kind, **tensors}, node.formula)
+
+
+def _reduce(lowered: OperationGraph, operator: ReduceTensorOp, x: Tensor, y: Tensor, formula: str) -> None:
+    kind = lowered.make("REDUCTION", {"OPERATOR": operator, "COMP_TYPE": DataType.FLOAT}, f"describe {formula}")
+    lowered.operation("REDUCTION", {"DESC": kind, "XDESC": x, "YDESC": y}, formula)
+
+
+def _reduction(node: Reduction, lowered: OperationGraph) -> None:
+    # Only the gradient of the sinks is a negative sum. cuDNN recognizes its operations, requires a plain sum as the last one,
+    # and negates the result itself (measured with 9.19 and 9.28).
+    _reduce(lowered, ReduceTensorOp.AMAX if node.amax else ReduceTensorOp.ADD, node.x, node.out, node.formula)
+
+
+def _bernoulli(node: Bernoulli, lowered: OperationGraph) -> None:
+    attributes = {"DISTRIBUTION": RngDistribution.BERNOULLI, "BERNOULLI_DIST_PROBABILITY": node.probability}
+    kind = lowered.make("RNG", attributes, f"describe {node.formula}")
+    tensors = {"YDESC": node.out, "SEED": node.seed, "OFFSET_DESC": node.offset}
+    lowered.operation("RNG", {"DESC": kind, **tensors}, node.formula)
+
+
+def _transpose(node: Transpose, lowered: OperationGraph) -> None:
+    lowered.operation("RESHAPE", {"XDESC": node.x, "YDESC": node.out}, node.formula)
+
+
+def _softmax(node: Softmax, lowered: OperationGraph) -> None:
+    # Primitive operations: every cuDNN 9 recognizes this chain, while its softmax operation requires 9.21.
+    # The log-sum-exp must be in the graph even if it is not returned (then it is virtual); but not together with m and l, which
+    # cuDNN does not write then (measured with 9.19 and 9.28).
+    def virtual(name: str, like: Tensor) -> Tensor:
+        return Tensor(f"{node.out.name}.{name}", like.shape, "float32", "virtual", row_major(like.shape))
+
+    x, row, sink = node.x, node.stats or node.max, node.sink
+    assert row
+    top, shifted, e = node.max or virtual("m", row), virtual("x-m", x), virtual("e", x)
+    total = node.sum_exp or virtual("l", row)
+    # m = max x                      (B, Hq, Sq, 1)
+    highest = virtual("max x", row) if sink else top
+    _reduce(lowered, ReduceTensorOp.MAX, x, highest, "m = max S")
+    if sink:
+        _pointwise(Pointwise("m = max(m, sink)", top, "max", highest, sink), lowered)
+    # e = exp(x - m)                 (B, Hq, Sq, Skv)
+    _pointwise(Pointwise("S − m", shifted, "sub", x, top), lowered)
+    _pointwise(Pointwise("e = exp(S − m)", e, "exp", shifted), lowered)
+    # l = sum e                      (B, Hq, Sq, 1)
+    added = virtual("Σ e", row) if sink else total
+    _reduce(lowered, ReduceTensorOp.ADD, e, added, "l = Σ e")
+    if sink:
+        # l <- l + exp(sink - m)
+        below, last = virtual("sink-m", row), virtual("exp(sink-m)", row)
+        _pointwise(Pointwise("sink − m", below, "sub", sink, top), lowered)
+        _pointwise(Pointwise("exp(sink − m)", last, "exp", below), lowered)
+        _pointwise(Pointwise("l = Σ e + exp(sink − m)", total, "add", added, last), lowered)
+    if node.stats:
+        # L = m + log l
+        log = virtual("log l", row)
+        _pointwise(Pointwise("log l", log, "log", total), lowered)
+        _pointwise(Pointwise("L = m + log l", node.stats, "add", top, log), lowered)
+    # P = e / l
+    weights = virtual("e/l", x) if node.scale else node.out
+    _pointwise(Pointwise("P = e / l", weights, "div", e, total), lowered)
+    if node.scale:
+        # P <- scale P, FP8
+        _pointwise(Pointwise("P = scale · e / l", node.out, "mul", weights, node.scale), lowered)
+
+
+#: The rule of each node type.
+RULES: dict[type[Node], Callable[[Any, OperationGraph], None]] = {
+    Bernoulli: _bernoulli,
+    Matmul: _matmul,
+    PagedLoad: _paged_load,
+    Pointwise: _pointwise,
+    Reduction: _reduction,
+    Softmax: _softmax,
+    Transpose: _transpose,
+}

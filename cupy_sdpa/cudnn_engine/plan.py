@@ -1,0 +1,247 @@
+"""Execution plans: their properties and their execution."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ..cudnn.launch import Handle, Launcher
+from ..cudnn.library import library
+from ..graph.nodes import Graph
+from ..problem.tensor_spec import ITEMSIZE
+from ..runtime import memory
+from ..version import version_text
+from . import plan_file
+from .engines import Candidate, Knobs, knobs_text
+
+#: Alignment of scratch tensors in the workspace, in bytes; that of CuPy's allocations.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU that a plan is for.
+
+    Attributes:
+        model: the GPU model, see :func:`cupy_sdpa.runtime.cupy_runtime.model_of`.
+        capability: the compute capability; 90 is 9.0.
+        handle: the cuDNN handle that the plan belongs to; None for a described GPU.
+        description: the description of a GPU that need not be installed, in cuDNN's JSON. Plans for it cannot run.
+    """
+
+    model: str
+    capability: int
+    handle: Handle | None = None
+    description: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanInfo:
+    """Properties of a plan; they remain valid after the plan is destroyed.
+
+    Attributes:
+        engine: cuDNN's number of the engine.
+        knobs: the engine's settings as (name, value); -1 lets the engine choose.
+        workspace: bytes of workspace that an execution needs, scratch tensors included.
+        notes: numerical notes, such as ``TENSOR_CORE`` and ``NONDETERMINISTIC``.
+        build_ms: milliseconds that it took to build the plan or to load it from the disk cache.
+        loaded: whether it was loaded from the disk cache.
+        tuned: whether it was chosen by measurement (:func:`cupy_sdpa.prepare`).
+        size: bytes of the serialized plan, its kernel included.
+        refused: for every engine config tried before this one, the engine and cuDNN's reason for refusing it.
+        cudnn: the cuDNN version that built it.
+        graph: the operation graph.
+    """
+
+    engine: int
+    knobs: Knobs
+    workspace: int
+    notes: tuple[str, ...]
+    build_ms: float
+    loaded: bool
+    tuned: bool
+    size: int
+    refused: tuple[str, ...]
+    cudnn: int
+    graph: Graph = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join([", ".join(f"{name} {value}" for name, value in self.facts()), *self.reasons()])
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The properties as pairs of name and text."""
+        yield "cuDNN", version_text(self.cudnn)
+        yield "engine", f"{self.engine}{', the fastest measured' * self.tuned}"
+        yield "knobs", knobs_text(self.knobs) or "none"
+        yield "numerical notes", " ".join(note.lower() for note in self.notes) or "none"
+        yield "workspace", size_text(self.workspace)
+        yield ("loaded in" if self.loaded else "built in"), f"{self.build_ms:.1f} ms"
+        yield "size", size_text(self.size)
+
+    def reasons(self) -> list[str]:
+        """One line for each engine config that was refused before this one."""
+        return [f"refused: {reason}" for reason in self.refused]
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in readable units.
+
+    >>> size_text(256), size_text(75140), size_text(3 << 30)
+    ('256 bytes', '73.4 KiB', '3.0 GiB')
+    """
+    if size < 1024:
+        return f"{size} bytes"
+    unit = min((size.bit_length() - 1) // 10, 4)
+    return f"{size / (1 << 10 * unit):.1f} {' KMGT'[unit]}iB"
+
+
+@dataclass(frozen=True)
+class SerializedPlan:
+    """A finalized plan with everything that is stored in the disk cache.
+
+    Attributes:
+        uids: cuDNN's ids of the tensors that an execution binds, by name.
+        candidate: the plan.
+        refused: reasons why engine configs tried before were refused.
+        tuned: whether it was chosen by measurement.
+    """
+
+    uids: dict[str, int]
+    candidate: Candidate
+    refused: tuple[str, ...] = ()
+    tuned: bool = False
+
+    def content(self) -> bytes:
+        """The entry in the disk cache."""
+        c = self.candidate
+        facts = plan_file.Facts(
+            self.uids, c.engine, c.knobs, c.notes, c.workspace_bytes, round(c.build_ms, 3), self.refused, self.tuned
+        )
+        return facts.content(c.text)
+
+
+class Scratch:
+    """The offsets of a graph's scratch tensors in the workspace, after cuDNN's own part."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._sizes = {t.name: _align(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
+
+    def total_bytes(self, workspace_bytes: int) -> int:
+        """Bytes of the whole workspace, given those of cuDNN's own part."""
+        return _align(workspace_bytes) + sum(self._sizes.values()) if self._sizes else workspace_bytes
+
+    def offsets(self, workspace_bytes: int) -> dict[str, int]:
+        """The offset of every scratch tensor, given the bytes of cuDNN's own part."""
+        return dict(zip(self._sizes, itertools.accumulate(self._sizes.values(), initial=_align(workspace_bytes)), strict=False))
+
+
+class Closable(Protocol):
+    """An object with ``close()``."""
+
+    def close(self) -> None:
+        """Release its resources."""
+
+
+class Plan:
+    """A finalized execution plan. Its owner, a plan cache, closes it.
+
+    Args:
+        serialized: the finalized plan.
+        graph: the operation graph.
+        target: the GPU.
+        key: the key in the disk cache.
+        build_ms, loaded: see :class:`PlanInfo`.
+
+    Attributes:
+        info: properties of the plan.
+        used: whether it ran without a look-up in its plan cache, see :mod:`cupy_sdpa.replay.replay_cache`.
+        dependents: objects that need the plan; they are closed before it.
+    """
+
+    def __init__(
+        self, serialized: SerializedPlan, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False
+    ) -> None:
+        candidate, scratch = serialized.candidate, Scratch(graph)
+        self.key, self.target = key, target
+        self.used = False
+        self.dependents: set[Closable] = set()
+        self._captured = False
+        self._descriptor = candidate.descriptor
+        self._serialized = replace(serialized, candidate=replace(candidate, text=""))  # cuDNN holds the text, see content()
+        self.info = PlanInfo(
+            engine=candidate.engine,
+            knobs=candidate.knobs,
+            workspace=scratch.total_bytes(candidate.workspace_bytes),
+            notes=candidate.notes,
+            build_ms=build_ms,
+            loaded=loaded,
+            tuned=serialized.tuned,
+            size=len(candidate.text),
+            refused=serialized.refused,
+            cudnn=library().version,
+            graph=graph,
+        )
+        self._scratch_offsets = scratch.offsets(candidate.workspace_bytes)
+        runnable = target.handle is not None
+        constants = graph.by_role("constant")
+        self._constants = {t.name: memory.multiples(t.step, t.span, t.dtype).data.ptr if runnable else 0 for t in constants}
+        self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
+        scalars = graph.by_role("scalar")
+        self._scalars = [t.name for t in scalars if t.value is None]
+        uids = serialized.uids
+        self._launcher = Launcher(
+            candidate.descriptor, [uids[name] for name in self._arrays], [(uids[t.name], t.dtype, t.value) for t in scalars]
+        )
+
+    def set_stream(self, stream: int) -> None:
+        """Run the following executions on a stream."""
+        assert self.target.handle is not None, "a plan for a described GPU cannot run"
+        self.target.handle.set_stream(stream)
+
+    def execute(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int = 0) -> None:
+        """Enqueue the plan on the handle's stream; does not wait for the GPU.
+
+        Args:
+            addresses: the address of every input and output, by name.
+            scalars: the values of by-value scalars that the graph does not fix, by name.
+            workspace: the address of at least ``info.workspace`` bytes.
+        """
+        assert self.target.handle is not None, "a plan for a described GPU cannot run"
+        if self._scratch_offsets or self._constants:
+            scratch = {name: workspace + offset for name, offset in self._scratch_offsets.items()}
+            addresses = {**addresses, **scratch, **self._constants}
+        self._launcher.launch(
+            self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
+        )
+
+    def mark_tuned(self) -> None:
+        """Record that the plan was chosen by measurement."""
+        self._serialized = replace(self._serialized, tuned=True)
+        self.info = replace(self.info, tuned=True)
+
+    def content(self) -> bytes:
+        """The entry in the disk cache."""
+        text = self._descriptor.get_text("JSON_REPRESENTATION")
+        return replace(self._serialized, candidate=replace(self._serialized.candidate, text=text)).content()
+
+    def keep(self) -> None:
+        """Never destroy the plan: the caller has captured its kernels into a CUDA graph, which may be replayed at any time."""
+        self._captured = True
+
+    def close(self) -> None:
+        """Close the dependents, then destroy the plan unless :meth:`keep` was called. Enqueued kernels still run.
+
+        Everything is closed even if one of them fails; then the error is raised.
+        """
+        with contextlib.ExitStack() as stack:
+            if not self._captured:
+                stack.callback(self._descriptor.close)  # the first callback runs last
+            while self.dependents:
+                stack.callback(self.dependents.pop().close)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

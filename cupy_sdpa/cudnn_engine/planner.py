@@ -1,0 +1,192 @@
+"""Choose, load or build the execution plan of a problem."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+
+from ..cudnn.constants import AttributeType
+from ..cudnn.descriptor import Descriptor
+from ..cudnn.library import library
+from ..cudnn.nvrtc import nvrtc
+from ..errors import CudnnError, Unsupported
+from ..graph.attention_backward import backward
+from ..graph.attention_forward import forward
+from ..graph.nodes import Graph
+from ..problem.problem import Problem, writes_dq_directly
+from ..support.why_not import guards
+from ..version import version_text
+from . import plan_file
+from .disk_cache import DiskCache, current
+from .engines import Candidate, EngineConfig, EngineSearch, disable_graph_retention, is_out_of_memory
+from .lowering import OperationGraph
+from .plan import Plan, Scratch, SerializedPlan, Target
+
+#: Hopper's ordered backward engine: it accumulates dQ in a fixed order, so every run gives the same bits, and allocates nothing
+#: of size Sq x Skv. Heuristics never propose it. On an H200 with 9.28, 8192 by 8192, it takes 1.3 times as long as the default
+#: without a mask and 5.5 times with causal (benchmarks/results/h200_cudnn928_deterministic.csv).
+ORDERED = EngineConfig(6, (("KERNEL_CFG", 2), ("TILE_M", 2), ("TILE_N", 1), ("STAGES", 4)))
+#: The first cuDNN version with the ordered engine.
+ORDERED_SINCE = 92501
+
+
+def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = None) -> Plan:
+    """Load or build the plan of a problem.
+
+    There are two algorithms for deterministic gradients. The first one writes dQ directly; cuDNN then stores dS, of size
+    Hq x Sq x Skv x B. If that exceeds ``max_workspace``, Hopper's ordered engine is used, which is slower but needs little
+    memory. The choice depends on the problem, the GPU model and the version of cuDNN only, never on the amount of free memory:
+    two runs give the same bits.
+
+    Args:
+        problem: the problem.
+        target: the GPU.
+        disk_cache: where plans are stored. Default None: the disk cache of the process.
+
+    Raises:
+        Unsupported: cuDNN has no plan for the problem; the message contains every reason.
+    """
+    limit = problem.settings.max_workspace
+    workarounds = guards(problem, library().version, target.capability)
+    if not problem.backward:
+        return load_or_build(forward(problem, workarounds), target, limit=limit, disk_cache=disk_cache)
+    direct = problem.deterministic or writes_dq_directly(problem)
+    try:
+        return load_or_build(backward(problem, direct, workarounds), target, limit=limit, disk_cache=disk_cache)
+    except Unsupported as error:
+        # cuDNN writes the reductions of dS only if dQ is written directly
+        if not problem.deterministic or problem.ds_reductions:
+            raise
+        version = library().version
+        if version < ORDERED_SINCE or not 90 <= target.capability < 100:
+            raise Unsupported(
+                f"{error}\n  the engine that needs less workspace requires cuDNN {version_text(ORDERED_SINCE)} or newer and a "
+                f"Hopper GPU; this is cuDNN {version_text(version)} and compute capability {target.capability / 10}"
+            ) from None
+        refused = str(error).splitlines()[1:]
+    graph = backward(problem, guards=workarounds)
+    return load_or_build(graph, target, config=ORDERED, limit=limit, refused=refused, disk_cache=disk_cache)
+
+
+def load_or_build(
+    graph: Graph,
+    target: Target,
+    *,
+    config: EngineConfig | None = None,
+    limit: int | None = None,
+    refused: Sequence[str] = (),
+    disk_cache: DiskCache | None = None,
+) -> Plan:
+    """Load the plan of a graph from the disk cache, or build it and store it there.
+
+    Args:
+        graph: the operation graph.
+        target: the GPU.
+        config: the engine config to use. Default None: the first of cuDNN's heuristics that is supported.
+        limit: bytes of workspace that the plan may need. Default None: no limit.
+        refused: reasons why engine configs tried before were refused.
+        disk_cache: where plans are stored. Default None: the disk cache of the process.
+
+    Raises:
+        Unsupported: no engine config can be finalized; the message contains the reason of each.
+        CudnnError: cuDNN failed.
+    """
+    disk_cache = disk_cache or current()
+    key = disk_cache_key(graph, target, config, limit)
+    with disk_cache.building(key):
+        content = disk_cache.get(key)
+        if content is not None:
+            try:
+                return load(content, graph, target, key)
+            except (CudnnError, Unsupported, ValueError, LookupError) as error:
+                if is_out_of_memory(error):
+                    raise
+                disk_cache.reject(key, f"{type(error).__name__}: {error}")
+        started = time.perf_counter()
+        with engine_search(graph, target, limit, refused) as (search, uids):
+            serialized = SerializedPlan(uids, search.first(config), tuple(search.refused))
+        try:
+            plan = Plan(serialized, graph, target, key, (time.perf_counter() - started) * 1e3)
+            disk_cache.put(key, serialized.content())
+        except BaseException:
+            serialized.candidate.close()
+            raise
+    return plan
+
+
+def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
+    """Finalize the plan in an entry of the disk cache.
+
+    Raises:
+        CudnnError, Unsupported, ValueError, LookupError: the entry is damaged, or this cuDNN cannot load it.
+    """
+    started = time.perf_counter()
+    facts, text = plan_file.read(content)
+    descriptor = Descriptor("EXECUTION_PLAN")
+    try:
+        with contextlib.ExitStack() as stack:
+            if target.handle is not None:
+                descriptor.set_handle(target.handle.pointer)
+            else:
+                descriptor.set("DEVICEPROP", stack.enter_context(_device_properties(target)))
+            descriptor.set("JSON_REPRESENTATION", text)
+            disable_graph_retention(descriptor)
+            descriptor.finalize("load a serialized plan")
+        workspace_bytes: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
+        if workspace_bytes != facts.need:
+            raise ValueError(f"its workspace is {workspace_bytes} bytes, the entry has {facts.need}")
+        candidate = Candidate(
+            descriptor, text.decode(), facts.engine, facts.knobs, facts.notes, workspace_bytes, facts.build_ms
+        )
+        serialized = SerializedPlan(facts.uids, candidate, facts.refused, facts.tuned)
+        return Plan(serialized, graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True)
+    except BaseException:
+        descriptor.close()
+        raise
+
+
+def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
+    """The key of a plan in the disk cache: a digest of everything that the plan depends on.
+
+    The digest covers the structure and the layouts of the graph. It also covers the version and the build of NVRTC, which
+    compiles the plan's kernel and is updated independently of cuDNN, or the fact that NVRTC is missing. With a limit it covers
+    the scratch memory, which counts towards the limit. For packed sequences its size depends on their total length, which is
+    not part of the graph's structure.
+    """
+    scratch = "" if limit is None else str(Scratch(graph).total_bytes(0))
+    parts = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit), scratch)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def engine_search(
+    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
+) -> Iterator[tuple[EngineSearch, dict[str, int]]]:
+    """A search for engine configs of a graph, and cuDNN's ids of the graph's tensors.
+
+    Args:
+        graph, target, limit, refused: as for :func:`load_or_build`.
+        guarded: see :class:`~cupy_sdpa.cudnn_engine.lowering.OperationGraph`.
+    """
+    handle = target.handle.pointer if target.handle else None
+    with contextlib.ExitStack() as stack:
+        lowered = stack.enter_context(OperationGraph(graph, handle, guarded=guarded))
+        device = None if target.description is None else stack.enter_context(_device_properties(target))
+        total_bytes = Scratch(graph).total_bytes
+        search = EngineSearch(lowered.descriptor, handle, device, limit, total_bytes, list(refused), graph.no_split)
+        yield search, lowered.uids
+
+
+def _device_properties(target: Target) -> Descriptor:
+    """The descriptor of a described GPU; the caller closes it."""
+    assert target.description is not None
+    device = Descriptor("DEVICEPROP")
+    try:
+        device.set("JSON_REPRESENTATION", target.description.encode())
+        device.finalize("read the description of the GPU")
+    except BaseException:
+        device.close()
+        raise
+    return device

@@ -1,1 +1,0 @@
-"""CuPy, the CUDA driver, our CUDA kernels and CUDA graphs."""

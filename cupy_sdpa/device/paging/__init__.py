@@ -1,1 +1,0 @@
-"""CUDA kernels of paged keys and values."""

@@ -1,0 +1,395 @@
+"""Attention of FP8 arrays, and of arrays that are converted to FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+
+from .._typing import Array
+from ..boundary.argument import arrays_on_gpu, read_array
+from ..boundary.arguments import read_backward
+from ..boundary.call import Call
+from ..boundary.conversion import OUTPUTS, gradient_names
+from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.libraries import check_one_library
+from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
+from ..boundary.user_functions import kept_options
+from ..kernels.fp8_kernels import FACTOR_STEP
+from ..problem.tensor_spec import dtype_name, storage_dtype
+from ..problem.view import View
+from ..programs.executor import Inputs, run_program
+from ..programs.passes import add_results, wanted_results
+from ..programs.program import Builder
+from ..replay.replay_cache import run_cached
+from ..runtime import cupy_runtime
+from ..support import fp8_rules
+from .array import Fp8Array, factor, made
+from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, program_of, read_results
+from .quantize import SOURCES, check_alike, check_source
+
+#: The dtypes of an output that the engine may write besides FP8.
+_OUTPUTS = ("float16", "bfloat16")
+#: The end of the message of an array that is not an FP8 array.
+_ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
+#: The names of the arrays of a call.
+_NAMES = ("q", "k", "v", *FACTORS, "out", "stats")
+
+
+# fmt: off
+@overload
+def attention(
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, *, return_stats: Literal[False] = False, return_amax: Literal[False] = False,
+    out_dtype: None = None, out_scale: float | Array | None = None, stats: None = None, **options: Unpack[Options],
+) -> Fp8Array: ...
+@overload
+def attention(
+    q: Fp8Array, k: Fp8Array, v: Fp8Array, *, return_stats: bool | Literal["max_sumexp"] = False, return_amax: bool = False,
+    out_dtype: Literal["float16", "bfloat16"] | None = None, out_scale: float | Array | None = None,
+    stats: Array | None = None, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@takes_options
+def attention(
+    q: Any = ...,
+    k: Any = ...,
+    v: Any = ...,
+    *positional: Any,
+    return_stats: bool | Literal["max_sumexp"] = False,
+    return_amax: bool = False,
+    out_dtype: Literal["float16", "bfloat16"] | None = None,
+    out_scale: float | Array | None = None,
+    stats: Array | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    r"""Attention of FP8 arrays; :func:`cupy_sdpa.attention` calls it for such arrays.
+
+    .. math:: S = \tau\, d_q d_k\, q^\top k, \qquad \hat P = \operatorname{round}(M\, e^{S - m}), \qquad
+              O = \frac{d_v}{M}\, \frac{\hat P\, v}{\sum e^{S - m}}, \qquad \hat O = \operatorname{round}(s\, O)
+
+    with the elements q, k, v, their descales d, the maximum m of a row, and the largest number M of the dtype. Sums are
+    computed in float32 on the CPU; on Hopper they are less accurate, and the error grows with the number of keys (:doc:`/fp8`).
+
+    Args:
+        q: queries ``(D, Hq, Sq, B)``.
+        k: keys ``(D, Hkv, Skv, B)``, of q's dtype, rotated if and only if q is.
+        v: values ``(Dv, Hkv, Skv, B)``, of q's dtype, not rotated.
+        return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is that of the values, not of the elements. Not
+            ``"max_sumexp"`` on the GPU.
+        return_amax: also return the largest magnitude of the output, float32 ``(1,)``, for the scale of the next one
+            (:class:`DelayedScaling`). Rows in the padding do not count. Default False.
+        out_dtype: the dtype of the output: None for that of q; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
+            capability 10.x. Default None.
+        out_scale: s, the scale of an FP8 output, a number or a float32 array ``(1,)``. Default None: the scale of v. No output
+            exceeds the largest value of v, so this scale saturates no output.
+        options: causal masks, windows, lengths, ``scale``, ``page_table`` with ``num_splits`` and ``sinks``, ``layout`` and
+            ``bucket`` on the GPU; on the CPU all options of :func:`cupy_sdpa.attention`.
+
+    Returns:
+        ``out``, followed by the statistics and the largest magnitude if they are requested. ``out`` is an :class:`Fp8Array`, or
+        an array of ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
+
+    Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 4; Shah et al. 2024, "FlashAttention-3",
+    section 3.3.
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import fp8
+    >>> rng = np.random.default_rng(0)
+    >>> x = np.asfortranarray(rng.standard_normal((64, 2, 100, 1)))
+    >>> q, k, v = (fp8.quantize(x, rotate=name != "v") for name in "qkv")
+    >>> out, stats = fp8.attention(q, k, v, causal=True, return_stats=True)
+    >>> out, stats.shape
+    (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
+    """
+    if positional or q is ... or k is ... or v is ...:
+        refuse_arguments(attention, positional, options)
+    return_amax = read_flag("return_amax", return_amax)
+    if type(q) is not Fp8Array:
+        raise TypeError(f"q is a {type(q).__name__}; {_ALL}")
+    results = attend(
+        q, k, v, options, return_stats=return_stats, return_amax=return_amax, out_dtype=out_dtype, out_scale=out_scale,
+        stats=stats,
+    )  # fmt: skip
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    return_stats: Any,
+    return_amax: bool = False,
+    out_dtype: Any = None,
+    out_scale: Any = None,
+    out: Any = None,
+    stats: Any = None,
+) -> list[Any]:
+    """:func:`attention` as a program; q may also have another dtype than FP8, which the output then has, too.
+
+    Raises:
+        TypeError: ``out`` is passed and q is an FP8 array.
+    """
+    converts = type(q) is not Fp8Array
+    if out is not None and not converts:
+        raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
+    if not type(k) is type(v) is Fp8Array:
+        _refuse_others(q, k, v)
+    scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
+    kind = (
+        "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
+        k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None,
+    )  # fmt: skip
+    elements, descale = (q, None) if converts else (q.data, q.descale)
+    arrays = (elements, k.data, v.data, descale, k.descale, v.descale, None if out_dtype else scale, out, stats)
+    results = run_cached(kind, arrays, options)
+    if results is None:
+        results = _run(kind, arrays, (q, k, v), options, return_stats, return_amax, out_dtype, out_scale)
+    last = [results.pop()] if return_amax else []
+    if "layout" in options and (layout := other_layout(options)):
+        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
+    if not converts and out_dtype is None:
+        if hasattr(out_scale, "dtype"):  # the caller may change the array
+            scale = scale.copy()
+        results[0] = made(results[0], v.descale if out_scale is None else None, scale, k.dtype)
+    return results + last
+
+
+def _run(
+    kind: Any,
+    given: tuple[Any, ...],
+    arrays: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    return_stats: Any,
+    return_amax: bool,
+    out_dtype: Any,
+    out_scale: Any,
+) -> list[Any]:
+    """Run the program of a call, and cache it.
+
+    Args:
+        kind, given: the key of the call besides the options, and its arrays by :data:`_NAMES`.
+        arrays: q, k and v.
+        options, return_stats, return_amax, out_dtype, out_scale: of the call.
+    """
+    q, k, v = arrays
+    named = dict(zip(_NAMES, given, strict=True))
+    out_dtype = _check(q, k, v, options, out_dtype, out_scale)
+    like = k.data
+    with of_caller(named, options), cupy_runtime.device_context(like):
+        inputs = _inputs(named, options)
+        if type(q) is not Fp8Array:
+            check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"), options.get("layout"))
+        flags: dict[str, Any] = {"dtype": k.dtype, "return_stats": return_stats}
+        writes = _writes(out_dtype, like, converts=type(q) is not Fp8Array)
+        inner = {name: view for name, view in inputs.views.items() if name != "out"}
+        call = read_results(inner, inputs.options, out_dtype=out_dtype if writes else None, **flags)
+        on_gpu = cupy_runtime.is_array(like)
+        wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or k.dtype, on_gpu))
+        amax = {"amax_out": wanted.pop("amax_out")}
+        wanted |= amax if return_amax else {}  # the last one
+        add_results(inputs, like, wanted)
+
+    def build(builder: Builder) -> None:
+        with of_caller(named, options):
+            of_call = {"rotated": k.rotated, "out_dtype": out_dtype, "writes_out": writes, **flags}
+            forward(builder, inputs.views, inputs.options, **of_call)
+
+    with cupy_runtime.device_context(like):
+        return run_program(kind, _NAMES, given, options, inputs, list(wanted), build)
+
+
+def read_call(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any = False) -> Call:
+    """The call of the kernel of :func:`attention`, validated but not run; q may also have another dtype than FP8."""
+    out_dtype = _check(q, k, v, options, None, None)
+    converts = type(q) is not Fp8Array
+    elements, descale = (q, None) if converts else (q.data, q.descale)
+    named = dict(zip(_NAMES[:7], (elements, k.data, v.data, descale, k.descale, v.descale, v.scale), strict=True))
+    with of_caller(named, options):
+        inputs = _inputs(named, options)
+        flags = {"rotated": k.rotated, "out_dtype": out_dtype, "writes_out": _writes(out_dtype, k.data, converts=converts)}
+        _, call = program_of(inputs.views, inputs.options, dtype=k.dtype, return_stats=return_stats, **flags)
+    return dataclasses.replace(call, arrays={"q": elements})
+
+
+def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
+    """The arrays and options of a call in the layout of this package."""
+    own, rest = in_own_layout(named, options)
+    check_one_library(own)
+    arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
+    return Inputs(own, kept_options(own["q"], rest))
+
+
+def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
+    """Whether the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
+    if out_dtype is None or not converts:
+        return True
+    if out_dtype not in _OUTPUTS:
+        return False
+    return not cupy_runtime.is_array(like) or fp8_rules.writes_16_bits(cupy_runtime.capability(like.data.device_id))
+
+
+def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:
+    """The forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
+
+    Args:
+        q, k, v: as for :func:`cupy_sdpa.attention`, float16 or bfloat16; on the CPU also float32.
+        dtype: the FP8 dtype.
+        options: of the call.
+
+    Returns:
+        The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, in the layout
+        of this package, and their factors.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
+    """
+    kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
+    results = run_cached(kind, given, options)
+    if results is None:
+        allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
+        if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
+            raise TypeError(
+                f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
+            )
+        check_alike(q, k, v)
+        named = dict(zip(names, given, strict=True))
+        with of_caller(named, options), cupy_runtime.device_context(q):
+            inputs = _inputs(named, options)
+            for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
+                check_source(inputs.arrays[x], inputs.arrays.get(lengths), options.get("layout"))
+            storage = storage_dtype(dtype, cupy_runtime.is_array(q))
+            step = 2 * FACTOR_STEP
+            kept = {f"kept {x}": (inputs.arrays[x].shape, storage) for x in names} | {"factors": ((3 * step,), np.dtype("f4"))}
+            elements = {x: View.dense(x, inputs.arrays[x].shape, storage, inputs.device) for x in names}
+            one = View.dense("factor", (1,), np.float32, inputs.device)
+            call = read_results(
+                elements | dict.fromkeys(FACTORS, one), inputs.options, dtype=dtype, out_dtype=None, return_stats=True
+            )
+            wanted = wanted_results(call, inputs.views, q.dtype)
+            wanted = {x: wanted[x] for x in ("out", "stats")} | kept
+            add_results(inputs, q, wanted)
+
+        def build(builder: Builder) -> None:
+            with of_caller(named, options):
+                keep_in_fp8(builder, inputs.views, inputs.options, dtype=dtype, return_stats=True, out_dtype=name)
+
+        with cupy_runtime.device_context(q):
+            results = run_program(kind, names, given, options, inputs, list(wanted), build)
+    if "layout" in options and (layout := other_layout(options)):
+        results[:2] = results_in(layout, OUTPUTS, results[:2], {}, options)
+    return results
+
+
+def gradients_in_fp8(
+    arrays: tuple[Any, ...], kept: Sequence[Any], dtype: str, options: Mapping[str, Any], **outputs: Any
+) -> list[Any]:
+    """The gradients at the values that :func:`forward_in_fp8` kept.
+
+    Args:
+        arrays: dout, out, stats, dq, dk and dv; the last three may be None.
+        kept: q, k and v in FP8, and their factors.
+        dtype: the FP8 dtype.
+        options: of the call.
+        outputs: ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
+    """
+    kind = ("backward in fp8", dtype, *map(repr, outputs.values()))
+    names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors")
+    given = (*arrays, *kept)
+    results = run_cached(kind, given, options)
+    named = dict(zip(names[:6], arrays, strict=True))
+    if results is None:
+        out = named["out"]
+        if named["dout"] is None:
+            raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
+        with of_caller(named, options), cupy_runtime.device_context(out):
+            own, rest = in_own_layout(named, options)
+            arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
+            own |= dict(zip(names[6:], kept, strict=True))
+            inputs = Inputs(own, kept_options(out, rest))
+            given_views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
+            for name in ("q", "k", "v"):
+                given_views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
+            call = read_backward(**given_views, options=inputs.options, **outputs)
+            wanted = wanted_results(call, inputs.views, out.dtype)
+            add_results(inputs, out, wanted)
+
+        def build(builder: Builder) -> None:
+            with of_caller(named, options):
+                backward(builder, inputs.views, inputs.options, dtype=dtype, **outputs)
+
+        with cupy_runtime.device_context(out):
+            results = run_program(kind, names, given, options, inputs, list(wanted), build, call.gradients)
+    if "layout" in options and (layout := other_layout(options)):
+        results = results_in(layout, gradient_names(outputs["return_dbias"], outputs["return_dsinks"]), results, named, options)
+    return results
+
+
+def _refuse_others(q: Any, k: Any, v: Any) -> None:
+    """Raise TypeError for arrays that are not FP8 arrays, if k or v is one of them."""
+    if type(q) is not Fp8Array and type(k) is Fp8Array:
+        _dtype_of(q)
+        raise TypeError(f"k is an FP8 array and v is a {type(v).__name__}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) is not Fp8Array:
+            raise TypeError(f"{name} is a {type(x).__name__}; {_ALL}")
+
+
+def _dtype_of(q: Any) -> str:
+    """The dtype of queries that are not an FP8 array.
+
+    Raises:
+        TypeError: they are not converted to FP8.
+    """
+    name = dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__
+    if name not in SOURCES:
+        raise TypeError(f"q is {name} and k is an FP8 array; q must also be one, or {', '.join(SOURCES)}, which are converted")
+    return name
+
+
+def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
+    """Check the arguments besides arrays; returns the dtype of the output, None for FP8."""
+    converts = type(q) is not Fp8Array
+    if not type(k) is type(v) is Fp8Array or (converts and type(k) is not Fp8Array):
+        _refuse_others(q, k, v)
+    name = _dtype_of(q) if converts else out_dtype
+    dtype = k.dtype if converts else q.dtype
+    of_dtype = "k" if converts else "q"
+    for of, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise TypeError(f"{of} is {x.dtype} and {of_dtype} is {dtype}; the dtypes must be equal: quantize with one dtype")
+    if not converts and q.rotated != k.rotated:
+        raise ValueError(
+            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate"
+        )
+    if v.rotated:
+        raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
+    if k.rotated:
+        _check_axes({"k": k} if converts else {"q": q, "k": k}, options)
+    if out_dtype is not None and out_dtype not in _OUTPUTS:
+        raise TypeError(f"out_dtype is {out_dtype!r}; it must be 'float16' or 'bfloat16', or None for {dtype}")
+    if out_dtype is not None and out_scale is not None:
+        raise ValueError(f"out_scale is for FP8 outputs, and out_dtype is {out_dtype!r}: omit one of them")
+    return name
+
+
+def _check_axes(arrays: Mapping[str, Fp8Array], options: Mapping[str, Any]) -> None:
+    """Check that the rotated axis is head_dim, which is the last axis of every layout in C order.
+
+    Raises:
+        ValueError: it is another axis.
+    """
+    layout = other_layout(options)
+    for name, x in arrays.items():
+        head_dim = x.ndim - 1 if layout else 0
+        if x.axis != head_dim:
+            raise ValueError(
+                f"{name} was rotated along axis {x.axis}, and with layout={layout!r} head_dim is axis {head_dim}: pass "
+                "the layout of the arrays to both, cupy_sdpa.fp8.quantize and attention"
+            )

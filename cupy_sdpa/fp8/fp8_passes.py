@@ -1,0 +1,250 @@
+"""Programs of FP8 attention: steps that convert arrays to FP8 and back, the forward pass, and gradients of a pass in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..boundary.argument import Typed
+from ..boundary.arguments import read_forward
+from ..boundary.call import Call
+from ..kernels import fp8_kernels
+from ..problem.tensor_spec import numpy_dtype, storage_dtype
+from ..problem.view import View
+from ..programs import passes
+from ..programs.program import Builder, Program
+from ..runtime import cupy_runtime
+from .array import rotate, rotation_of
+from .quantize import elements_of, factors_of, rotated_values
+
+#: The factors of the arrays of a call.
+FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
+
+# Steps
+
+
+def quantize(conversions: Sequence[fp8_kernels.Conversion], amax: Any, dtype: str) -> None:
+    """Convert arrays to FP8 with current scaling, in two launches.
+
+    Args:
+        conversions: the arrays.
+        amax: uint32, one element for each block and array of the launches; None for numpy.
+        dtype: the FP8 dtype.
+    """
+    if amax is not None:
+        grid, arguments, source = fp8_kernels.launch(conversions)
+        for name in ("amax", "convert"):
+            fp8_kernels.kernel(source, dtype, name)(grid, (fp8_kernels.THREADS,), (arguments, amax))
+        return
+    for source, target, factors, rotation, lengths in conversions:
+        values = rotated_values(source, rotation, lengths)
+        scale, descale = factors_of(np.abs(values).max(initial=0), dtype)
+        target[...] = elements_of(values, scale, dtype)
+        factors[:1], factors[fp8_kernels.FACTOR_STEP : fp8_kernels.FACTOR_STEP + 1] = scale, descale
+
+
+def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
+    """Write the values of FP8 elements, dense in Fortran order, into an array of another dtype; a rotation is undone."""
+    if cupy_runtime.is_array(target):
+        fp8_kernels.dequantize(source, target, descale, rotation, dtype)
+    else:
+        target[...] = rotate(source.astype(np.float32) * descale[0], rotation).astype(target.dtype)
+
+
+# Builders
+
+
+def add_conversions(
+    builder: Builder,
+    sources: Sequence[View],
+    dtype: str,
+    rotations: Sequence[int],
+    lengths: Sequence[View | None],
+    targets: Sequence[View] | None = None,
+    factors: View | None = None,
+) -> list[tuple[View, View, View]]:
+    """Add the step that converts arrays to FP8.
+
+    Args:
+        builder: collects the steps.
+        sources: up to three arrays, ``(D, H, S, B)`` or packed ``(D, H, T)``.
+        dtype: the FP8 dtype.
+        rotations: the length of the parts of head_dim that are rotated; 1 for none.
+        lengths: int32 ``(B,)``, or None.
+        targets: where the elements are written, dense in Fortran order. Default: temporaries.
+        factors: where the scale and the descale of each array are written, see :func:`factors_in`. Default: a temporary.
+
+    Returns:
+        The elements, the scale and the descale of each array.
+    """
+    storage = storage_dtype(dtype, builder.device is not None)
+    targets = targets or [builder.temporary(x.shape, storage) for x in sources]
+    factors = factors or builder.temporary((2 * fp8_kernels.FACTOR_STEP * len(sources),), np.float32)
+    dense = []
+    for x in lengths:
+        if x is not None and not x.flags.c_contiguous:
+            builder.copy(copy := builder.temporary(x.shape, x.dtype), x)
+            x = copy
+        dense.append(x)
+    amax = None
+    if builder.device is not None:
+        amax = builder.temporary((fp8_kernels.blocks_of(sources) * len(sources),), np.uint32)
+    step = 2 * fp8_kernels.FACTOR_STEP
+    conversions = [
+        fp8_kernels.Conversion(x, target, factors[step * i : step * (i + 1)], rotation, n)
+        for i, (x, target, rotation, n) in enumerate(zip(sources, targets, rotations, dense, strict=True))
+    ]
+    writes = [*targets, factors] if amax is None else [*targets, factors, amax]
+    builder.run(quantize, conversions, amax, dtype, writes=writes)
+    return [(target, *factors_in(factors, i)) for i, target in enumerate(targets)]
+
+
+def factors_in(factors: Any, number: int) -> tuple[Any, Any]:
+    """The scale and the descale of an array, float32 ``(1,)``, among those of several."""
+    place = 2 * fp8_kernels.FACTOR_STEP * number
+    return factors[place : place + 1], factors[place + fp8_kernels.FACTOR_STEP : place + fp8_kernels.FACTOR_STEP + 1]
+
+
+def forward(
+    builder: Builder,
+    views: Mapping[str, View],
+    options: Mapping[str, Any],
+    *,
+    dtype: str,
+    rotated: bool,
+    out_dtype: str | None,
+    writes_out: bool,
+    return_stats: Any,
+) -> Call:
+    """Add the steps of the forward pass; returns the call of the kernel.
+
+    Args:
+        builder: collects the steps.
+        views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
+            and sum_exp if they are computed. Without descale_q, q is converted first.
+        options: the options, with views in place of arrays, in the layout of this package.
+        dtype: the FP8 dtype.
+        rotated: whether k is rotated, and q is if it is converted.
+        out_dtype: the dtype of the output; None for FP8.
+        writes_out: whether the engine writes an output of another dtype than FP8; otherwise the output is converted.
+        return_stats: as for :func:`cupy_sdpa.attention`.
+    """
+    given: dict[str, Any] = {**views}
+    if "descale_q" not in given:
+        parts = [rotation_of(given["q"].shape[0]) if rotated else 1]
+        ((given["q"], _, given["descale_q"]),) = add_conversions(
+            builder, [given["q"]], dtype, parts, [options.get("seq_lens_q")]
+        )
+    if "amax_out" not in given:
+        given["amax_out"] = builder.temporary((1,), np.float32)
+    out, direct = given["out"], out_dtype is None or writes_out
+    if not direct:
+        given["out"] = builder.temporary(out.shape, storage_dtype(dtype, builder.device is not None))
+    elif out_dtype is not None:
+        given.pop("scale_out", None)
+    call = _read(given, options, dtype, out_dtype if direct else None, return_stats)
+    builder.call("attention", call)
+    if not direct:
+        scaled = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
+        builder.run(dequantize, given["out"], scaled, given["descale_v"], 1, dtype, writes=(scaled,))
+        if scaled is not out:
+            builder.copy(out, scaled)
+    return call
+
+
+def _read(views: Mapping[str, Any], options: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any) -> Call:
+    """The call of FP8 arrays; ``out`` may be missing."""
+    in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
+    typed = {name: Typed(views[name], dtype) for name in in_fp8}
+    others = {name: view for name, view in views.items() if name not in ("max", "sum_exp")}
+    call = read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**others, **typed})
+    call.arrays |= {name: views[name] for name in ("max", "sum_exp") if name in views}
+    return call
+
+
+def read_results(
+    views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, out_dtype: str | None, return_stats: Any
+) -> Call:
+    """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
+
+    Args:
+        views: q, k and v, in FP8 or not, and their factors; without results except stats.
+        options, dtype, out_dtype, return_stats: as for :func:`forward`.
+    """
+    given: dict[str, Any] = {**views}
+    if "descale_q" not in given:
+        q, k = given["q"], given["k"]
+        given["q"] = View.dense("q", q.shape, k.dtype, q.storage.device)
+        given["descale_q"] = given["descale_k"]
+    if out_dtype is not None:
+        given.pop("scale_out", None)
+    return _read(given, options, dtype, out_dtype, return_stats)
+
+
+def program_of(views: Mapping[str, View], options: Mapping[str, Any], **flags: Any) -> tuple[Program, Call]:
+    """The program of a forward pass with dense results, and the call of its kernel: for reports and for plans.
+
+    Args:
+        views: q, k and v and their factors; without results.
+        options, flags: as for :func:`forward`.
+    """
+    device, out_dtype = views["q"].storage.device, flags["out_dtype"]
+    wide = out_dtype if flags["writes_out"] else None
+    call = read_results(views, options, dtype=flags["dtype"], out_dtype=wide, return_stats=flags["return_stats"])
+    results = {
+        spec.name: View.dense(spec.name, spec.shape, storage_dtype(spec.dtype, device is not None), device)
+        for spec in call.problem.results
+    }
+    if out_dtype is not None:
+        results["out"] = View.dense("out", results["out"].shape, numpy_dtype(out_dtype), device)
+    builder = Builder(device)
+    call = forward(builder, {**views, **results}, options, **flags)
+    return builder.build(), call
+
+
+def keep_in_fp8(
+    builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, return_stats: Any, out_dtype: str
+) -> None:
+    """Add the steps of a forward pass whose q, k and v are kept in FP8 for the gradients.
+
+    Args:
+        builder: collects the steps.
+        views: q, k, v, out and stats; and "kept q", "kept k", "kept v" and "factors", which are written.
+        options: the options, with views in place of arrays, in the layout of this package.
+        dtype: the FP8 dtype.
+        return_stats: as for :func:`cupy_sdpa.attention`.
+        out_dtype: the dtype of the output.
+    """
+    q, k, v = (views[name] for name in "qkv")
+    part, lengths = rotation_of(q.shape[0]), [options.get(name) for name in ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")]
+    kept = [views[f"kept {name}"] for name in "qkv"]
+    made = add_conversions(builder, [q, k, v], dtype, [part, part, 1], lengths, kept, views["factors"])
+    given = {name: elements for name, (elements, *_) in zip("qkv", made, strict=True)}
+    given |= {f"descale_{name}": descale for name, (*_, descale) in zip("qkv", made, strict=True)}
+    given |= {"scale_out": made[2][1], "out": views["out"], "stats": views["stats"]}
+    flags: dict[str, Any] = {"out_dtype": out_dtype, "writes_out": False, "return_stats": return_stats}
+    forward(builder, given, options, dtype=dtype, rotated=True, **flags)
+
+
+def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, **flags: Any) -> None:
+    """Add the steps of the gradients at the values that :func:`keep_in_fp8` kept, computed in the dtype of the output.
+
+    The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
+
+    Args:
+        builder: collects the steps.
+        views: dout, out, stats and the results; and q, k, v in FP8, and "factors".
+        options: the options, with views in place of arrays, in the layout of this package.
+        dtype: the FP8 dtype.
+        flags: as for :func:`.passes.backward`.
+    """
+    given = {**views}
+    for i, name in enumerate("qkv"):
+        elements = views[name]
+        given[name] = target = builder.temporary(elements.shape, views["out"].dtype)
+        _, descale = factors_in(views["factors"], i)
+        rotation = 1 if name == "v" else rotation_of(elements.shape[0])
+        builder.run(dequantize, elements, target, descale, rotation, dtype, writes=(target,))
+    passes.backward(builder, given, options, **flags)

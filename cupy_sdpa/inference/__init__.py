@@ -1,1 +1,0 @@
-"""Inference: the key/value cache of paged attention."""

@@ -1,0 +1,283 @@
+"""The two kernels of a directional derivative: concatenation along head_dim, and the sum of its terms; also on numpy arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import TYPES
+from .ragged import declaration, struct
+
+
+class Constant(NamedTuple):
+    """A part of constants along head_dim: ``first``, then zeros.
+
+    Attributes:
+        width: the number of elements.
+        first: the first one.
+    """
+
+    width: int
+    first: float = 0.0
+
+
+class Concatenation(NamedTuple):
+    """Arrays to concatenate along head_dim.
+
+    Attributes:
+        target: ``(W, H, S, B)`` or packed ``(W, H, T)``, dense, in Fortran order.
+        parts: arrays ``(D, H, S, B)`` of the dtype of the target, with any strides, or constants; their head dims add up to W.
+    """
+
+    target: Any
+    parts: Sequence[Any]
+
+
+class _Part(NamedTuple):
+    """A part of a target as the kernel copies it: addresses, bytes, and elements; ``source`` 0 for a constant."""
+
+    source: int
+    source_d: int
+    source_h: int
+    source_s: int
+    source_b: int
+    target: int
+    pitch: int
+    width: int
+    heads: int
+    length: int
+    rows: int
+    first: int
+
+
+#: The maximum number of parts in a launch: three arrays of three parts, and three of two.
+_MAX_PARTS = 16
+_PARTS = np.dtype([("parts", struct(_Part), _MAX_PARTS)])
+#: Threads along head_dim and along rows, and the maximum number of blocks of a part.
+_COLUMNS, _ROWS, _MAX_BLOCKS = 8, 32, 4096
+#: Bytes that a thread copies at once.
+_VECTOR = 16
+
+
+def concatenate(wanted: Sequence[Concatenation]) -> None:
+    """Concatenate arrays along head_dim; on the GPU all of them in one launch, without synchronization."""
+    wanted = [one for one in wanted if one.target.size]
+    if not wanted:
+        return
+    if not cupy_runtime.is_array(wanted[0].target):
+        for target, parts in wanted:
+            _concatenate_on_cpu(target, parts)
+        return
+    parts = [part for one in wanted for part in _parts(one)]
+    itemsize = wanted[0].target.itemsize
+    size = _VECTOR if all(_is_aligned(part, itemsize) for part in parts) else itemsize
+    rows = max(part.rows for part in parts)
+    padded = [*parts, *[(0,) * len(_Part._fields)] * (_MAX_PARTS - len(parts))]
+    grid = min(-(-rows // _ROWS), _MAX_BLOCKS), len(parts)
+    _concatenate_kernel(size, itemsize)(grid, (_COLUMNS, _ROWS), (np.array((padded,), _PARTS),))
+
+
+def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
+    start = 0
+    for part in parts:
+        width = part.width if isinstance(part, Constant) else part.shape[0]
+        if isinstance(part, Constant):
+            target[start : start + width] = 0
+            target[start : start + min(width, 1)] = part.first
+        else:
+            target[start : start + width] = part
+        start += width
+
+
+def _parts(wanted: Concatenation) -> list[_Part]:
+    target = wanted.target
+    _, heads, length, *batch = target.shape
+    rows = heads * length * (batch[0] if batch else 1)
+    pitch, start = target.shape[0] * target.itemsize, target.data.ptr
+    made = []
+    for part in wanted.parts:
+        if isinstance(part, Constant):
+            width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{target.itemsize}"))
+            source = _Array(0, 0, 0, 0, 0)
+        else:
+            width, first, source = part.shape[0], 0, _place(part, 0)
+        made.append(_Part(*source, start, pitch, width, heads, length, rows, first))
+        start += width * target.itemsize
+    return [part for part in made if part.width]
+
+
+def _is_aligned(part: _Part, itemsize: int) -> bool:
+    """Whether a part can be copied 16 bytes at a time."""
+    places = [part.target, part.pitch, part.width * itemsize]
+    if part.source:
+        places += [part.source, part.source_h, part.source_s, part.source_b]
+    return all(place % _VECTOR == 0 for place in places) and (not part.source or part.source_d == itemsize)
+
+
+@functools.cache
+def _concatenate_kernel(size: int, itemsize: int) -> Any:
+    """The kernel of :func:`concatenate`; a thread copies ``size`` bytes at a time, and ``blockIdx.y`` is the part."""
+    count = size // itemsize
+    kind = {2: "unsigned short", 4: "unsigned"}[itemsize]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{declaration("Part", _Part)}
+        struct Arguments {{ Part parts[{_MAX_PARTS}]; }};
+        struct alignas({size}) Unit {{ {kind} x[{count}]; }};
+        extern "C" __global__ void cupy_sdpa_concatenate(const Arguments arguments) {{
+            const Part& p = arguments.parts[blockIdx.y];
+            const long long step = (long long)gridDim.x * blockDim.y;
+            for (long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y; row < p.rows; row += step) {{
+                const long long h = row % p.heads, s = row / p.heads % p.length, b = row / p.heads / p.length;
+                const long long source = p.source + h * p.source_h + s * p.source_s + b * p.source_b;
+                const long long target = p.target + row * p.pitch;
+                for (long long d = threadIdx.x * {count}; d < p.width; d += blockDim.x * {count}) {{
+                    Unit unit = {{}};
+                    if (p.source) unit = *(const Unit*)(source + d * p.source_d);
+                    else if (d == 0) unit.x[0] = p.first;
+                    *(Unit*)(target + d * {itemsize}) = unit;
+                }}
+            }}
+        }}""",
+        "cupy_sdpa_concatenate",
+    )
+
+
+class Terms(NamedTuple):
+    """The terms of the derivative of the output; every array is None if there is no such term.
+
+    Attributes:
+        scores: ``(W, H, S, B)`` or packed ``(W, H, T)``: the gradient of Q2. The term begins at ``score_start``.
+        values: the output for the values [v; v'], or for v' alone. The term begins at ``value_start``.
+        means: the gradient of Q2 whose element ``mean_index`` is the mean of the derivatives of the scores.
+        score_start, value_start, mean_index: positions along head_dim.
+    """
+
+    scores: Any
+    values: Any
+    means: Any
+    score_start: int
+    value_start: int
+    mean_index: int
+
+
+def add_terms(terms: Terms, output: Any, out: Any, dout: Any) -> None:
+    """``dout = scores + values - mean * output``, and ``out = output``, in float32 (float64: in float64).
+
+    Args:
+        terms: the terms.
+        output: the output of attention at the beginning of an array along head_dim; read if ``out`` or means are given.
+        out: written; or None.
+        dout: ``(Dv, H, S, B)`` or packed ``(Dv, H, T)``, written.
+    """
+    if not dout.size:
+        return
+    if cupy_runtime.is_array(dout):
+        _add_terms_on_gpu(terms, output, out, dout)
+    else:
+        _add_terms_on_cpu(terms, output, out, dout)
+
+
+def _add_terms_on_cpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
+    width = dout.shape[0]
+    work = np.result_type(np.float32, dout.dtype)
+    total = np.zeros_like(dout, work)
+    if terms.scores is not None:
+        total += terms.scores[terms.score_start : terms.score_start + width].astype(work)
+    if terms.values is not None:
+        total += terms.values[terms.value_start : terms.value_start + width].astype(work)
+    if terms.means is not None:
+        total -= terms.means[terms.mean_index].astype(work) * output[:width].astype(work)
+    with np.errstate(over="ignore"):
+        dout[...] = total
+    if out is not None:
+        out[...] = output[:width]
+
+
+class _Array(NamedTuple):
+    """An array as the kernel reads or writes it: the address of the first element, and strides in bytes; 0 for none."""
+
+    address: int
+    d: int
+    h: int
+    s: int
+    b: int
+
+
+class _Sizes(NamedTuple):
+    """The sizes of the result."""
+
+    width: int
+    heads: int
+    length: int
+    rows: int
+
+
+_ARRAYS = ("scores", "values", "means", "output", "out", "dout")
+_TERMS = np.dtype([("sizes", struct(_Sizes)), *((name, struct(_Array)) for name in _ARRAYS)])
+
+
+def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
+    width, heads, length, *batch = dout.shape
+    rows = heads * length * (batch[0] if batch else 1)
+    arrays = [
+        _place(terms.scores, terms.score_start), _place(terms.values, terms.value_start), _place(terms.means, terms.mean_index),
+        _place(output, 0), _place(out, 0), _place(dout, 0),
+    ]  # fmt: skip
+    itemsize = dout.itemsize
+    per_column = [array for array, name in zip(arrays, _ARRAYS, strict=True) if name != "means" and array.address]
+    aligned = width * itemsize % _VECTOR == 0 and all(
+        array.d == itemsize and all(place % _VECTOR == 0 for place in (array.address, array.h, array.s, array.b))
+        for array in per_column
+    )
+    arguments = np.array((_Sizes(width, heads, length, rows), *arrays), _TERMS)
+    grid = (min(-(-rows // _ROWS), _MAX_BLOCKS),)
+    _add_terms_kernel(dout.dtype.name, _VECTOR // itemsize if aligned else 1)(grid, (_COLUMNS, _ROWS), (arguments,))
+
+
+def _place(array: Any, start: int) -> _Array:
+    if array is None:
+        return _Array(0, 0, 0, 0, 0)
+    strides = *array.strides, *(() if array.ndim == 4 else (0,))
+    return _Array(array.data.ptr + start * array.strides[0], *strides)
+
+
+@functools.cache
+def _add_terms_kernel(dtype: str, vector: int) -> Any:
+    """The kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
+    of = TYPES[dtype]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{of.header}
+        {declaration("Array", _Array)}
+        {declaration("Sizes", _Sizes)}
+        struct Arguments {{ Sizes sizes; Array scores, values, means, output, out, dout; }};
+        struct alignas({vector * of.itemsize}) Unit {{ {of.name} x[{vector}]; }};
+        extern "C" __global__ void cupy_sdpa_add_terms(const Arguments a) {{
+            const Sizes& n = a.sizes;
+            const long long step = (long long)gridDim.x * blockDim.y;
+            for (long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y; row < n.rows; row += step) {{
+                const long long h = row % n.heads, s = row / n.heads % n.length, b = row / n.heads / n.length;
+                #define AT(x) (a.x.address + h * a.x.h + s * a.x.s + b * a.x.b)
+                const float mean = a.means.address ? float(*(const {of.name}*)AT(means)) : 0.0f;
+                for (long long d = threadIdx.x * {vector}; d < n.width; d += blockDim.x * {vector}) {{
+                    Unit scores, values, output, total;
+                    if (a.scores.address) scores = *(const Unit*)(AT(scores) + d * a.scores.d);
+                    if (a.values.address) values = *(const Unit*)(AT(values) + d * a.values.d);
+                    if (a.output.address) output = *(const Unit*)(AT(output) + d * a.output.d);
+                    #pragma unroll
+                    for (int i = 0; i < {vector}; ++i) {{
+                        float sum = a.scores.address ? float(scores.x[i]) : 0.0f;
+                        if (a.values.address) sum += float(values.x[i]);
+                        if (a.means.address) sum -= mean * float(output.x[i]);
+                        total.x[i] = {of.name}(sum);
+                    }}
+                    *(Unit*)(AT(dout) + d * a.dout.d) = total;
+                    if (a.out.address) *(Unit*)(AT(out) + d * a.out.d) = output;
+                }}
+            }}
+        }}""",
+        "cupy_sdpa_add_terms",
+    )

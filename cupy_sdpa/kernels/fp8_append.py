@@ -1,0 +1,121 @@
+"""The CUDA kernel that converts tokens to FP8 while it writes them to the pages of a key/value cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import PACK, ROTATION, TYPES
+from .cache_kernels import ADVANCE, TOKENS, Arguments, State, arguments_of, blocks_of
+from .ragged import declaration, struct
+
+#: The elements that a thread converts, and the threads of a block.
+_UNIT, _THREADS = 8, 256
+
+
+class Tokens(NamedTuple):
+    """New keys or values, and their conversion.
+
+    Attributes:
+        array: ``(D, Hkv, S, B)`` or packed ``(D, Hkv, T)``, D a multiple of 8; float16, bfloat16, float32, or uint8 for FP8.
+        pages: uint8 ``(D, Hkv, page_size, pages)``, dense in the order (D, page_size, Hkv, pages).
+        scale: float32 ``(1,)``, of the pages.
+        descale: float32 ``(1,)``, of FP8 tokens; None for others.
+        rotation: the length of the parts of head_dim that are rotated; 1 for none.
+    """
+
+    array: Any
+    pages: Any
+    scale: Any
+    descale: Any
+    rotation: int
+
+
+class _Side(NamedTuple):
+    """:class:`Tokens` as the kernel reads them: addresses, strides in bytes, and the units of a row."""
+
+    tokens: int
+    pages: int
+    row: int
+    head_stride: int
+    token_stride: int
+    batch_stride: int
+    scale: int
+    descale: int
+    rotation: int
+
+
+_STRUCT = np.dtype([(name, np.int64) for name in (*Arguments._fields, "lanes")] + [("sides", struct(_Side), 2)])
+
+
+def append(keys: Tokens, values: Tokens, state: State, source: str, dtype: str, *, advance: bool) -> None:
+    """Write the new keys and values of one layer in FP8; one launch. Values beyond the largest number saturate.
+
+    Args:
+        keys, values: the tokens, of one dtype.
+        state: the arrays that give the place of each token.
+        source: the dtype of the tokens.
+        dtype: that of the pages.
+        advance: as for :func:`.cache_kernels.append`, which writes the same rows.
+    """
+    sides, batch = [_side(keys), _side(values)], state.lengths.size
+    arguments = arguments_of(keys.array, keys.pages, state, advance=advance)
+    lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that convert one row
+    given = np.array([*arguments, lanes, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(())
+    _append_kernel(source, dtype)((blocks_of(arguments, batch, _THREADS // lanes), batch, 2), (_THREADS,), (given,))
+
+
+def _side(tokens: Tokens) -> _Side:
+    array, pages, scale, descale, rotation = tokens
+    steps = [stride if length > 1 else 0 for length, stride in zip(array.shape[1:], array.strides[1:], strict=True)]
+    head, token, batch = (*steps, 0)[:3]
+    of = 0 if descale is None else descale.data.ptr
+    row = array.shape[0] // _UNIT
+    return _Side(array.data.ptr, pages.data.ptr, row, head, token, batch, scale.data.ptr, of, rotation)
+
+
+@functools.cache
+def _append_kernel(source: str, dtype: str) -> Any:
+    """The kernel of :func:`append`.
+
+    ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. Groups of ``lanes`` threads, within a warp,
+    convert a row of a head each; a thread converts a unit. All threads take part in every rotation.
+    """
+    of = TYPES[source]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
+        {declaration("Side", _Side)}
+        struct Arguments {{ long long {", ".join((*Arguments._fields, "lanes"))}; Side sides[2]; }};
+        extern "C" __global__ void cupy_sdpa_append_fp8(const Arguments a) {{
+            {TOKENS}
+            const Side& s = a.sides[blockIdx.z];
+            const float scale = *(const float*)s.scale, descale = s.descale ? *(const float*)s.descale : 1;
+            const int size = a.page_size, end = begin + count, last = (end - 1) / size * size;
+            // the rest of the last page, if its first row is new
+            const unsigned heads = a.heads, rows = (count == 0 || last < begin ? end : last + size) - begin;
+            const unsigned lanes = a.lanes, lane = threadIdx.x % lanes, per_block = {_THREADS} / lanes;
+            for (unsigned base = blockIdx.x * per_block; base < rows * heads; base += gridDim.x * per_block) {{
+                const unsigned i = base + threadIdx.x / lanes;
+                const int row = i / heads, head = i % heads, position = begin + row, token = first + row;
+                const bool stored = i < rows * heads && position / size < a.width;
+                const bool given = stored && row < count && token < a.tokens;
+                const long long page = stored ? ((const int*)a.table)[b * a.width + position / size] : 0;
+                uint2* const to = (uint2*)s.pages + ((page * heads + head) * size + position % size) * s.row;
+                const {of.name}* const from = (const {of.name}*)(
+                    s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
+                for (int column = 0; column < s.row; column += lanes) {{
+                    const int unit = column + lane;
+                    float x[{_UNIT}] = {{}};
+                    if (given && unit < s.row)
+                        for (int j = 0; j < {_UNIT}; ++j) x[j] = __fmul_rn(float(from[{_UNIT} * unit + j]), descale);
+                    rotate(x, (int)s.rotation);
+                    if (stored && unit < s.row) to[unit] = pack(x, scale);
+                }}
+            }}
+            {ADVANCE}
+        }}""",
+        "cupy_sdpa_append_fp8",
+    )

@@ -1,0 +1,337 @@
+"""The CUDA kernels of FP8: largest magnitudes, conversion to FP8 with an optional rotation, delayed scaling, and the inverse.
+
+A thread converts a *unit* of 8 elements along head_dim. A rotation multiplies parts of head_dim by a normalized Hadamard matrix
+with the fast Walsh-Hadamard transform: three steps within the unit, the others between the threads of a warp. GPUs that have an
+instruction for the conversion use it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import PACK, ROTATION, TYPES
+from .ragged import declaration, struct
+
+#: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
+#: units in 32 bits.
+UNIT, THREADS, _MAX_BLOCKS = 8, 256, 1024
+#: The largest number of arrays in a launch: q, k and v.
+MAX_ARRAYS = 3
+#: The distance between the factors ``scale`` and ``descale`` of an array, in elements: cuDNN requires aligned addresses.
+FACTOR_STEP = 4
+#: The numbers of the state of delayed scaling before its history, see :func:`delayed`.
+STATE = 5
+
+
+class Conversion(NamedTuple):
+    """An array to convert.
+
+    Attributes:
+        source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32; D is a multiple of :data:`UNIT`.
+        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted, or if the address is
+            set later.
+        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart;
+            None if the address is set later.
+        rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
+        lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
+            full lengths.
+    """
+
+    source: Any
+    target: Any
+    factors: Any
+    rotation: int
+    lengths: Any = None
+
+
+class _Array(NamedTuple):
+    """A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units."""
+
+    source: int
+    head_stride: int
+    row_stride: int
+    batch_stride: int
+    target: int
+    width: int
+    heads: int
+    rows: int
+    units: int
+    lengths: int
+    factors: int
+    rotation: int
+    dense: int
+
+
+ARRAY_FIELDS = _Array._fields
+ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
+
+
+def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
+    """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
+    grid, arguments, source = launch(conversions)
+    amax = cupy_runtime.empty(grid, np.uint32)
+    kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
+    numbers = np.int64(grid[0]), np.float32(headroom)
+    kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
+
+
+def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
+    """Convert an array with a scale that was computed before, and then compute the next scale; one launch.
+
+    Args:
+        conversion: the array.
+        dtype: the FP8 dtype.
+        state: float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
+            blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
+    """
+    grid, arguments, source = launch([conversion])
+    kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
+
+
+def update(state: Any, amax: Any, dtype: str) -> None:
+    """Add a magnitude, float32 ``(1,)``, to the history of delayed scaling, and compute the next scale; one launch."""
+    kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
+
+
+def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
+    """``target = source * descale``, rotated; both arrays are dense in Fortran order, and head_dim is a multiple of 8."""
+    units = source.size // UNIT
+    if units:
+        grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
+        arguments = (source, target, descale, np.int64(units), np.int64(rotation))
+        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
+
+
+def arguments_of(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+    """The grid, the arguments as int64 numbers, and the dtype of the sources."""
+    arrays = [_array(conversion) for conversion in conversions]
+    blocks = blocks_of([conversion.source for conversion in conversions])
+    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
+    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
+    return (blocks, len(arrays)), numbers, dtype_name(conversions[0].source.dtype)
+
+
+def blocks_of(sources: Sequence[Any]) -> int:
+    """The blocks of a launch that converts arrays."""
+    units = max(int(x.size) // UNIT for x in sources)
+    return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
+
+
+def launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+    """The grid, the argument of the kernels, and the dtype of the sources."""
+    grid, numbers, source = arguments_of(conversions)
+    return grid, numbers.view(ARRAYS).reshape(()), source
+
+
+def _array(conversion: Conversion) -> _Array:
+    source, target, factors, rotation, lengths = conversion
+    _, heads, rows, *batch = source.shape
+    return _Array(
+        source=source.data.ptr,
+        head_stride=source.strides[1],
+        row_stride=source.strides[2],
+        batch_stride=source.strides[3] if batch else 0,
+        target=0 if target is None else target.data.ptr,
+        width=source.shape[0] // UNIT,
+        heads=heads,
+        rows=rows,
+        units=source.size // UNIT,
+        lengths=0 if lengths is None else lengths.data.ptr,
+        factors=0 if factors is None else factors.data.ptr,
+        rotation=rotation,
+        dense=lengths is None and source.flags.f_contiguous,
+    )
+
+
+_READ = """
+struct Arrays { Array arrays[ARRAYS]; };
+// The unit u of the source, rotated; 0 after the last unit and beyond the length. Every thread of the warp calls it.
+__device__ void read(const Array& a, long long u, float* x) {
+    for (int i = 0; i < 8; ++i) x[i] = 0;
+    if (u < a.units) {
+        const Source* unit = (const Source*)a.source + 8 * u;
+        bool given = true;
+        if (!a.dense) {  // divisions of 32 bits take a fraction of the time of those of 64 bits
+            const unsigned i = (unsigned)u, width = (unsigned)a.width, heads = (unsigned)a.heads, rows = (unsigned)a.rows;
+            const unsigned r = i / width, of_rows = r / heads, b = of_rows / rows;
+            const unsigned column = i - r * width, head = r - of_rows * heads, row = of_rows - b * rows;
+            const char* const from = (const char*)a.source + b * a.batch_stride + row * a.row_stride + head * a.head_stride;
+            unit = (const Source*)from + 8 * column;
+            given = !a.lengths || (int)row < ((const int*)a.lengths)[b];
+        }
+        if (given) {
+            alignas(16) Source of[8];
+            if ((unsigned long long)unit % 16 == 0) {
+                for (int i = 0; i < (int)sizeof(of) / 16; ++i) ((uint4*)of)[i] = ((const uint4*)unit)[i];
+            } else {
+                for (int i = 0; i < 8; ++i) of[i] = unit[i];
+            }
+            for (int i = 0; i < 8; ++i) x[i] = float(of[i]);
+        }
+    }
+    rotate(x, (int)a.rotation);
+}
+__device__ void write(const Array& a, long long u, const float* x, float scale) {
+    if (u < a.units) ((uint2*)a.target)[u] = pack(x, scale);
+}
+// The bits of a magnitude are in the order of the magnitudes, and those of NaN are the largest.
+__device__ unsigned magnitude(const float* x) {
+    unsigned largest = 0;
+    for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    return largest;
+}
+__device__ unsigned finite_magnitude(const float* x) {
+    unsigned largest = 0;
+    for (int i = 0; i < 8; ++i) {
+        const unsigned bits = __float_as_uint(x[i]) & 0x7fffffffu;
+        if (bits < 0x7f800000u) largest = max(largest, bits);
+    }
+    return largest;
+}
+// The largest magnitude of a block in thread 0.
+__device__ unsigned of_block(unsigned largest) {
+    __shared__ unsigned parts[THREADS];
+    parts[threadIdx.x] = largest;
+    __syncthreads();
+    for (int step = THREADS / 2; step; step /= 2) {
+        if (threadIdx.x < step) parts[threadIdx.x] = max(parts[threadIdx.x], parts[threadIdx.x + step]);
+        __syncthreads();
+    }
+    return parts[0];
+}
+// The scale that maps a magnitude to the largest number, and its inverse; 1 for magnitudes that have no normal inverse.
+__device__ void factors_of(float amax, float& scale, float& descale) {
+    const bool small = amax < 1e-30f;
+    scale = small ? 1.0f : (float)MOST / amax;
+    descale = small ? 1.0f : amax / (float)MOST;
+}
+// Add a magnitude to the history, if it is finite, and compute the next factors from its maximum.
+__device__ void advance(float* state, unsigned amax, long long length) {
+    if (amax >= 0x7f800000u) return;
+    unsigned* const counters = (unsigned*)state + 2;
+    unsigned* const history = (unsigned*)state + HISTORY;
+    history[counters[2]] = amax;
+    counters[2] = (counters[2] + 1) % length;
+    unsigned largest = 0;
+    for (long long i = 0; i < length; ++i) largest = max(largest, history[i]);
+    factors_of(__uint_as_float(largest), state[0], state[1]);
+}
+"""
+_BODIES = {
+    "amax": """(const Arrays arrays, unsigned* amax) {
+        const Array& a = arrays.arrays[blockIdx.y];
+        unsigned largest = 0;
+        float x[8];
+        for (long long base = (long long)blockIdx.x * THREADS; base < a.units; base += (long long)gridDim.x * THREADS) {
+            read(a, base + threadIdx.x, x);
+            largest = max(largest, magnitude(x));
+        }
+        largest = of_block(largest);
+        if (threadIdx.x == 0) amax[blockIdx.y * gridDim.x + blockIdx.x] = largest;
+    }""",
+    "convert": """(const Arrays arrays, const unsigned* amax) {
+        const Array& a = arrays.arrays[blockIdx.y];
+        float scale, descale, x[8];
+        unsigned largest = 0;
+        for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) largest = max(largest, amax[blockIdx.y * gridDim.x + i]);
+        factors_of(__uint_as_float(of_block(largest)), scale, descale);
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            ((float*)a.factors)[0] = scale;
+            ((float*)a.factors)[STEP] = descale;
+        }
+        for (long long base = (long long)blockIdx.x * THREADS; base < a.units; base += (long long)gridDim.x * THREADS) {
+            read(a, base + threadIdx.x, x);
+            write(a, base + threadIdx.x, x, scale);
+        }
+    }""",
+    "factors": """(const Arrays arrays, const unsigned* amax, long long blocks, float headroom) {
+        unsigned largest = 0;
+        for (unsigned i = threadIdx.x; i < blocks; i += THREADS) largest = max(largest, amax[blockIdx.x * blocks + i]);
+        largest = of_block(largest);
+        float* const factors = (float*)arrays.arrays[blockIdx.x].factors;
+        if (threadIdx.x == 0) factors_of(fminf(__uint_as_float(largest) * headroom, 3.4028235e38f), factors[0], factors[STEP]);
+    }""",
+    "delayed": """(const Arrays arrays, float* state, long long length) {
+        const Array& a = arrays.arrays[0];
+        unsigned* const counters = (unsigned*)state + 2;
+        const float scale = state[0];
+        unsigned largest = 0;
+        float x[8];
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            ((float*)a.factors)[0] = scale;
+            ((float*)a.factors)[STEP] = state[1];
+        }
+        for (long long base = (long long)blockIdx.x * THREADS; base < a.units; base += (long long)gridDim.x * THREADS) {
+            read(a, base + threadIdx.x, x);
+            largest = max(largest, magnitude(x));
+            write(a, base + threadIdx.x, x, scale);
+        }
+        largest = of_block(largest);
+        if (threadIdx.x) return;
+        atomicMax(counters, largest);
+        __threadfence();
+        if (atomicAdd(counters + 1, 1u) != gridDim.x - 1) return;
+        __threadfence();
+        advance(state, atomicExch(counters, 0u), length);  // every block has read the scale
+        counters[1] = 0;
+    }""",
+    "update": """(const float* amax, float* state, long long length) {
+        advance(state, __float_as_uint(*amax) & 0x7fffffffu, length);
+    }""",
+}
+#: The same for the finite numbers of an array.
+_BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitude(x)")
+
+
+@functools.cache
+def kernel(source: str, dtype: str, name: str) -> Any:
+    """A kernel by its name in :data:`_BODIES`: "amax" and "convert" are launched one after the other (:mod:`.current`), because
+    in one launch all blocks would have to wait for each other; the others are those of the functions of this module.
+    """
+    of = TYPES[source]
+    names = {
+        "ARRAYS": MAX_ARRAYS, "THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
+    }  # fmt: skip
+    defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
+    return cupy_runtime.cupy().RawKernel(
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}"
+        f"{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
+        f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
+        f"cupy_sdpa_fp8_{name}",
+    )
+
+
+@functools.cache
+def _dequantize_kernel(target: str, dtype: str) -> Any:
+    """The kernel of :func:`dequantize`."""
+    of = TYPES[target]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
+        extern "C" __global__ void cupy_sdpa_dequantize(
+            const uint2* from, Target* to, const float* descale, long long units, long long rotation) {{
+            const long long step = (long long)gridDim.x * blockDim.x;
+            for (long long base = (long long)blockIdx.x * blockDim.x; base < units; base += step) {{
+                const long long u = base + threadIdx.x;
+                const uint2 packed = u < units ? from[u] : make_uint2(0, 0);
+                float x[8];
+                for (int i = 0; i < 4; ++i) {{
+                    x[i] = __fmul_rn(from_fp8(packed.x >> 8 * i & 0xff), *descale);
+                    x[i + 4] = __fmul_rn(from_fp8(packed.y >> 8 * i & 0xff), *descale);
+                }}
+                rotate(x, (int)rotation);
+                alignas(16) Target values[8];
+                for (int i = 0; i < 8; ++i) values[i] = Target(x[i]);
+                if (u < units)
+                    for (int i = 0; i < (int)sizeof(values) / 16; ++i)
+                        ((uint4*)(to + 8 * u))[i] = ((const uint4*)values)[i];
+            }}
+            __syncwarp();
+        }}""",
+        "cupy_sdpa_dequantize",
+    )

@@ -1,0 +1,340 @@
+"""Merge attention results over disjoint sets of keys: a CUDA kernel, and the same computation on numpy arrays."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import TYPES
+from .ragged import declaration, elementwise, struct
+
+#: The maximum number of groups in a launch.
+MAX_GROUPS = 8
+#: The parts that a thread loads at once, and the maximum number of threads that share the parts of a row.
+_UNROLL, _MAX_SLOTS = 8, 8
+#: The maximum number of threads along Dv, and the number of threads that a block is filled up to with rows.
+_MAX_COLUMNS, _THREADS = 32, 128
+
+
+class Parts(NamedTuple):
+    """Partial results with equal strides; any strides are allowed.
+
+    Attributes:
+        out: float16, bfloat16 or float32 (numpy: also float64), ``(Dv, H, S, B, C)``: C parts.
+        stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
+        totals: None; on the GPU also float32 with the strides of ``stats``, which then is the highest score m of a row, and
+            this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
+    """
+
+    out: Any
+    stats: Any
+    totals: Any = None
+
+
+class Factors(NamedTuple):
+    """The factors of FP8 parts on the GPU, float32 ``(1,)``.
+
+    Attributes:
+        dtype: the dtype of the parts, and of the output if its elements have 8 bits.
+        descale: of the parts.
+        scale: of the output; None if it is not FP8.
+        amax: where the largest magnitude of the output is written; it is 0 before.
+    """
+
+    dtype: str
+    descale: Any
+    scale: Any
+    amax: Any
+
+
+def merge(
+    groups: Sequence[Parts],
+    out: Any,
+    stats: Any = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    factors: Factors | None = None,
+    totals: Any = None,
+) -> None:
+    """Merge parts in float32: one launch, no synchronization. float64 numpy arrays are merged in float64.
+
+    A row of a part with log-sum-exp -inf has weight 0, and its output is not used. A row without other parts gets output 0 and
+    log-sum-exp -inf, or its sink.
+
+    Args:
+        groups: 1 to :data:`MAX_GROUPS` groups of one dtype.
+        out: ``(Dv, H, S, B)``, written; any strides and float dtype.
+        stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
+        sinks: float32 ``(H,)``, a part without a value for each head; or None.
+        lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
+        factors: of FP8 parts on the GPU; None for other dtypes.
+        totals: with the strides of ``stats``, written on the GPU: results as in :class:`Parts`, to be merged with others.
+    """
+    if not cupy_runtime.is_array(out):
+        _merge_on_cpu(groups, out, stats, sinks)
+    else:
+        _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
+
+
+def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
+    dtype = np.result_type(np.float32, groups[0].out.dtype)
+    scores = np.concatenate([group.stats for group in groups], axis=3, dtype=dtype)
+    top = scores.max(axis=3, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None])
+    base = np.where(np.isneginf(top), 0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):  # log 0, and inf - inf
+        weights = np.exp(scores - base[..., None])
+        total = weights.sum(axis=3)
+        if sinks is not None:
+            total += np.exp(sinks[:, None] - base)
+        merged = np.zeros_like(out, dtype)
+        ends = itertools.accumulate(group.stats.shape[3] for group in groups)
+        for group, end in zip(groups, ends, strict=True):
+            own = (..., slice(end - group.stats.shape[3], end))
+            used = ~np.isneginf(scores[own].swapaxes(0, 1))
+            merged += (np.where(used, group.out.astype(dtype), 0) * weights[own].swapaxes(0, 1)).sum(axis=4)
+        out[...] = merged / np.where(total == 0, 1, total).swapaxes(0, 1)
+        if stats is not None:
+            stats[...] = base + np.log(total)
+
+
+def accumulate(total: Any, x: Any) -> None:
+    """``total += x``, where total is a float32 array, and x float16, bfloat16 or float32; for numpy and CuPy arrays.
+
+    CuPy's kernels access elements in C order, so arrays in Fortran order are passed transposed.
+    """
+    if not cupy_runtime.is_array(total):
+        total += x
+    elif x.dtype.name == "bfloat16":
+        operation = "y += __uint_as_float((unsigned)x << 16)"
+        elementwise("uint16 x", "float32 y", operation, "accumulate_bfloat16")(x.view(np.uint16).T, total.T)
+    else:
+        elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x.T, total.T)
+
+
+class _Group(NamedTuple):
+    """:class:`Parts` as the kernel reads them: addresses, and strides in bytes."""
+
+    parts: int
+    out: int
+    out_d: int
+    out_h: int
+    out_s: int
+    out_b: int
+    out_c: int
+    stats: int
+    stats_s: int
+    stats_h: int
+    stats_b: int
+    stats_c: int
+    totals: int
+
+
+class _Target(NamedTuple):
+    """The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes."""
+
+    parts: int
+    width: int
+    heads: int
+    queries: int
+    rows: int
+    out: int
+    out_d: int
+    out_h: int
+    out_s: int
+    out_b: int
+    stats: int
+    stats_s: int
+    stats_h: int
+    stats_b: int
+    sinks: int
+    sinks_h: int
+    lengths: int
+    descale: int
+    scale: int
+    amax: int
+    totals: int
+
+
+#: The argument of the kernel, passed by value; all fields are int64.
+_ARGUMENTS = np.dtype(
+    [
+        ("target", struct(_Target)),
+        ("groups", struct(_Group), MAX_GROUPS),
+    ]
+)
+
+
+def _merge_on_gpu(
+    groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any, factors: Factors | None, totals: Any
+) -> None:
+    width, heads, queries, batch = out.shape
+    rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
+    if not rows:
+        return
+    (dtype,) = {group.out.dtype for group in groups}
+    vector = 16 // dtype.itemsize
+    if not all(_is_aligned(array, vector) for array in (out, *(group.out for group in groups))):
+        vector = 1
+    columns = min(max(-(-width // vector), 1), _MAX_COLUMNS)
+    slots = min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
+    block_rows = max(_THREADS // (columns * slots), 1)
+    grid = (-(-rows // block_rows), max(-(-width // (columns * vector)), 1))
+    no_stats, no_sinks = (0,) * 4, (0,) * 2
+    target = [
+        parts, width, heads, queries, rows, out.data.ptr, *out.strides,
+        *(no_stats if stats is None else (stats.data.ptr, *stats.strides)),
+        *(no_sinks if sinks is None else (sinks.data.ptr, *sinks.strides)),
+        0 if lengths is None else lengths.data.ptr,
+        *(_address(array) for array in (*(factors[1:] if factors else (None,) * 3), totals)),
+    ]  # fmt: skip
+    given = [
+        (x.out.shape[4], x.out.data.ptr, *x.out.strides, x.stats.data.ptr, *x.stats.strides, _address(x.totals)) for x in groups
+    ]
+    padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
+    arguments = np.array((_Target(*target), padded), _ARGUMENTS)
+    names = [factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype)]
+    carried = groups[0].totals is not None
+    _merge_kernel(*names, vector, carried)(grid, (columns, block_rows, slots), (arguments,))
+
+
+def _address(array: Any) -> int:
+    """The address of an array, or 0."""
+    return 0 if array is None else int(array.data.ptr)
+
+
+def _is_aligned(array: Any, vector: int) -> bool:
+    """Whether a thread can access ``vector`` consecutive elements along Dv at once, up to 16 bytes in one instruction."""
+    width, *lengths = array.shape
+    unit, *strides = array.strides
+    size = min(vector * array.itemsize, 16)
+    used = [stride for length, stride in zip(lengths, strides, strict=True) if length > 1]
+    return bool(width % vector == 0 and unit == array.itemsize and math.gcd(size, array.data.ptr, *used) == size)
+
+
+@functools.cache
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False) -> Any:
+    """The kernel of :func:`merge`. ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the
+    slots of a row share its parts.
+
+    Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
+    the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
+    ``carried``, they have totals.
+    """
+    types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
+    vectors = (
+        f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
+    )
+    amount = "*(const float*)(arguments.groups[g].totals + place)" if carried else "1"
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
+        {declaration("Group", _Group)}
+        {declaration("Target", _Target)}
+        struct Arguments {{ Target target; Group groups[{MAX_GROUPS}]; }};
+        #define NONE __int_as_float(0xff800000)  // -inf
+        // a finite number to subtract from log-sum-exps
+        __device__ float base_of(float top) {{ return top == NONE ? 0.0f : top; }}
+        extern "C" __global__ void __launch_bounds__({_MAX_COLUMNS * _MAX_SLOTS}) cupy_sdpa_merge(const Arguments arguments) {{
+            const Target& t = arguments.target;
+            const unsigned row = blockIdx.x * blockDim.y + threadIdx.y, heads = t.heads, queries = t.queries;
+            const long long h = row % heads, s = row / heads % queries, b = row / heads / queries;
+            const long long column = ((long long)blockIdx.y * blockDim.x + threadIdx.x) * {vector};
+            const bool has_value = column < t.width, is_used = row < t.rows && (has_value || column == 0);
+            float top = NONE, total = 0, sum[{vector}] = {{}};
+            const int length = is_used && t.lengths ? ((const int*)t.lengths)[b] : t.queries;  // not used before the end
+            if (t.sinks && threadIdx.z == 0 && is_used) {{
+                top = *(const float*)(t.sinks + h * t.sinks_h);
+                total = top == NONE ? 0 : 1;
+            }}
+            int g = -1;
+            long long begin = 0, end = 0, out = 0, stats = 0;
+            for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
+                float score[{_UNROLL}], amount[{_UNROLL}];
+                In value[{_UNROLL}];
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) {{
+                    const long long part = first + i * blockDim.z;
+                    score[i] = NONE;
+                    if (part < t.parts) {{
+                        while (part >= end) {{
+                            const Group& group = arguments.groups[++g];
+                            begin = end;
+                            end += group.parts;
+                            out = group.out + column * group.out_d + h * group.out_h + s * group.out_s + b * group.out_b;
+                            stats = h * group.stats_h + s * group.stats_s + b * group.stats_b;
+                        }}
+                        const long long place = stats + (part - begin) * arguments.groups[g].stats_c;
+                        score[i] = *(const float*)(arguments.groups[g].stats + place);
+                        amount[i] = {amount};
+                        if (has_value) value[i] = *(const In*)(out + (part - begin) * arguments.groups[g].out_c);
+                    }}
+                }}
+                float highest = top;
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) highest = fmaxf(highest, score[i]);
+                const float base = base_of(highest), scale = expf(top - base);
+                top = highest;
+                total *= scale;
+                #pragma unroll
+                for (int j = 0; j < {vector}; ++j) sum[j] *= scale;
+                #pragma unroll
+                for (int i = 0; i < {_UNROLL}; ++i) {{
+                    if (score[i] == NONE) continue;
+                    const float weight = amount[i] * expf(score[i] - base);
+                    total += weight;
+                    #pragma unroll
+                    for (int j = 0; j < {vector}; ++j) sum[j] += weight * float(value[i].x[j]);
+                }}
+            }}
+            if (blockDim.z > 1) {{
+                __shared__ float shared[{vector} + 2][{_MAX_COLUMNS * _MAX_SLOTS}];
+                const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+                const int step = blockDim.y * blockDim.x;
+                shared[0][thread] = top;
+                shared[1][thread] = total;
+                for (int j = 0; j < {vector}; ++j) shared[j + 2][thread] = sum[j];
+                __syncthreads();
+                if (threadIdx.z) return;
+                for (int i = 1; i < blockDim.z; ++i) top = fmaxf(top, shared[0][thread + i * step]);
+                const float scale = expf(shared[0][thread] - base_of(top));
+                total *= scale;
+                for (int j = 0; j < {vector}; ++j) sum[j] *= scale;
+                for (int i = 1; i < blockDim.z; ++i) {{
+                    const int other = thread + i * step;
+                    const float weight = expf(shared[0][other] - base_of(top));
+                    total += weight * shared[1][other];
+                    for (int j = 0; j < {vector}; ++j) sum[j] += weight * shared[j + 2][other];
+                }}
+            }}
+            if (!is_used) return;
+            const bool exists = s < length;
+            float factor = total == 0 ? 0.0f : 1 / total;
+            if (t.descale) factor *= *(const float*)t.descale;
+            const float scale = t.scale ? *(const float*)t.scale : 1;
+            Out merged;
+            float largest = 0;
+            for (int j = 0; j < {vector}; ++j) {{
+                const float value = exists ? sum[j] * factor : 0.0f;
+                largest = fmaxf(largest, fabsf(value));
+                merged.x[j] = {types["Out"].name}(value * scale);
+            }}
+            // the bits of positive numbers are in their order
+            if (t.amax && has_value && largest > *(const volatile float*)t.amax)
+                atomicMax((int*)t.amax, __float_as_int(largest));
+            if (has_value) *(Out*)(t.out + column * t.out_d + h * t.out_h + s * t.out_s + b * t.out_b) = merged;
+            if (t.stats && column == 0)
+            {{
+                const long long place = h * t.stats_h + s * t.stats_s + b * t.stats_b;
+                if (t.totals) *(float*)(t.totals + place) = total;
+                *(float*)(t.stats + place) = t.totals ? top : exists ? base_of(top) + logf(total) : NONE;
+            }}
+        }}""",
+        "cupy_sdpa_merge",
+    )

@@ -1,0 +1,44 @@
+"""The CUDA kernel that makes a page table from lists of pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+
+
+def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, lengths: Any) -> None:
+    """Write the page table and the lengths of sequences; one launch.
+
+    Args:
+        starts: int32 ``(B + 1,)``, where the list of each sequence begins among all pages.
+        pages: int32 ``(n,)``, the pages of all sequences; an index beyond is not read.
+        last: int32 ``(B,)``, the number of tokens in the last page of each sequence.
+        page_size: tokens per page.
+        table: int32 ``(P, B)`` in Fortran order. Lists are cut after P pages; 0 follows shorter ones.
+        lengths: int32 ``(B,)``.
+    """
+    width, batch = table.shape
+    if batch:
+        numbers = (np.int32(pages.size), np.int32(width), np.int32(page_size))
+        _fill_table_kernel()((batch,), (128,), (starts, pages, last, *numbers, table, lengths))
+
+
+@functools.cache
+def _fill_table_kernel() -> Any:
+    """The kernel of :func:`fill_table`; each block is for one sequence."""
+    return cupy_runtime.cupy().RawKernel(
+        """extern "C" __global__ void cupy_sdpa_page_lists(
+            const int* starts, const int* pages, const int* last, int total, int width, int page_size, int* table, int* lengths
+        ) {
+            const int b = blockIdx.x, start = starts[b], count = max(0, min(starts[b + 1] - start, width));
+            for (int i = threadIdx.x; i < width; i += blockDim.x)
+                table[(long long)b * width + i] = i < count && start + i >= 0 && start + i < total ? pages[start + i] : 0;
+            if (threadIdx.x == 0)
+                lengths[b] = count < starts[b + 1] - start ? count * page_size : count ? (count - 1) * page_size + last[b] : 0;
+        }""",
+        "cupy_sdpa_page_lists",
+    )

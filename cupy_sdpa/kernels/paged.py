@@ -1,0 +1,395 @@
+"""CUDA kernels beside attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
+
+cuDNN's kernels for several queries load a whole tile of keys: the pages of all its table entries, and page 0 after the end of
+the table. They multiply the values after the length by 0. So the table must consist of whole tiles, and every entry after the
+length must name a page without NaN: here the first page of the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem.band import Band
+from ..problem.problem import Split
+from ..problem.tensor_spec import FP8_LARGEST
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import TYPES
+from ..runtime.memory import UNITS
+from .ragged import declaration, struct
+from .records import BoundaryKeys, Chunks, Keys, PagedFactors
+
+
+class _Table(NamedTuple):
+    """A page table as the kernels read it; strides in elements."""
+
+    table: int
+    entry_stride: int
+    pitch: int
+    pages: int
+    page: int
+    lengths: int
+
+
+class _Queries(NamedTuple):
+    """The queries as the kernels read them: strides in bytes, and the band; -1 is no bound."""
+
+    q: int
+    q_head: int
+    q_query: int
+    q_batch: int
+    queries: int
+    heads: int
+    lengths: int
+    left: int
+    right: int
+    bottom_right: int
+
+
+def _table(table: Any, lengths: Any, page: int) -> _Table:
+    return _Table(table.data.ptr, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths.data.ptr)
+
+
+def _queries(q: Any, keys: Keys) -> _Queries:
+    _, heads, queries, _ = q.shape
+    left, right, bottom_right = keys.band or Band()
+    return _Queries(
+        q=q.data.ptr,
+        q_head=q.strides[1],
+        q_query=q.strides[2],
+        q_batch=q.strides[3],
+        queries=queries,
+        heads=heads,
+        lengths=keys.lengths_q.data.ptr,
+        left=-1 if left is None else left,
+        right=-1 if right is None else right,
+        bottom_right=bottom_right,
+    )
+
+
+def _struct(*parts: tuple[str, type[_Table | _Queries]] | str) -> np.dtype[Any]:
+    """The dtype of an argument of a kernel: records, and other fields; all are int64."""
+    fields: list[Any] = []
+    for part in parts:
+        name, record = (part, None) if isinstance(part, str) else part
+        fields.append((name, np.int64 if record is None else struct(record)))
+    return np.dtype(fields)
+
+
+def _declaration(name: str, dtype: np.dtype[Any]) -> str:
+    """The C struct of such a dtype."""
+    types = {"table": "Table", "queries": "Queries"}
+    fields = " ".join(f"{types.get(field, 'long long')} {field};" for field in dtype.names or ())
+    return f"struct {name} {{ {fields} }};"
+
+
+#: The C structs, and device functions for table entries (after the length, that of the first page) and for the keys of queries.
+_DEVICE_CODE = f"""
+    {declaration("Table", _Table)}
+    {declaration("Queries", _Queries)}
+    __device__ long long least(long long a, long long b) {{ return a < b ? a : b; }}
+    __device__ long long most(long long a, long long b) {{ return a > b ? a : b; }}
+    __device__ long long length_of(const Table& t, long long b) {{
+        return least(((const int*)t.lengths)[b], t.pages * t.page);
+    }}
+    __device__ int entry(const Table& t, long long b, long long i) {{
+        return ((const int*)t.table)[i * t.entry_stride + b * t.pitch];
+    }}
+    __device__ int padded_entry(const Table& t, long long b, long long first, long long i, long long length) {{
+        return length > 0 ? entry(t, b, i * t.page < length ? first + i : first) : 0;
+    }}
+    // the keys of each query, from first to end, and the common keys: whole pages to which every query attends
+    struct Visible {{
+        long long length, queries, shift, left, right, common_begin, common_end;
+        __device__ Visible(const Table& t, const Queries& q, int keys_of_sequence, int queries_of_sequence)
+            : left(q.left), right(q.right) {{
+            length = least(keys_of_sequence, t.pages * t.page);
+            queries = least(queries_of_sequence, q.queries);
+            shift = q.bottom_right ? length - queries : 0;
+            common_end = queries > 0 ? end(0) : 0;
+            const unsigned page = t.page, pages = (unsigned(first(queries - 1)) + page - 1) / page;
+            common_begin = least((long long)pages * page, common_end);
+        }}
+        __device__ long long first(long long s) const {{ return left < 0 ? 0 : most(s + shift - left, 0); }}
+        __device__ long long end(long long s) const {{
+            return right < 0 ? length : most(least(s + shift + right + 1, length), 0);
+        }}
+    }};"""
+
+_PADDED = _struct(("table", _Table), "out", "width")
+
+
+def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
+    """Copy a page table ``(P, B)`` to ``(width, B)``; entries after the length name the first page of the sequence."""
+    width, batch = out.shape
+    arguments = np.array((tuple(_table(table, lengths, page)), out.data.ptr, width), _PADDED)
+    _padded_table_kernel()((max(1, min(64, -(-width // 256))), batch), (256,), (arguments,))
+
+
+@functools.cache
+def _padded_table_kernel() -> Any:
+    """The kernel of :func:`padded_table`."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{_DEVICE_CODE}
+        {_declaration("Padded", _PADDED)}
+        extern "C" __global__ void cupy_sdpa_padded_table(const Padded x) {{
+            const long long b = blockIdx.y, length = length_of(x.table, b), step = (long long)gridDim.x * blockDim.x;
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < x.width; i += step)
+                ((int*)x.out)[b * x.width + i] = padded_entry(x.table, b, 0, i, length);
+        }}""",
+        "cupy_sdpa_padded_table",
+    )
+
+
+_PREFIX = _struct("table", "entry", "pitch", "lengths", "stride", "batch", "pages", "prefix", "shared", "shared_length", "rest")
+
+
+def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
+    """Divide the keys of sequences into a shared prefix and the rest; one launch, also for numpy arrays.
+
+    The sequence is chosen on the device: a released one has no pages.
+
+    Args:
+        table, lengths: the page table ``(P, B)`` and the lengths, int32 ``(B,)``.
+        prefix: the length of the prefix.
+        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if there is none.
+        shared_length: int32 ``(1,)``, written: the length of the prefix, or 0.
+        rest: int32 ``(B,)``, written: the lengths after the prefix.
+    """
+    if not cupy_runtime.is_array(lengths):
+        whole = lengths >= prefix
+        shared[...] = table[: len(shared), whole.argmax(), None] if whole.any() else 0
+        shared_length[...] = prefix if whole.any() else 0
+        np.maximum(lengths - np.int32(prefix), 0, out=rest)
+        return
+    entry, pitch, stride = (step // 4 for step in (*table.strides, *lengths.strides))
+    addresses = [array.data.ptr for array in (shared, shared_length, rest)]
+    given = table.data.ptr, entry, pitch, lengths.data.ptr, stride, lengths.size, shared.size, prefix, *addresses
+    grid = (max(1, min(64, -(-max(shared.size, lengths.size) // 256))),)
+    _divide_kernel()(grid, (256,), (np.array(given, _PREFIX),))
+
+
+@functools.cache
+def _divide_kernel() -> Any:
+    """The kernel of :func:`divide`."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""struct Prefix {{ long long {", ".join(_PREFIX.names or ())}; }};
+        extern "C" __global__ void cupy_sdpa_divide(const Prefix x) {{
+            const int* const lengths = (const int*)x.lengths;
+            const long long step = (long long)gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
+            long long first = 0;
+            while (first < x.batch && lengths[first * x.stride] < x.prefix) ++first;
+            const bool any = first < x.batch;
+            for (long long i = thread; i < x.pages; i += step)
+                ((int*)x.shared)[i] = any ? ((const int*)x.table)[i * x.entry + first * x.pitch] : 0;
+            for (long long b = thread; b < x.batch; b += step) {{
+                const long long length = lengths[b * x.stride];
+                ((int*)x.rest)[b] = length > x.prefix ? length - x.prefix : 0;
+            }}
+            if (thread == 0) *(int*)x.shared_length = any ? x.prefix : 0;
+        }}""",
+        "cupy_sdpa_divide",
+    )
+
+
+#: The threads and the warps of a block.
+_THREADS, _WARPS = 128, 4
+#: The number of values that a warp loads before it has the scores of their keys.
+_EARLY = 4
+_SPLIT = _struct(
+    ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
+    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *PagedFactors._fields,
+)  # fmt: skip
+_BOUNDARY_KEYS = _struct(
+    "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
+)  # fmt: skip
+
+
+def split(
+    q: Any,
+    keys: Keys,
+    split: Split,
+    chunks: Chunks,
+    boundary: BoundaryKeys | None,
+    dtype: str,
+    factors: PagedFactors | None = None,
+) -> None:
+    """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
+
+    Args:
+        q: ``(D, Hq, Sq, B)``.
+        keys: the keys. Their pages are aligned to 16 bytes.
+        split: the chunks.
+        chunks: the arrays, written. They may have more queries than q, which are copies of the last one.
+        boundary: the boundary keys; None if the keys have no band.
+        dtype: the dtype of q, k and v.
+        factors: those of FP8 arrays; None for other dtypes.
+    """
+    d, heads, queries, batch = q.shape
+    staged = chunks.rows.shape[1]
+    row = d * q.itemsize
+    used = [stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1]
+    unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
+    table = _table(keys.table, keys.lengths, keys.k.shape[2])
+    arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
+    per_chunk = max(1, min(128, -(-row * staged * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
+    blocks = per_chunk * batch * split.chunks
+    addresses = [array.data.ptr for array in arrays]
+    of_factors = [array.data.ptr for array in factors] if factors else [0] * len(PagedFactors._fields)
+    given = (
+        tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1] * staged, split.chunks, split.pages, *addresses,
+        per_chunk, blocks, staged, chunks.table.shape[0], *of_factors,
+    )  # fmt: skip
+    arguments: list[Any] = [np.array(given, _SPLIT)]
+    if boundary:
+        pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
+        given = (batch, heads // keys.k.shape[1], *pages, boundary.out.data.ptr, boundary.stats.data.ptr)
+        arguments += [np.array(given, _BOUNDARY_KEYS), np.float32(boundary.scale), np.float32(boundary.softcap or 0)]
+        blocks += -(-heads * queries * batch // _WARPS)
+    kernel = _split_kernel(unit, dtype, d, boundary.out.shape[0] if boundary else 0)
+    kernel((blocks,), (_THREADS,), tuple(arguments))
+
+
+@functools.cache
+def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
+    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
+    computes attention over the boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
+    """
+    kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
+    boundary = """if (blockIdx.x >= x.split_blocks) {
+                attend_to_boundary_keys(x, boundary, scale, softcap, blockIdx.x - x.split_blocks);
+                return;
+            }"""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{TYPES[dtype].header}{_DEVICE_CODE}
+        {_declaration("Split", _SPLIT)}
+        {_boundary_keys_code(dtype, d, dv) if dv else ""}
+        extern "C" __global__ void __launch_bounds__({_THREADS}) cupy_sdpa_split(
+            const Split x{", const BoundaryKeys boundary, const float scale, const float softcap" if dv else ""}) {{
+            {boundary if dv else ""}
+            const unsigned per_chunk = x.blocks_per_chunk, chunks = x.chunks, page = x.table.page;
+            const unsigned e = blockIdx.x / per_chunk, b = e / chunks, c = e % chunks;
+            const unsigned thread = blockIdx.x % per_chunk * blockDim.x + threadIdx.x, threads = per_chunk * blockDim.x;
+            const Queries& q = x.queries;
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
+            const unsigned queries = q.queries, staged = x.staged, results = staged * q.heads;
+            for (unsigned i = thread; i < results * {units}; i += threads) {{
+                const unsigned row = i / {units}, s = min(row % staged, queries - 1), h = row / staged;
+                const long long from = q.q + b * q.q_batch + s * q.q_query + h * q.q_head;
+                (({kind}*)x.rows)[(long long)e * results * {units} + i] = ((const {kind}*)from)[i % {units}];
+            }}
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
+            const long long size = x.chunk_pages * page, start = visible.common_begin + c * size;
+            const long long keys = most(least(visible.common_end - start, size), 0);
+            if (blockIdx.x == 0 && thread == 0 && x.scale_parts) {{
+                *(float*)x.scale_parts = 1 / *(const float*)x.descale_v;
+                *(float*)x.amax = 0;
+            }}
+            if (thread == 0) {{  // in FP8 a chunk without keys gets one key and no rows (fp8-empty-sequences)
+                const bool no_rows = keys == 0 && x.scale_parts;
+                ((int*)x.row_counts)[e] = no_rows ? 0 : x.row_count;
+                ((int*)x.chunk_lengths)[e] = no_rows ? 1 : keys;
+            }}
+            const unsigned first = keys ? unsigned(start) / page : 0;
+            for (long long i = thread; i < x.table_pages; i += threads)
+                ((int*)x.chunk_table)[e * x.table_pages + i] = padded_entry(x.table, b, first, i, keys);
+            for (unsigned i = thread; keys == 0 && i < results; i += threads)
+                ((unsigned*)x.stats)[(long long)e * results + i] = 0xff800000u;  // -inf
+        }}""",
+        "cupy_sdpa_split",
+    )
+
+
+def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
+    """The device function that computes attention over the boundary keys of one query of one head with a warp: a thread
+    computes the score of one key at a time, and then some columns of the output.
+    """
+    kind, columns = TYPES[dtype], -(-dv // 32)
+    vector = 16 // kind.itemsize
+    # The output has the factor of the values, so only the scores need factors.
+    descale = "* *(const float*)x.descale_q * *(const float*)x.descale_k" if dtype in FP8_LARGEST else ""
+    return f"""{_declaration("BoundaryKeys", _BOUNDARY_KEYS)}
+        struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
+        __device__ void attend_to_boundary_keys(
+            const Split& x, const BoundaryKeys& boundary, const float scale, const float softcap, const unsigned block) {{
+            const Queries& q = x.queries;
+            const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+            const unsigned index = block * {_WARPS} + warp, queries = q.queries, heads = q.heads, page = x.table.page;
+            const unsigned s = index % queries, h = index / queries % heads;
+            const long long b = index / queries / heads;
+            if (b >= boundary.batch) return;
+            const unsigned head = h / unsigned(boundary.group);
+            const long long k = boundary.k + head * boundary.k_head, v = boundary.v + head * boundary.v_head;
+            __shared__ float every_query[{_WARPS}][{d}], every_score[{_WARPS}][32];
+            __shared__ long long every_value[{_WARPS}][32];
+            float* const query = every_query[warp];
+            float* const scores = every_score[warp];
+            long long* const values = every_value[warp];
+            const {kind.name}* const given = (const {kind.name}*)(q.q + b * q.q_batch + s * q.q_query + h * q.q_head);
+            // Loads are issued before the first one is used, so that they overlap.
+            const int keys_of_sequence = ((const int*)x.table.lengths)[b], queries_of_sequence = ((const int*)q.lengths)[b];
+            {kind.name} loaded[{-(-d // 32)}];
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) loaded[c] = given[i];
+            const Visible visible(x.table, q, keys_of_sequence, queries_of_sequence);
+            for (int c = 0, i = lane; i < {d}; ++c, i += 32) query[i] = float(loaded[c]);
+            const long long first = visible.first(s), end = visible.end(s), after = most(visible.common_end, first);
+            const long long before = most(least(visible.common_begin, end) - first, 0);
+            const long long count = s < visible.queries ? before + most(end - after, 0) : 0;
+            float top = __int_as_float(0xff800000), total = 0, sum[{columns}] = {{}};
+            for (long long start = 0; start < count; start += 32) {{
+                __syncwarp();
+                const int keys = least(count - start, 32);
+                float score = 0;
+                Vector key[{d // vector}];
+                if (lane < keys) {{
+                    const long long i = start + lane;
+                    const unsigned j = i < before ? first + i : after + (i - before), n = j / page;
+                    const long long place = entry(x.table, b, n);
+                    const Vector* const row = (const Vector*)(k + place * boundary.k_page + (j - n * page) * boundary.k_row);
+                    values[lane] = v + place * boundary.v_page + (j - n * page) * boundary.v_row;
+                    #pragma unroll
+                    for (int p = 0; p < {d // vector}; ++p) key[p] = row[p];
+                }}
+                __syncwarp();
+                {kind.name} early[{_EARLY}][{columns}];
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i)
+                    for (int c = 0, column = lane; i < keys && column < {dv}; ++c, column += 32)
+                        early[i][c] = ((const {kind.name}*)values[i])[column];
+                if (lane < keys) {{
+                    #pragma unroll
+                    for (int p = 0; p < {d // vector}; ++p)
+                        for (int i = 0; i < {vector}; ++i) score += query[p * {vector} + i] * float(key[p].x[i]);
+                    score *= scale{descale};
+                    score = softcap > 0 ? softcap * tanhf(score / softcap) : score;
+                    scores[lane] = score;
+                }}
+                __syncwarp();
+                const float previous = top;
+                for (int i = 0; i < keys; ++i) top = fmaxf(top, scores[i]);
+                __syncwarp();
+                if (lane < keys) scores[lane] = expf(score - top);
+                __syncwarp();
+                const float factor = expf(previous - top);
+                total *= factor;
+                for (int c = 0; c < {columns}; ++c) sum[c] *= factor;
+                #pragma unroll
+                for (int i = 0; i < {_EARLY}; ++i) {{
+                    if (i >= keys) break;
+                    total += scores[i];
+                    for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(early[i][c]);
+                }}
+                #pragma unroll 4
+                for (int i = {_EARLY}; i < keys; ++i) {{
+                    const {kind.name}* const value = (const {kind.name}*)values[i];
+                    total += scores[i];
+                    for (int c = 0, column = lane; column < {dv}; ++c, column += 32) sum[c] += scores[i] * float(value[column]);
+                }}
+            }}
+            const long long row = (b * heads + h) * queries + s;
+            {kind.name}* const out = ({kind.name}*)boundary.out + row * {dv};
+            for (int c = 0, column = lane; count && column < {dv}; ++c, column += 32) out[column] = {kind.name}(sum[c] / total);
+            if (lane == 0) ((float*)boundary.stats)[row] = count ? top + logf(total) : __int_as_float(0xff800000);
+        }}"""

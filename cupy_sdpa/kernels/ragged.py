@@ -1,0 +1,428 @@
+"""Kernels that run before and after attention: they compute offsets, clear padding, and convert row statistics.
+
+Functions that the steps of programs run take arrays of numpy or CuPy; the numpy code is beside the CUDA kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem.problem import MASKED_SCORE
+from ..runtime import cupy_runtime, memory
+from ..runtime.dtypes import TYPES
+
+#: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
+LOWEST = -1e30
+
+
+class Lengths(NamedTuple):
+    """The lengths of the sequences of queries, or of keys.
+
+    Attributes:
+        array: int32 ``(B,)``, the length of each batch entry; for packed sequences the cumulative lengths, int32 or int64
+            ``(B+1,)``.
+        max_length: the largest length; longer sequences are truncated.
+        total: the number of positions of a packed array; unused for dense arrays.
+        packed: whether the sequences are packed.
+        made: int32 ``(B,)``, written: the lengths of packed sequences; or None.
+    """
+
+    array: Any
+    max_length: int
+    total: int
+    packed: bool = False
+    made: Any = None
+
+
+class Offsets(NamedTuple):
+    """Ragged offsets of packed sequences.
+
+    Attributes:
+        made: int64 ``(B+1,)``, written: the cumulative lengths times ``factor``.
+        of_keys: whether they are those of keys.
+        factor: the elements per position.
+    """
+
+    made: Any
+    of_keys: bool
+    factor: int
+
+
+class ClearedResult(NamedTuple):
+    """A result whose padding is cleared.
+
+    Attributes:
+        array: ``(D, H, S, B)`` or packed ``(D, H, T)``; row statistics ``(S, H, B)`` or packed ``(H, T)``.
+        of_keys: whether its positions are those of keys.
+        per_row: whether it is a row statistic.
+        fill_value: 0, or -inf in float32.
+        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch entries without keys; or None.
+    """
+
+    array: Any
+    of_keys: bool
+    per_row: bool
+    fill_value: float
+    sinks: Any = None
+
+
+def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
+    """Compute lengths and offsets of packed sequences, and clear the padding of results; one launch, no synchronization.
+
+    cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
+    such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
+    last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
+    On the CPU, whose engine does not write to padding, whole results are cleared.
+
+    Args:
+        queries, keys: the lengths of the queries and of the keys.
+        offsets: the offsets of packed sequences.
+        results: the results whose padding is cleared.
+    """
+    sides = queries, keys
+    if not cupy_runtime.is_array(queries.array):
+        for result in results:
+            result.array.fill(result.fill_value)
+        for lengths in sides:
+            if lengths.made is not None:
+                lengths.made[...] = np.diff(lengths.array)
+        for made, of_keys, factor in offsets:
+            made[...] = sides[of_keys].array.astype(np.int64) * factor
+        return
+    packed = queries.packed, keys.packed
+    batch = queries.array.size - packed[0]
+    sequences = [
+        _Sequences(
+            array=lengths.array.data.ptr,
+            stride=lengths.array.strides[0] // lengths.array.itemsize,
+            itemsize=lengths.array.itemsize,
+            lengths=0 if lengths.made is None else lengths.made.data.ptr,
+            max_length=lengths.max_length,
+            total=lengths.total,
+        )
+        for lengths in sides
+    ]
+    offset_arrays = [_Offsets(made.data.ptr, of_keys, factor) for made, of_keys, factor in offsets]
+    blocks = max(1, min(64, 256 // max(batch, 1)))
+    arguments = _arguments(batch, sequences, offset_arrays, [_result(result, packed[result.of_keys]) for result in results])
+    _prepare_sequences_kernel(packed)((blocks, max(batch, 1)), (256,), (arguments,))
+
+
+class _Sequences(NamedTuple):
+    """:class:`Lengths` as the kernel reads them; the fields are addresses, elements and bytes."""
+
+    array: int
+    stride: int
+    itemsize: int
+    lengths: int
+    max_length: int
+    total: int
+
+
+class _Offsets(NamedTuple):
+    """An array of offsets as the kernel writes it: cumulative lengths times ``factor``."""
+
+    out: int
+    of_keys: int
+    factor: int
+
+
+class _Result(NamedTuple):
+    """A :class:`ClearedResult` as the kernel writes it, in words of 4 bytes; ``columns`` is the words per position and head."""
+
+    out: int
+    of_keys: int
+    bits: int
+    columns: int
+    heads: int
+    head_stride: int
+    position_stride: int
+    batch_stride: int
+    sinks: int
+
+
+#: The maximum number of offsets and of results in a launch.
+_MAX_OFFSETS, _MAX_RESULTS = 14, 4
+
+
+def struct(fields: type[Any]) -> np.dtype[Any]:
+    """The dtype of a record whose fields are int64, as an argument of a kernel."""
+    return np.dtype([(name, np.int64) for name in fields._fields])
+
+
+#: The argument of the kernel, passed by value; all fields are int64.
+_ARGUMENTS = np.dtype(
+    [
+        ("batch", np.int64),
+        ("offset_count", np.int64),
+        ("result_count", np.int64),
+        ("sequences", struct(_Sequences), 2),
+        ("offsets", struct(_Offsets), _MAX_OFFSETS),
+        ("results", struct(_Result), _MAX_RESULTS),
+    ]
+)
+
+
+def _arguments(batch: int, sequences: list[_Sequences], offsets: list[_Offsets], results: list[_Result]) -> Any:
+    padded_offsets = [*offsets, *[(0,) * len(_Offsets._fields)] * (_MAX_OFFSETS - len(offsets))]
+    padded_results = [*results, *[(0,) * len(_Result._fields)] * (_MAX_RESULTS - len(results))]
+    return np.array((batch, len(offsets), len(results), sequences, padded_offsets, padded_results), _ARGUMENTS)
+
+
+def _result(result: ClearedResult, packed: bool) -> _Result:
+    array, strides = result.array, [stride // 4 for stride in result.array.strides]
+    if result.per_row:
+        head_axis, position_axis = (0, 1) if packed else (1, 0)
+        columns = 1
+    else:
+        head_axis, position_axis = 1, 2
+        columns = array.shape[0] * array.itemsize // 4
+    return _Result(
+        out=array.data.ptr,
+        of_keys=result.of_keys,
+        bits=int(np.float32(result.fill_value).view(np.uint32)),
+        columns=columns,
+        heads=array.shape[head_axis],
+        head_stride=strides[head_axis],
+        position_stride=strides[position_axis],
+        batch_stride=0 if packed else strides[-1],
+        sinks=0 if result.sinks is None else result.sinks.data.ptr,
+    )
+
+
+def declaration(name: str, fields: type[Any]) -> str:
+    """The C struct of a record whose fields are int64."""
+    return f"struct {name} {{ long long {', '.join(fields._fields)}; }};"
+
+
+@functools.cache
+def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
+    """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{declaration("Sequences", _Sequences)}
+        {declaration("Offsets", _Offsets)}
+        {declaration("Result", _Result)}
+        struct Arguments {{
+            long long batch, offset_count, result_count;
+            Sequences sequences[2];
+            Offsets offsets[{_MAX_OFFSETS}];
+            Result results[{_MAX_RESULTS}];
+        }};
+        __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
+        __device__ long long at(const Sequences& s, long long i) {{
+            return s.itemsize == 4 ? ((const int*)s.array)[i * s.stride] : ((const long long*)s.array)[i * s.stride];
+        }}
+        extern "C" __global__ void cupy_sdpa_prepare_sequences(const Arguments arguments) {{
+            const long long batch = arguments.batch, b = blockIdx.y;
+            const bool packed[2] = {{{int(packed[0])}, {int(packed[1])}}};
+            long long begin[2], length[2], end[2];
+            for (int side = 0; side < 2; ++side) {{
+                const Sequences& s = arguments.sequences[side];
+                if (packed[side]) {{
+                    begin[side] = clamped(at(s, b), s.total);
+                    end[side] = clamped(at(s, b + 1), s.total);
+                    length[side] = clamped(end[side] - begin[side], s.max_length);
+                    if (s.lengths && blockIdx.x == 0 && threadIdx.x == 0) ((int*)s.lengths)[b] = length[side];
+                }} else {{
+                    begin[side] = 0;
+                    length[side] = clamped(at(s, b), s.max_length);
+                    end[side] = s.max_length;
+                }}
+            }}
+            if (blockIdx.x == 0 && threadIdx.x < arguments.offset_count) {{
+                const Offsets& o = arguments.offsets[threadIdx.x];
+                const Sequences& s = arguments.sequences[o.of_keys];
+                ((long long*)o.out)[b] = begin[o.of_keys] * o.factor;
+                if (b + 1 == batch) ((long long*)o.out)[batch] = clamped(at(s, batch), s.total) * o.factor;
+            }}
+            for (int r = 0; r < arguments.result_count; ++r) {{
+                const Result& result = arguments.results[r];
+                const int side = result.of_keys;
+                // the padding of this entry, and in packed results what is before the first and after the last sequence
+                const long long from[3] = {{length[1 - side] ? begin[side] + length[side] : begin[side], 0, end[side]}};
+                const long long to[3] = {{end[side], packed[side] && b == 0 ? begin[side] : 0,
+                                          packed[side] && b + 1 == batch ? arguments.sequences[side].total : 0}};
+                const long long words = result.columns * result.heads;
+                for (int part = 0; part < 3; ++part) {{
+                    const long long count = (to[part] - from[part]) * words;
+                    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+                    const long long step = (long long)gridDim.x * blockDim.x;
+                    const long long start = result.out + 4 * (b * result.batch_stride + from[part] * result.position_stride);
+                    const bool dense = result.position_stride == words && result.head_stride == result.columns;
+                    if (dense && !result.sinks && start % 16 == 0 && count % 4 == 0) {{
+                        const unsigned x = result.bits;
+                        for (long long i = first; i < count / 4; i += step) ((uint4*)start)[i] = make_uint4(x, x, x, x);
+                        continue;
+                    }}
+                    for (long long i = first; i < count; i += step) {{
+                        const long long position = from[part] + i / words, head = i % words / result.columns;
+                        const bool sink = result.sinks && part == 0 && position < begin[side] + length[side];
+                        ((unsigned*)result.out)[b * result.batch_stride + position * result.position_stride
+                            + head * result.head_stride + i % result.columns] = sink
+                            ? ((const unsigned*)result.sinks)[head] : (unsigned)result.bits;
+                    }}
+                }}
+            }}
+        }}""",
+        "cupy_sdpa_prepare_sequences",
+    )
+
+
+def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
+    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch entry, even if these are NaN.
+
+    On the GPU D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
+    """
+    if not cupy_runtime.is_array(array):
+        copy[...] = np.where(np.arange(array.shape[2])[:, None] >= lengths, np.zeros((), array.dtype), array)
+        return
+    rows = memory.rows_of(array, 2)
+    if rows is None or rows.address % 16 or rows.pitch % 16:
+        copy[...] = array
+        rows = memory.rows_of(copy, 2)
+    assert rows is not None
+    position = rows.width // array.shape[2]
+    blocks = min(-(-rows.width // (16 * 256)), 1024)
+    arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
+    _zero_padded_kernel()((blocks, array.shape[3]), (256,), arguments)
+
+
+@functools.cache
+def _zero_padded_kernel() -> Any:
+    """The kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
+    return cupy_runtime.cupy().RawKernel(
+        """extern "C" __global__ void cupy_sdpa_zero_padded(
+            const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
+            const long long b = blockIdx.y, end = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < width; i += step)
+                to[b * width + i] = i < end ? from[b * pitch + i] : make_uint4(0, 0, 0, 0);
+        }""",
+        "cupy_sdpa_zero_padded",
+    )
+
+
+def backward_stats(copy: Any, stats: Any) -> None:
+    """Copy the log-sum-exp for the backward pass, with +inf in fully masked rows, so that exp(S - L) is 0 there."""
+    if not cupy_runtime.is_array(stats):
+        copy[...] = np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
+        return
+    kernel = elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
+    kernel(stats, MASKED_SCORE, math.inf, copy)
+
+
+def replace_infinite(bias: Any) -> None:
+    """Replace -inf in a float32 array on the GPU by :data:`LOWEST`."""
+    operation = "y = x < lowest ? lowest : x"
+    elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
+
+
+def at_least_one(copy: Any, lengths: Any) -> None:
+    """Copy lengths on the GPU, with 1 in place of 0."""
+    cupy_runtime.cupy().maximum(lengths, 1, out=copy)
+
+
+def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
+    """``stats = top + log(total)``."""
+    if not cupy_runtime.is_array(stats):
+        with np.errstate(divide="ignore"):
+            stats[...] = top + np.log(total)
+        return
+    elementwise("float32 m, float32 l", "float32 y", "y = m + logf(l)", "log_sum_exp")(top, total, stats)
+
+
+def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:
+    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch entry into an int32 array ``(rows, B)``."""
+    rows, _ = made.shape
+    if not cupy_runtime.is_array(made):
+        made[...] = step * np.arange(rows, dtype=np.int32)[:, None] + (lengths_kv - lengths_q)
+        return
+    operation = "p = i % n * step + k[i / n] - q[i / n]"
+    kernel = elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
+    kernel(lengths_q, lengths_kv, rows, step, made.T)  # the elements of made.T are in memory order
+
+
+def sinks_of_rows(queries: Lengths, rows: Sequence[ClearedResult]) -> None:
+    """Write sinks to the rows of sequences, and the fill value to the other rows, for results whose rows attend to no key."""
+    if cupy_runtime.is_array(queries.array):  # as for batch entries without keys
+        prepare_sequences(queries, queries._replace(max_length=0), (), rows)
+        return
+    if not queries.packed:
+        exists = np.arange(rows[0].array.shape[0])[:, None, None] < queries.array
+    else:
+        positions, starts = np.arange(queries.total), queries.array
+        start = np.take(starts, np.maximum(np.searchsorted(starts, positions, side="right") - 1, 0))  # of the row's sequence
+        # rows of a sequence after max_seqlen_q count as padding
+        exists = (start <= positions) & (positions < starts[-1]) & (positions < start + queries.max_length)
+    for row in rows:
+        row.array[...] = np.where(exists, row.sinks[:, None], row.fill_value)
+
+
+class _Sum(NamedTuple):
+    """The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes."""
+
+    source: int
+    keys: int
+    queries: int
+    source_key: int
+    source_query: int
+    source_head: int
+    source_batch: int
+    target: int
+    target_keys: int
+    target_queries: int
+    target_key: int
+    target_query: int
+    target_head: int
+    target_batch: int
+
+
+def sum_over_scores(source: Any, target: Any) -> None:
+    """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1; in float32."""
+    if not cupy_runtime.is_array(source):
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] < source.shape[axis])
+        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
+        return
+    keys, queries, heads, batch = source.shape
+    of, to = (source.data.ptr, keys, queries, *source.strides), (target.data.ptr, *target.shape[:2], *target.strides)
+    arguments = np.array(tuple(_Sum(*of, *to)), struct(_Sum))
+    blocks = -(-target.shape[0] // 32) * target.shape[1]
+    _sum_kernel(source.dtype.name, target.dtype.name)((blocks, heads, batch), (32,), (arguments,))
+
+
+@functools.cache
+def _sum_kernel(dtype: str, out_dtype: str) -> Any:
+    """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
+    source, target = TYPES[dtype], TYPES[out_dtype]
+    return cupy_runtime.cupy().RawKernel(
+        f"""{"".join(sorted({source.header, target.header}))}
+        {declaration("Sum", _Sum)}
+        extern "C" __global__ void cupy_sdpa_sum(const Sum x) {{
+            const bool over_keys = x.keys != x.target_keys;
+            const long long lane = threadIdx.x, h = blockIdx.y, b = blockIdx.z;
+            const long long query = blockIdx.x % x.target_queries, column = blockIdx.x / x.target_queries * 32 + lane;
+            const long long from = x.source + h * x.source_head + b * x.source_batch;
+            __shared__ float sums[32];
+            float total = 0;
+            for (long long q = query; q < x.queries; q += x.target_queries)
+                for (long long key = over_keys ? lane : column; key < x.keys; key += over_keys ? 32 : x.keys)
+                    total += float(*(const {source.name}*)(from + key * x.source_key + q * x.source_query));
+            sums[lane] = total;
+            __syncwarp();
+            if (over_keys && lane == 0) for (int i = 1; i < 32; ++i) total += sums[i];
+            if (over_keys ? lane == 0 : column < x.target_keys)
+                *({target.name}*)(x.target + (over_keys ? 0 : column) * x.target_key + query * x.target_query
+                    + h * x.target_head + b * x.target_batch) = {target.name}(total);
+        }}""",
+        "cupy_sdpa_sum",
+    )
+
+
+@functools.cache
+def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    """An element-wise kernel of CuPy."""
+    return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")

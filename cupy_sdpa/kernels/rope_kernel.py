@@ -1,0 +1,175 @@
+"""The CUDA kernel of rotary embeddings, and the lines with which the append to a key/value cache rotates keys."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.dtypes import TYPES, CudaType
+from .ragged import declaration, struct
+
+#: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
+MAX_PAIRS = 128
+#: A rotation as kernels read it. ``turns`` are the turns per position: angle / (2 pi) * 2^64, modulo 2^64.
+RECORD = np.dtype([("pairs", "i8"), ("interleaved", "i8"), ("factor", "f8"), ("turns", "u8", MAX_PAIRS)])
+
+#: The angle is computed in integers, modulo a whole turn: it is exact at every position.
+ROPE = f"""
+struct Rope {{ long long pairs, interleaved; double factor; unsigned long long turns[{MAX_PAIRS}]; }};
+__device__ void turn(unsigned long long angle, float& s, float& c) {{ sincospif((int)(angle >> 32) / 2147483648.0f, &s, &c); }}
+__device__ void turn(unsigned long long angle, double& s, double& c) {{
+    sincospi((long long)angle / 9223372036854775808.0, &s, &c);
+}}
+// Rotates the channels of one token and head; ``turns`` are those of ``r`` in shared memory.
+template <class Real, class T>
+__device__ void rotate_row(const Rope& r, const unsigned long long* turns, long long position, const T* from, T* to, int dim) {{
+    for (int i = threadIdx.x; i < r.pairs; i += blockDim.x) {{
+        const int first = r.interleaved ? 2 * i : i, second = first + (r.interleaved ? 1 : (int)r.pairs);
+        Real s, c;
+        turn((unsigned long long)position * turns[i], s, c);
+        s *= (Real)r.factor;
+        c *= (Real)r.factor;
+        const Real x = (Real)from[first], y = (Real)from[second];
+        to[first] = T(x * c - y * s);
+        to[second] = T(x * s + y * c);
+    }}
+    for (int i = 2 * r.pairs + threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
+}}
+"""
+#: Copies the turns of ``a.rope`` to shared memory; every thread of the block calls it.
+SHARED_TURNS = f"""__shared__ unsigned long long turns[{MAX_PAIRS}];
+            for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < a.rope.pairs; i += blockDim.x * blockDim.y)
+                turns[i] = a.rope.turns[i];
+            __syncthreads();"""
+
+
+def types_of(dtype: str) -> tuple[CudaType, str]:
+    """The type of the elements, and the one in which they are rotated."""
+    return (CudaType("double", 8), "double") if dtype == "float64" else (TYPES[dtype], "float")
+
+
+def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
+    """The record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
+    made = np.zeros((), RECORD)
+    made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
+    made["turns"][: len(angles)] = [round(math.ldexp(angle / (2 * math.pi), 64)) % (1 << 64) for angle in angles]
+    return made
+
+
+class Positions(NamedTuple):
+    """The positions of tokens: those of sequence b count from ``first + start[b]``, or up to ``end[b]``.
+
+    Attributes:
+        first: a number.
+        start, end: int32 ``(B,)``, or None.
+        lengths: int32 ``(B,)``, the number of tokens of each sequence of a dense array; None for all.
+        offsets: int32 or int64 ``(B + 1,)``, where each sequence of a packed array begins; None for dense arrays.
+    """
+
+    first: int
+    start: Any = None
+    end: Any = None
+    lengths: Any = None
+    offsets: Any = None
+
+
+class _Arguments(NamedTuple):
+    """The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements."""
+
+    x: int
+    out: int
+    first: int
+    start: int
+    end: int
+    lengths: int
+    offsets: int
+    long_offsets: int
+    dim: int
+    heads: int
+    tokens: int
+    batch: int
+    rows: int
+    x_head: int
+    x_token: int
+    x_batch: int
+    out_head: int
+    out_token: int
+    out_batch: int
+
+
+_STRUCT = np.dtype([("numbers", struct(_Arguments)), ("rope", RECORD)])
+
+
+def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> None:
+    """Rotate the channels of an array; one launch.
+
+    Args:
+        x: ``(D, H, S, B)`` or packed ``(D, H, T)``, with unit stride along the first axis.
+        out: an array of the shape of x for the result.
+        rotation: from :func:`record`.
+        positions: the positions of the tokens.
+        dtype: that of the elements.
+    """
+    _, start, end, lengths, offsets = positions
+    batch = x.shape[3] if x.ndim == 4 else offsets.size - 1
+    rows = math.prod(x.shape[1:])
+    if not x.size:
+        return
+    given = np.zeros((), _STRUCT)
+    addresses = [0 if y is None else y.data.ptr for y in (start, end, lengths, offsets)]
+    given["numbers"] = (
+        x.data.ptr, out.data.ptr, positions.first, *addresses,
+        offsets is not None and offsets.itemsize == 8, x.shape[0], x.shape[1], x.shape[2], batch, rows,
+        *_steps(x), *_steps(out),
+    )  # fmt: skip
+    given["rope"] = rotation
+    lanes = min(32, 1 << (x.shape[0] // 2 - 1).bit_length())
+    per_block = 256 // lanes
+    _apply_kernel(dtype)((min(-(-rows // per_block), 1 << 14),), (lanes, per_block), (given,))
+
+
+def _steps(x: Any) -> tuple[int, int, int]:
+    """The strides in elements along heads, tokens and batch."""
+    head, token, batch = (*(stride // x.itemsize for stride in x.strides[1:]), 0)[:3]
+    return head, token, batch
+
+
+@functools.cache
+def _apply_kernel(dtype: str) -> Any:
+    """The kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count the rows, ``threadIdx.x`` the pairs of a row."""
+    of, real = types_of(dtype)
+    return cupy_runtime.cupy().RawKernel(
+        f"""{of.header}{ROPE}{declaration("Numbers", _Arguments)}
+        struct Arguments {{ Numbers numbers; Rope rope; }};
+        __device__ long long offset(const Numbers& n, long long b) {{
+            return n.long_offsets ? ((const long long*)n.offsets)[b] : ((const int*)n.offsets)[b];
+        }}
+        extern "C" __global__ void cupy_sdpa_rope(const Arguments a) {{
+            {SHARED_TURNS}
+            const Numbers& n = a.numbers;
+            for (long long row = blockIdx.x * blockDim.y + threadIdx.y; row < n.rows; row += gridDim.x * blockDim.y) {{
+                const long long head = row % n.heads, token = row / n.heads % n.tokens, entry = row / n.heads / n.tokens;
+                long long b = entry, begin = 0, count = n.tokens;
+                if (n.offsets) {{  // the last sequence that begins at the token or before it
+                    for (long long high = n.batch - 1; b < high;) {{
+                        const long long middle = (b + high + 1) / 2;
+                        if (offset(n, middle) <= token) b = middle;
+                        else high = middle - 1;
+                    }}
+                    begin = offset(n, b);
+                    count = offset(n, b + 1) - begin;
+                }} else if (n.lengths) count = ((const int*)n.lengths)[b];
+                const long long first =
+                    n.end ? ((const int*)n.end)[b] - count : n.start ? ((const int*)n.start)[b] : n.first;
+                rotate_row<{real}>(
+                    a.rope, turns, first + token - begin,
+                    ({of.name}*)n.x + head * n.x_head + token * n.x_token + entry * n.x_batch,
+                    ({of.name}*)n.out + head * n.out_head + token * n.out_token + entry * n.out_batch, n.dim);
+            }}
+        }}""",
+        "cupy_sdpa_rope",
+    )

@@ -1,0 +1,1 @@
+"""Inference: the key/value cache of paged attention, and shared prefixes."""

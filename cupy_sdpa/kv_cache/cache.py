@@ -1,0 +1,429 @@
+"""A paged key/value cache: its arrays and its page table, on the device or in numpy arrays."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._typing import Array
+from ..boundary.options import read_flag, read_positive
+from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
+from ..rope import Rope, read_rope
+from ..runtime import cupy_runtime
+from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, tokens_of
+from .fp8_pages import Fp8Pages
+from .state import CacheState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+
+class KVCache(CacheState):
+    """Keys and values of a batch of sequences in pages, for attention with a page table.
+
+    Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a page is copied before one of several owners
+    writes to it. One step adds new tokens to every sequence: :meth:`begin_step` takes pages, and :meth:`append` writes the keys
+    and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it. A step ends when every
+    layer is appended; :meth:`cancel_step` removes the tokens of one that does not.
+
+    A call that fails or is interrupted (Ctrl-C) changes nothing, or it is complete. ``copy.deepcopy`` and ``pickle`` give an
+    independent cache.
+
+    In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
+    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; counts may differ, up to
+    S, or up to a sum of T. An append outside of the graph then also needs its own ``begin_step``. Attention in the graph reads
+    the rows of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
+
+    All work is enqueued on CuPy's current stream. Use a cache from one thread and one stream at a time.
+
+    Args:
+        head_dim: D, the head dim of keys.
+        heads_kv: Hkv, the number of key/value heads.
+        pages: the number of pages.
+        batch: B, the number of sequences.
+        page_size: tokens per page.
+        head_dim_v: Dv, the head dim of values; by default D.
+        dtype: float16, bfloat16, float32, float64; or float8_e4m3fn or float8_e5m2 for FP8 (:doc:`/fp8`). Default bfloat16.
+        layers: the number of layers, which share the page table.
+        max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
+        k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
+            each layer. Values beyond the largest number of the dtype divided by the scale saturate. By default that of twice
+            the largest magnitude of the first tokens of a layer; if these are an FP8 array, its scale.
+        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. FP8 queries must then be
+            rotated as well.
+        numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
+
+    Attributes:
+        full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
+            Column b contains the pages of sequence b in order, then zeros.
+        table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two. Read
+            it after every append: one from before may lack rows, and keys beyond its rows are not attended to.
+        lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it. These
+            arrays are the state of the cache, and must not be written to; numpy's are read-only.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, or is not positive.
+        RuntimeError: there is no GPU or no CuPy, and ``numpy`` is False.
+
+    >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+    >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
+    >>> cache.append(tokens, tokens, counts=[20, 5])
+    >>> cache
+    <KVCache: 2 of 2 sequences, 25 tokens, 3 of 4 pages, 1 layer>
+    >>> cache.lengths
+    array([20,  5], dtype=int32)
+    >>> cache.table
+    array([[3, 1],
+           [2, 0]], dtype=int32)
+    """
+
+    #: The end of the error message of a call that takes the cache for an array.
+    not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads_kv: int,
+        *,
+        pages: int,
+        batch: int,
+        page_size: int = 64,
+        head_dim_v: int | None = None,
+        dtype: FloatDtype | Any = "bfloat16",
+        layers: int = 1,
+        max_length: int | None = None,
+        k_scale: float | Sequence[float] | None = None,
+        v_scale: float | Sequence[float] | None = None,
+        rotate: bool = False,
+        numpy: bool = False,
+    ) -> None:
+        self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
+        self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
+        self.pages, self.batch = read_positive("pages", pages), read_positive("batch", batch)
+        self.page_size, self.layers = read_positive("page_size", page_size), read_positive("layers", layers)
+        tokens = self.pages * self.page_size
+        self.max_length = tokens if max_length is None else read_positive("max_length", max_length)
+        if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
+            raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
+        name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
+        if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
+            raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
+        self.dtype, numpy = numpy_dtype(name), read_flag("numpy", numpy)
+        self._fp8 = self._fp8_pages(name, (k_scale, v_scale), rotate, on_gpu=not numpy)
+        if not numpy and cupy_runtime.current_device() is None:
+            raise RuntimeError(
+                "numpy is False and there is no GPU here, or no CuPy: pass numpy=True for a cache of numpy arrays on the CPU. "
+                "`python -m cupy_sdpa info` lists what a GPU needs"
+            )
+        self._create(storage_dtype(name, not numpy), of_numpy=numpy)
+        self._load()
+
+    def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
+        """The conversion of tokens to FP8; None for other dtypes, which do not take its options."""
+        if name in FP8_LARGEST:
+            dims = self.head_dim, self.head_dim_v
+            return Fp8Pages(name, dims, self.layers, scales, rotated=read_flag("rotate", rotate), on_gpu=on_gpu)
+        if rotate or any(scale is not None for scale in scales):
+            raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
+        return None
+
+    def _load(self) -> None:
+        """Append nothing, so that the kernel is compiled before a capture, during which it cannot be."""
+        if self._fp8:
+            return
+        nothing = (
+            self._engine.zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v)
+        )
+        self._write(next(nothing), next(nothing), 0)
+
+    def _write(self, k: Any, v: Any, layer: int, rotation: Any = None) -> None:
+        """Enqueue the kernel that writes tokens of a layer, and rotates their keys."""
+        pages = self._keys[layer], self._values[layer]
+        if self._fp8:
+            self._fp8.append(k, v, pages, layer, self._parts, advance=not layer)
+        else:
+            self._engine.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
+
+    def __repr__(self) -> str:
+        lengths, used = self._pages.lengths, self.pages - self.free_pages
+        return (
+            f"<KVCache: {np.count_nonzero(lengths)} of {self.batch} sequences, {lengths.sum()} tokens, "
+            f"{used} of {self.pages} pages, {self.layers} layer{'s' * (self.layers > 1)}>"
+        )
+
+    @property
+    def free_pages(self) -> int:
+        """The number of free pages."""
+        return len(self._pages.free)
+
+    @property
+    def host_lengths(self) -> NDArray[np.int64]:
+        """The length of each sequence after the step that began last, as a numpy array ``(B,)``; a copy."""
+        return self._pages.lengths.copy()
+
+    def keys(self, layer: int = 0) -> Any:
+        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
+
+        Those of an FP8 cache are a :class:`cupy_sdpa.fp8.Fp8Array`.
+        """
+        return self._arrays(self._keys, 0, layer)
+
+    def values(self, layer: int = 0) -> Any:
+        """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
+        return self._arrays(self._values, 1, layer)
+
+    def view(self, layer: int = 0) -> dict[str, Any]:
+        """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
+
+        Returns:
+            A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
+            ``lengths``. Make it after every append, as the table may have grown. For a captured graph use
+            ``cache.view(layer) | {"page_table": cache.full_table}``.
+
+        Raises:
+            TypeError, ValueError: the cache has no such layer.
+
+        >>> import cupy_sdpa
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 3, 2), np.float32, order="F")
+        >>> cache.append(tokens, tokens)
+        >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
+        (8, 2, 3, 2)
+        """
+        return {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
+
+    def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
+        pages = layers[index(layer, self.layers, "layer")]
+        return self._fp8.array(pages, side, layer) if self._fp8 else pages
+
+    def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
+        """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
+
+        If the counts are those of the previous step and no page is taken, nothing is enqueued.
+
+        Args:
+            counts: the number of new tokens of each sequence, B numbers on the host; or one number for all sequences.
+
+        Raises:
+            TypeError, ValueError: counts are not B integers of 0 or more, or a sequence would exceed ``max_length``.
+            OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
+            RuntimeError: the stream is being captured, or a layer of the previous step is not appended.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache.begin_step([1, 30])
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([1, 30], 1)
+        """
+        self._recover()
+        self._check_no_step("begin_step()")
+        change, step, work = self._beginning(read_counts(counts, self.batch))
+        self._perform(change, step, work)
+
+    def append(
+        self,
+        k: Array,
+        v: Array,
+        layer: int = 0,
+        *,
+        counts: int | Sequence[int] | NDArray[Any] | None = None,
+        rope: Rope | None = None,
+    ) -> None:
+        """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
+
+        Args:
+            k: ``(D, Hkv, S, B)``, of which the first ``counts[b]`` of the S tokens of each sequence are written; or packed
+                ``(D, Hkv, T)``, with the new tokens of all sequences in order; T is their number. The stride along D is one
+                element.
+            v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``. k and v have the dtype of the cache. An FP8 cache takes float16,
+                bfloat16, float32 (numpy: also float64), and FP8 arrays of any scale.
+            layer: the layer.
+            counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
+                every sequence; packed arrays need counts.
+            rope: rotates the keys by their positions in the cache while they are written; :func:`cupy_sdpa.apply_rope` with
+                ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are.
+
+        Raises:
+            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; and as
+                :meth:`begin_step`.
+            OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
+            RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
+                captured and no step is announced, or no keys were rotated before.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> packed = np.ones((8, 2, 5), np.float32, order="F")
+        >>> cache.append(packed, packed, counts=[2, 3])
+        >>> cache.append(packed, packed, layer=1)
+        >>> cache.lengths
+        array([2, 3], dtype=int32)
+        """
+        layer = index(layer, self.layers, "layer")
+        keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
+        dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
+        check_new_tokens(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
+        rotation = None if rope is None else self._rotation(rope)
+        self._recover()
+        capturing, step = self._capturing(), self._step
+        begun = self._check_layer(layer, capturing)
+        if counts is not None:
+            given = read_counts(counts, self.batch)
+        elif begun:
+            given = step.counts
+        elif k.ndim == 4:
+            given = read_counts(k.shape[2], self.batch)
+        else:
+            raise ValueError("packed arrays need the number of new tokens of each sequence; pass counts=, or call begin_step()")
+        if begun and given is not step.counts and (given != step.counts).any():
+            raise ValueError(
+                f"counts are {given.tolist()}, but the step was announced with {step.counts.tolist()}; leave counts out"
+            )
+        check_tokens(k, given, step.needed if begun else tokens_of(given), capturing)
+        if counts is None and layer and k.ndim == 4 and step.tokens not in (None, k.shape[2]):
+            raise ValueError(
+                f"k has S = {k.shape[2]} tokens in layer {layer}, but {step.tokens} in layer 0 of this step; pass the tokens "
+                "of one step, or counts="
+            )
+        if capturing:
+            if self._fp8:
+                self._fp8.check_capture(layer, source)
+            if rope and not self._rope_compiled:
+                raise RuntimeError("the stream is being captured; append with rope= once before, to compile the kernel")
+            with self._device():
+                self._write(k, v, layer, rotation)
+            self._captured |= {layer}
+            return
+        change, begin = self._pages.unchanged(), None
+        if not begun:
+            change, step, begin = self._beginning(given)
+
+        def work() -> None:
+            if begin:
+                begin()
+            if self._fp8 and self._fp8.unknown(layer) and given.any():
+                self._fp8.set_scales(k, v, layer, self._parts.counts)
+            self._write(k, v, layer, rotation)
+
+        lengths = self._lengths_of(self._pages.lengths - given if begun else self._pages.lengths) if layer == 0 else []
+        tokens = k.shape[2] if k.ndim == 4 and layer == 0 else step.tokens
+        self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
+        self._rope_compiled |= rope is not None
+
+    def _rotation(self, rope: Rope) -> Any:
+        """What rotates keys."""
+        if self._fp8:
+            raise ValueError(
+                f"rope is passed, but the cache is {self._fp8.dtype}; rotate the keys with cupy_sdpa.apply_rope(k, rope, "
+                "start=...), and append them without rope="
+            )
+        return read_rope(rope, self.head_dim)
+
+    def _check_layer(self, layer: int, capturing: bool) -> bool:
+        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one.
+
+        Raises:
+            RuntimeError: it is not the turn of the layer.
+        """
+        missing = self._step.missing
+        if layer in missing:
+            if layer and not capturing and 0 in missing - self._captured:
+                raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
+            return True
+        if capturing:
+            raise RuntimeError(
+                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
+            )
+        if layer and missing - self._captured:
+            raise RuntimeError(
+                f"layer {layer} of this step is appended already; layers {sorted(missing)} are not: pass layer= of one of them"
+            )
+        if layer:
+            raise RuntimeError(f"layer {layer} is appended, but no step has begun; append layer 0 first")
+        self._check_no_step("the next append of layer 0")
+        return False
+
+    def cancel_step(self) -> None:
+        """Remove the tokens of a step that is announced, or of which some layers are not appended.
+
+        Raises:
+            RuntimeError: every layer is appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
+        >>> cache.append(tokens, tokens)
+        >>> cache.cancel_step()
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([0, 0], 4)
+        """
+        self._recover()
+        step, lengths = self._step, self._pages.lengths
+        if self._capturing():
+            raise RuntimeError("the stream is being captured; call cancel_step() before the capture begins")
+        if not step.missing:
+            raise RuntimeError("every layer of the last step is appended; truncate() removes tokens")
+        before = lengths - step.counts
+        self._set(self._pages.shorten(before), self._lengths_of(before if 0 in step.missing else lengths))
+
+    def fork(self, source: int, target: int) -> None:
+        """Make an empty sequence a copy of another. They share pages; no keys or values are copied before one of them grows.
+
+        Raises:
+            ValueError: a sequence is not in the batch, or the target is not empty.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
+        >>> cache.append(tokens, tokens, counts=[20, 0])
+        >>> cache.fork(0, 1)
+        >>> cache.free_pages, cache.shared_prefix()
+        (2, 16)
+        """
+        source, target = (index(b, self.batch, "sequence") for b in (source, target))
+        self._recover()
+        self._check_no_step("fork()")
+        if length := int(self._pages.lengths[target]):
+            raise ValueError(f"the target, sequence {target}, has {length} tokens; call release({target}) first")
+        self._set(self._pages.fork(source, target), [(self._starts[1] + target, 0)])
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shorten a sequence and free the pages beyond its new length.
+
+        Raises:
+            TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+        """
+        sequence = index(sequence, self.batch, "sequence")
+        self._recover()
+        present = int(self._pages.lengths[sequence])
+        if not isinstance(length, numbers.Integral):
+            raise TypeError(f"length is {length!r}; it must be an integer")
+        if not 0 <= length <= present:
+            raise ValueError(
+                f"length is {length}, but sequence {sequence} has {present} tokens; it must be from 0 to {present}"
+            )
+        self._check_no_step("truncate()")
+        lengths = self._pages.lengths.copy()
+        lengths[sequence] = length
+        self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
+
+    def release(self, sequence: int) -> None:
+        """Remove all tokens of a sequence and free its pages; :meth:`truncate` to 0."""
+        self.truncate(sequence, 0)
+
+    def shared_prefix(self) -> int:
+        """The number of tokens at the start that all sequences with tokens share through the same full pages."""
+        return self._pages.shared_prefix()
+
+    def _check_no_step(self, name: str) -> None:
+        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
+        if self._capturing():
+            raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
+        missing = self._step.missing - self._captured
+        if 0 in missing:
+            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}, or call cancel_step()")
+        if missing:
+            raise RuntimeError(
+                f"layers {sorted(missing)} of this step are not appended; append them (layer=) before {name}, or call "
+                "cancel_step()"
+            )

@@ -1,0 +1,113 @@
+"""Checks of the arguments of a key/value cache."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import in_words
+from ..runtime import cupy_runtime
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+
+def index(given: int, count: int, name: str) -> int:
+    """The index of one of the cache's sequences or layers."""
+    if not isinstance(given, numbers.Integral):
+        raise TypeError(f"{name} is {given!r}; it must be an integer")
+    if not 0 <= given < count:
+        raise ValueError(f"{name} is {given}; the cache has {count}, from 0 to {count - 1}")
+    return int(given)
+
+
+def read_counts(counts: int | Sequence[int] | NDArray[Any], batch: int) -> NDArray[np.int64]:
+    """The number of new tokens of each sequence; not to be modified."""
+    if cupy_runtime.is_array(counts):
+        raise TypeError("counts is a CuPy array; pass host numbers, for example counts.get()")
+    if isinstance(counts, int) and 0 <= counts < 1 << 31:
+        return uniform(counts, batch)
+    array = np.asarray(counts)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"counts is {counts!r}; it must be integers")
+    if array.shape not in ((), (batch,)):
+        raise ValueError(f"counts has shape {array.shape}; pass one number, or {batch} numbers for the {batch} sequences")
+    array = np.full(batch, array, np.int64) if array.ndim == 0 else array.astype(np.int64)
+    if (array < 0).any():
+        raise ValueError(f"counts is {counts!r}; it must not be negative, use truncate() to shorten a sequence")
+    return array
+
+
+@functools.lru_cache(maxsize=64)
+def uniform(count: int, batch: int) -> NDArray[np.int64]:
+    """The same count for every sequence; the same array for the same numbers."""
+    counts = np.full(batch, count, np.int64)
+    counts.flags.writeable = False
+    return counts
+
+
+def check_new_tokens(
+    k: Any, v: Any, dims: tuple[int, int], heads: int, batch: int, dtype: np.dtype[Any] | None, device: int | None
+) -> None:
+    """Check the type, device, dtype, shape and strides of new keys and values.
+
+    Args:
+        k, v: the arrays.
+        dims: D and Dv.
+        heads: Hkv.
+        batch: B.
+        dtype: the dtype of the cache; None if another function has checked the dtypes.
+        device: the number of its device; None for numpy arrays.
+    """
+    for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
+        if not (type(x) in (np.ndarray, np.memmap) if device is None else cupy_runtime.is_array(x)):
+            kind = "numpy" if device is None else "CuPy"
+            raise TypeError(f"{name} is {in_words(x)}, but the cache consists of {kind} arrays")
+        if device is not None and x.data.device_id != device:
+            raise ValueError(f"{name} is on device {x.data.device_id}, the cache on device {device}; copy the array")
+        if dtype is not None and x.dtype != dtype:
+            raise TypeError(
+                f"{name} is {x.dtype}, but the cache is {dtype}; convert with .astype({str(dtype)!r}), or pass dtype= to "
+                "the cache"
+            )
+        dense = x.ndim == 4 and x.shape[3] == batch
+        if not (dense or x.ndim == 3) or x.shape[:2] != (dim, heads):
+            orders = {f"{name}.T": x.shape[::-1], f"{name}.transpose(3, 1, 2, 0)": (*x.shape[3:], *x.shape[1:3], x.shape[0])}
+            remedy = next((f": pass {passed}" for passed, axes in orders.items() if axes[:2] == (dim, heads)), "")
+            raise ValueError(
+                f"{name} has shape {x.shape}; the cache takes ({dim}, {heads}, S, {batch}), or packed ({dim}, {heads}, T)"
+                f"{remedy}"
+            )
+        if dim > 1 and x.strides[0] != x.dtype.itemsize and 0 not in x.shape:
+            raise ValueError(
+                f"{name} has a stride of {x.strides[0]} bytes along its first axis; it must be {x.dtype.itemsize}: "
+                f"copy it with asfortranarray({name})"
+            )
+    if k.shape[2:] != v.shape[2:]:
+        raise ValueError(f"k has shape {k.shape}, v {v.shape}; they must have the same tokens")
+
+
+def check_tokens(k: Any, counts: NDArray[np.int64], needed: tuple[int, int], capturing: bool) -> None:
+    """Check that new keys have the counted tokens. Packed arrays of a capture may have more, for later launches.
+
+    Args:
+        k: the keys, dense or packed.
+        counts: the number of new tokens of each sequence.
+        needed: :func:`tokens_of` the counts.
+        capturing: whether the stream is being captured.
+    """
+    packed, given = k.ndim == 3, k.shape[2]
+    if given < needed[packed] or (packed and given > needed[packed] and not capturing):
+        names = ("T", "the sum") if packed else ("S", "the maximum")
+        raise ValueError(
+            f"k has {names[0]} = {given} tokens, but {names[1]} of counts is {needed[packed]}; counts are {counts.tolist()}"
+        )
+
+
+def tokens_of(counts: NDArray[np.int64]) -> tuple[int, int]:
+    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
+    return int(counts.max()), int(counts.sum())

@@ -1,0 +1,193 @@
+"""The FP8 keys and values of a cache: one factor for the keys and one for the values of each layer, and conversion."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..fp8.array import Fp8Array, made, one_of, rotation_of
+from ..fp8.quantize import SOURCES, factors_of, largest_finite, rotated_values
+from ..kernels import cache_kernels, fp8_append, fp8_kernels
+from ..problem.tensor_spec import dtype_name, rounded
+from ..runtime import cupy_runtime
+from . import on_numpy
+
+#: A scale that is set by the first tokens leaves room for values larger by this factor. That costs no bits of the mantissa.
+HEADROOM = 2.0
+
+
+class Fp8Pages:
+    """Conversion of the tokens of a cache.
+
+    Args:
+        dtype: the FP8 dtype.
+        dims: D and Dv.
+        layers: the number of layers.
+        scales: the scale of the keys and that of the values, each a number, a number for each layer, or None for that of the
+            first tokens.
+        rotated: whether keys are rotated.
+        on_gpu: whether the arrays are CuPy's.
+
+    Attributes:
+        dtype, rotated: as above.
+        known: the sides (0 for keys, 1 for values) and layers whose scale is known.
+
+    Raises:
+        TypeError, ValueError: a scale is invalid, or a head dim is not a multiple of 16 on the GPU; or keys are rotated and
+            their head dim is odd.
+    """
+
+    def __init__(
+        self, dtype: str, dims: tuple[int, int], layers: int, scales: tuple[Any, Any], *, rotated: bool, on_gpu: bool
+    ) -> None:
+        if on_gpu and any(dim % 16 for dim in dims):
+            raise ValueError(
+                f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU those of an FP8 cache must be multiples of 16"
+            )
+        if rotated and dims[0] % 2:
+            raise ValueError(
+                f"head_dim is {dims[0]} and rotate is True; an odd head_dim is not rotated: pass rotate=False, or pad q and k "
+                "with a channel of zeros and pass scale="
+            )
+        self.dtype, self.rotated, self._on_gpu = dtype, rotated, on_gpu
+        self._rotations = rotation_of(dims[0]) if rotated else 1, 1
+        known = [_scales(name, given, layers) for name, given in zip(("k_scale", "v_scale"), scales, strict=True)]
+        every = [(side, layer) for side, layer in np.ndindex(2, layers)]
+        self.known = frozenset((side, layer) for side, layer in every if known[side][layer] is not None)
+        factors = np.ones((2, layers, 2 * fp8_kernels.FACTOR_STEP), np.float32)
+        for side, layer in every:
+            scale = known[side][layer] or 1.0
+            factors[side, layer, 0], factors[side, layer, fp8_kernels.FACTOR_STEP] = scale, 1 / scale
+        #: The dtypes of tokens whose kernel is compiled.
+        self._sources: set[str] = set()
+        self._factors: Any = cupy_runtime.cupy().asarray(factors) if on_gpu else factors
+
+    def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
+        """The keys (side 0) or values (side 1) of a layer."""
+        scale, descale = self._pair(side, layer)
+        return made(pages, descale, scale, self.dtype, rotated=self.rotated and side == 0)
+
+    def _pair(self, side: int, layer: int) -> tuple[Any, Any]:
+        """The scale and the descale, float32 ``(1,)``."""
+        factors = self._factors[side, layer]
+        return one_of(factors, 0), one_of(factors, fp8_kernels.FACTOR_STEP)
+
+    def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
+        """The arrays of new keys and values, and their dtype.
+
+        Raises:
+            TypeError, ValueError: their dtypes differ or are not supported, or their rotation is not that of the cache.
+        """
+        names = [x.dtype if isinstance(x, Fp8Array) else dtype_name(x.dtype) if hasattr(x, "dtype") else "" for x in (k, v)]
+        if names[0] != names[1] or isinstance(k, Fp8Array) is not isinstance(v, Fp8Array):
+            raise TypeError(f"k is {names[0] or type(k)} and v is {names[1] or type(v)}; both must have one dtype")
+        if not isinstance(k, Fp8Array):
+            allowed = SOURCES if self._on_gpu else (*SOURCES, "float64")
+            if names[0] not in allowed:
+                raise TypeError(
+                    f"k is {names[0] or type(k)}; a cache of {self.dtype} takes {', '.join(allowed)}, and arrays of "
+                    "cupy_sdpa.fp8.quantize: convert with .astype()"
+                )
+            return k, v, names[0]
+        if names[0] != self.dtype:
+            raise TypeError(f"k is {names[0]}, but the cache is {self.dtype}; quantize with dtype={self.dtype!r}")
+        if k.rotated != self.rotated or v.rotated:
+            raise ValueError(
+                f"k.rotated is {k.rotated} and v.rotated {v.rotated}, but rotate of the cache is {self.rotated}: quantize the "
+                f"keys with rotate={self.rotated}, and the values without"
+            )
+        return k.data, v.data, names[0]
+
+    def unknown(self, layer: int) -> bool:
+        """Whether a scale of a layer is not known yet."""
+        return not {(0, layer), (1, layer)} <= self.known
+
+    def restore(self, known: frozenset[tuple[int, int]]) -> None:
+        """Forget the scales that were not known."""
+        self.known = known
+        for side, layer in np.ndindex(self._factors.shape[:2]):
+            if (side, layer) not in known:
+                self._factors[side, layer] = 1
+
+    def check_capture(self, layer: int, source: str) -> None:
+        """Check that tokens can be appended while the stream is being captured.
+
+        Raises:
+            RuntimeError: a scale of the layer is not known, or the kernel is not compiled.
+        """
+        if self.unknown(layer):
+            raise RuntimeError(
+                f"the stream is being captured and layer {layer} has no scale; append tokens before the capture begins, or "
+                "create the cache with k_scale= and v_scale="
+            )
+        if source not in self._sources:
+            raise RuntimeError(f"the stream is being captured; append tokens of {source} once before, to compile the kernel")
+
+    def set_scales(self, k: Any, v: Any, layer: int, counts: Any) -> None:
+        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; those of FP8 arrays are adopted.
+
+        Args:
+            k, v: the tokens.
+            layer: the layer.
+            counts: int32 ``(B,)`` in the memory of the cache, the tokens of each sequence.
+        """
+        found = [(side, x) for side, x in enumerate((k, v)) if (side, layer) not in self.known]
+        conversions = []
+        for side, x in found:
+            scale, descale = self._pair(side, layer)
+            lengths = counts if x.ndim == 4 else None
+            if isinstance(x, Fp8Array):
+                scale[...], descale[...] = x.scale, x.descale
+            elif self._on_gpu:
+                factors = self._factors[side, layer]
+                conversions.append(fp8_kernels.Conversion(x, None, factors, self._rotations[side], lengths))
+            else:
+                amax = HEADROOM * float(largest_finite(rotated_values(x, self._rotations[side], lengths)))
+                scale[...], descale[...] = factors_of(min(amax, np.finfo(np.float32).max), self.dtype)
+        if conversions:
+            fp8_kernels.write_factors(conversions, self.dtype, HEADROOM)
+        self.known |= {(side, layer) for side, _ in found}
+
+    def append(self, k: Any, v: Any, pages: tuple[Any, Any], layer: int, state: cache_kernels.State, *, advance: bool) -> None:
+        """Write new tokens to the pages of the keys and the values of a layer."""
+        if not self._on_gpu:
+            keys, values = (self._elements(x, side, layer) for side, x in enumerate((k, v)))
+            on_numpy.append(keys, values, *pages, state, advance=advance)
+            return
+        source = k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype)
+        keys, values = (self._tokens(x, pages[side], side, layer) for side, x in enumerate((k, v)))
+        fp8_append.append(keys, values, state, source, self.dtype, advance=advance)
+        self._sources.add(source)
+
+    def _tokens(self, x: Any, pages: Any, side: int, layer: int) -> fp8_append.Tokens:
+        scale, _ = self._pair(side, layer)
+        if isinstance(x, Fp8Array):
+            return fp8_append.Tokens(x.data, pages, scale, x.descale, 1)
+        return fp8_append.Tokens(x, pages, scale, None, self._rotations[side])
+
+    def _elements(self, x: Any, side: int, layer: int) -> Any:
+        """The elements of tokens in numpy."""
+        scale, _ = self._pair(side, layer)
+        with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
+            if isinstance(x, Fp8Array):
+                return rounded(x.data.astype(np.float32) * x.descale * scale, self.dtype)
+            return rounded(rotated_values(x, self._rotations[side], None) * scale, self.dtype)
+
+
+def _scales(name: str, given: Any, layers: int) -> list[float | None]:
+    """The scale of each layer, or None."""
+    if given is None:
+        return [None] * layers
+    found: Sequence[Any] = [given] * layers if isinstance(given, (numbers.Real, np.generic)) else given
+    if cupy_runtime.is_array(found) or not isinstance(found, (Sequence, np.ndarray)) or isinstance(found, str):
+        raise TypeError(f"{name} is a {type(given).__name__}; pass a number, or a number for each of the {layers} layers")
+    if len(found) != layers:
+        raise ValueError(f"{name} has {len(found)} numbers; the cache has {layers} layers")
+    for number in found:
+        if not (isinstance(number, (numbers.Real, np.generic)) and 0 < float(number) < math.inf):
+            raise ValueError(f"{name} is {given!r}; scales must be finite numbers above 0")
+    return [float(number) for number in found]

@@ -1,0 +1,211 @@
+"""Attention of a batch whose sequences begin with the same pages: the shared pages are read once."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from typing import Any, Unpack
+
+import numpy as np
+
+from .._typing import Array
+from ..attention import attention
+from ..boundary.argument import as_int32, read_array
+from ..boundary.arguments import read_forward
+from ..boundary.options import Options, check_names, is_one_of, takes_options
+from ..fp8.array import Fp8Array
+from ..kernels import merge, paged
+from ..problem.problem import row_stats_shape
+from ..problem.tensor_spec import Expected, check_spec, make_spec
+from ..problem.view import View
+from ..programs.executor import Inputs, run_program
+from ..programs.program import Builder
+from ..replay.replay_cache import run_cached
+from ..runtime import cupy_runtime
+
+#: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
+_EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
+             "layout", "compute_dtype")  # fmt: skip
+
+
+@takes_options
+def shared_prefix_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    shared_prefix: int,
+    *,
+    return_stats: bool = False,
+    out: Array | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """:func:`cupy_sdpa.attention` with a page table, for sequences whose first keys are the same pages.
+
+    The queries of all sequences attend to the shared pages as one batch entry, which is read once. Each sequence attends to its
+    other pages. The two results are merged (:func:`cupy_sdpa.merge`).
+
+    Args:
+        q: queries ``(D, Hq, Sq, B)``.
+        k, v: pages, as for :func:`cupy_sdpa.attention`.
+        shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
+            columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
+            keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU this is
+            checked; on the GPU the pages of the first sequence that is long enough are read for all.
+        return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
+        out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
+        options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
+            ``num_splits``, ``max_workspace``, and ``causal="bottom_right"``.
+
+    Returns:
+        The output ``(Dv, Hq, Sq, B)``, or ``(out, stats)``.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; and for other options.
+
+    Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes", section 3.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=8, batch=2, page_size=4, dtype="float32", numpy=True)
+    >>> k, v = (np.asfortranarray(rng.standard_normal((8, 2, 6), np.float32)) for _ in range(2))
+    >>> cache.append(k, v, counts=[6, 0])
+    >>> cache.fork(0, 1)
+    >>> cache.append(k[:, :, :2], v[:, :, :2], counts=[1, 1])
+    >>> q = np.asfortranarray(rng.standard_normal((8, 4, 1, 2), np.float32))
+    >>> pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    >>> out = cupy_sdpa.shared_prefix_attention(q, cache.keys(), cache.values(), cache.shared_prefix(), **pages)
+    >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
+    (4, True)
+    """
+    integers: Any = {
+        name: as_int32(name, value) for name in ("page_table", "seq_lens_kv") if (value := options.get(name)) is not None
+    }
+    options = {**options, **integers}
+    given = (q, k, v, out)
+    kind = ("shared prefix", shared_prefix, bool(return_stats))
+    # on the CPU the pages are checked in every call
+    is_key = type(shared_prefix) is int and type(return_stats) is bool and cupy_runtime.is_array(q)
+    results = run_cached(kind, given, options) if is_key else None
+    if results is None:
+        if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
+            raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
+        _check(q, k, shared_prefix, options)
+        # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
+        hidden = q.shape[2] - 1 if options.get("causal") else 0
+        pages = max(0, int(shared_prefix) - hidden) // k.shape[2]
+        if not pages or not q.shape[3]:
+            return attention(q, k, v, return_stats=return_stats, out=out, **options)
+        read_forward(q, k, v, options, return_stats=return_stats, out=out)  # checks the arguments
+        _check_pages(options["page_table"], options["seq_lens_kv"], int(shared_prefix), int(shared_prefix) // k.shape[2])
+        with cupy_runtime.device_context(q):
+            arrays = {"q": q, "k": k, "v": v, "out": out}
+            if out is None:
+                arrays["out"] = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype)
+            if return_stats:
+                arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
+            inputs = Inputs(arrays, options)
+            build = functools.partial(_build, inputs=inputs, pages=pages)
+            names = ["out", "stats"] if return_stats else ["out"]
+            results = run_program(kind, ("q", "k", "v", "out"), given, options, inputs, names, build)
+    return tuple(results) if return_stats else results[0]
+
+
+def _build(builder: Builder, inputs: Inputs, pages: int) -> None:
+    """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
+    q, k, v, out, stats, sinks = inputs.of(("q", "k", "v", "out", "stats", "sinks"))
+    options = dict(inputs.options)
+    table, lengths = options.pop("page_table"), options.pop("seq_lens_kv")
+    options.pop("sinks", None)
+    (_, _, sq, b), integers = q.shape, np.dtype(np.int32)
+    shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
+    builder.run(paged.divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
+    own = {"page_table": table[pages:], "seq_lens_kv": rest}
+    results: dict[str, Any] = {
+        "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), np.float32)
+    }  # fmt: skip
+    builder.branch = True
+    builder.attend("own keys", q, k, v, {**options, **own}, **results)
+    builder.branch = False
+    prefix = {"page_table": shared, "seq_lens_kv": length, "causal": False}
+    # deterministic: also the keys of one query are split, so that the merge below is the only one
+    parts = builder.attend_to_parts(
+        "shared prefix", _as_one_entry(builder, q), k, v, {**options, **prefix}, deterministic=builder.on_gpu
+    )
+    groups = [_of_sequences(part, sq, b) for part in parts]
+    groups.append(merge.Parts(results["out"][..., None], results["stats"][..., None]))
+    builder.run(merge.merge, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
+
+
+def _as_one_entry(builder: Builder, q: View) -> View:
+    """Queries ``(D, Hq, Sq, B)`` as those of one batch entry, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
+    d, heads, sq, b = q.shape
+    if sq > 1 and b > 1 and q.strides[3] != sq * q.strides[2]:
+        q = builder.copied(q)
+    step = q.strides[2 if sq > 1 else 3]
+    return q.strided((d, heads, sq * b, 1), (*q.strides[:2], step, step * sq * b))
+
+
+def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
+    """Parts of one batch entry as those of the sequences."""
+    out, stats = parts.out, parts.stats
+    (dv, heads, _, _, chunks), (d, head, row, _, chunk) = out.shape, out.strides
+    of_row, of_head, _, of_chunk = stats.strides
+    return merge.Parts(
+        out.strided((dv, heads, sq, b, chunks), (d, head, row, row * sq, chunk)),
+        stats.strided((sq, heads, b, chunks), (of_row, of_head, of_row * sq, of_chunk)),
+    )
+
+
+def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
+    """Check the prefix and the options.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+    if isinstance(k, Fp8Array):
+        raise TypeError(
+            "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
+            "pages once for each sequence"
+        )
+    check_names({name: value for name, value in options.items() if name not in ("layout", "compute_dtype")})
+    for name in _EXCLUDED:
+        if not is_one_of(options.get(name), (None, 0)):
+            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
+    if options.get("page_table") is None or options.get("seq_lens_kv") is None:
+        raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
+    if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
+        raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
+    lengths = make_spec("seq_lens_kv", read_array("seq_lens_kv", options["seq_lens_kv"]).signature)
+    check_spec(lengths, Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)"))
+    page, width = k.shape[2], options["page_table"].shape[0]
+    if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):
+        raise ValueError(
+            f"shared_prefix is {shared_prefix}; it must be a multiple of the page size {page} from 0 to {page * width}, the "
+            "keys of the page table"
+        )
+    if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
+        raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
+
+
+def _check_pages(table: Any, lengths: Any, shared_prefix: int, pages: int) -> None:
+    """Check that all sequences with keys begin with the pages of the prefix, on the CPU only: reading them would synchronize.
+
+    Raises:
+        ValueError: a sequence does not.
+    """
+    if not isinstance(lengths, np.ndarray):
+        return
+    first = None
+    for b in np.flatnonzero(lengths) if table.ndim == 2 and table.shape[1:] == lengths.shape else ():
+        if lengths[b] < shared_prefix:
+            raise ValueError(
+                f"shared_prefix is {shared_prefix}, and seq_lens_kv of sequence {b} is {lengths[b]}: every sequence must have "
+                "the keys of the prefix"
+            )
+        own = table[:pages, b]
+        first = own if first is None else first
+        if (own != first).any():
+            raise ValueError(
+                f"shared_prefix is {shared_prefix}, {pages} pages, and sequence {b} begins with the pages {own.tolist()}, "
+                f"others with {first.tolist()}: they must be the same, see KVCache.shared_prefix"
+            )

@@ -1,0 +1,221 @@
+"""The state of a key/value cache on the device and on the host, and changes that happen on both or on neither."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ..kernels import cache_kernels
+from ..runtime import cupy_runtime
+from . import on_numpy
+from .cache_arguments import tokens_of, uniform
+from .fp8_pages import Fp8Pages
+from .page_tables import Change, Pages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+#: The alignment of the parts of the state array, in elements of 4 bytes.
+_UNIT = 64
+#: The attributes that are views of others, or follow from them.
+_DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled")
+
+
+class Step(NamedTuple):
+    """The present step.
+
+    Attributes:
+        counts: the new tokens of each sequence, as on the device; not to be modified.
+        needed: :func:`tokens_of` the counts.
+        missing: the layers that are not appended; in a graph they may be.
+        tokens: S of the arrays of layer 0; None if they are packed, or not known.
+    """
+
+    counts: NDArray[np.int64]
+    needed: tuple[int, int]
+    missing: frozenset[int]
+    tokens: int | None = None
+
+
+class _Undo(NamedTuple):
+    """What restores a cache: the pages, the step, the known FP8 scales, and places and values of the state array."""
+
+    change: Change
+    step: Step
+    known: frozenset[tuple[int, int]]
+    values: list[tuple[int, int]]
+
+
+class CacheState:
+    """The arrays of a :class:`cupy_sdpa.KVCache`, its pages and its present step."""
+
+    head_dim: int
+    head_dim_v: int
+    heads_kv: int
+    pages: int
+    page_size: int
+    batch: int
+    layers: int
+    max_length: int
+    table: Any
+    _fp8: Fp8Pages | None
+    #: Whether the kernel that rotates keys is compiled.
+    _rope_compiled = False
+
+    def _create(self, dtype: np.dtype[Any], *, of_numpy: bool) -> None:
+        """Create everything, without tokens.
+
+        Args:
+            dtype: that of the pages in memory.
+            of_numpy: whether the arrays are numpy's.
+        """
+        self._numpy = of_numpy
+        self._storage = [
+            self._engine.zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)
+        ]
+        self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
+        self._width = min(-(-self.max_length // self.page_size), self.pages)
+        sizes = self._width * self.batch, self.batch, self.batch, self.batch
+        #: Where the table, the lengths, the counts and the numbers of the kernel begin in the state array.
+        self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
+        self._state = self._engine.zeros((self._starts[-1],), np.dtype(np.int32))
+        self._step = Step(uniform(0, self.batch), (0, 0), frozenset())
+        self._every = frozenset(range(self.layers))
+        #: The layers whose append was captured.
+        self._captured: frozenset[int] = frozenset()
+        self._undo: _Undo | None = None
+        self._create_views()
+
+    @property
+    def _engine(self) -> Any:
+        return on_numpy if self._numpy else cache_kernels
+
+    def _page_shape(self, dim: int) -> tuple[int, ...]:
+        return dim, self.page_size, self.heads_kv, self.pages
+
+    def _create_views(self) -> None:
+        """Create the views of the pages, and those of the state array: table, lengths and counts, which one kernel updates."""
+        self._keys, self._values = (
+            [storage[..., layer].transpose(0, 2, 1, 3) for layer in range(self.layers)] for storage in self._storage
+        )
+        self.full_table = self._state[: self._width * self.batch].reshape((self._width, self.batch), order="F")
+        self.lengths, counts, finished = (self._state[start : start + self.batch] for start in self._starts[1:-1])
+        self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
+        self._device_id = None if self._numpy else self._state.data.device_id
+        if self._numpy:  # the caller reads these views; writing to them would change the state
+            self.full_table, self.lengths = self.full_table[:], self.lengths[:]
+            self.full_table.flags.writeable = self.lengths.flags.writeable = False
+        self._fit_table()
+
+    def _fit_table(self) -> None:
+        """Give ``table`` a power of two of rows, so that a growing sequence needs few plans."""
+        longest = max(1, *map(len, self._pages.by_sequence))
+        needed = min(1 << (longest - 1).bit_length(), self._width)
+        if "table" not in vars(self) or needed != self.table.shape[0]:
+            self.table = self.full_table[:needed]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, without views; arrays have one axis, so that a copy has their memory order."""
+        self._recover()
+        state = {name: value for name, value in vars(self).items() if name not in _DERIVED}
+        return state | {"_storage": [storage.reshape((-1,), order="F") for storage in self._storage]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        shapes = [(*self._page_shape(dim), self.layers) for dim in (self.head_dim, self.head_dim_v)]
+        self._storage = [x.reshape(shape, order="F") for x, shape in zip(self._storage, shapes, strict=True)]
+        self._create_views()
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "copy.copy of a KVCache would share its pages: use copy.deepcopy for an independent cache, or fork() for a sequence"
+        )
+
+    def _beginning(self, counts: NDArray[np.int64]) -> tuple[Change, Step, Callable[[], None]]:
+        """The change of the host that begins a step, the step, and the work of the device."""
+        change, copies = self._pages.extend(counts)
+        before, updates = self._step, self._entries(change)
+        step = Step(counts, before.needed, self._every)
+        if counts is not before.counts:
+            changed = np.flatnonzero(counts != before.counts).tolist()
+            updates += [(self._starts[2] + b, int(counts[b])) for b in changed]
+            step = Step(counts, tokens_of(counts), self._every)
+
+        def work() -> None:
+            if copies:
+                self._engine.copy_pages(self._storage, copies)
+            if updates:
+                self._engine.store(self._state, updates)
+
+        return change, step, work
+
+    def _lengths_of(self, lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Lengths as places and values of the state array."""
+        return list(enumerate(lengths.tolist(), self._starts[1]))
+
+    def _entries(self, change: Change) -> list[tuple[int, int]]:
+        """The new entries of the table as places and values of the state array."""
+        return [(entry.sequence * self._width + entry.place, entry.page) for entry in self._pages.entries(change)]
+
+    def _set(self, change: Change, before: list[tuple[int, int]]) -> None:
+        """Change lengths and pages between two steps; ``before`` are the lengths on the device that change."""
+        lengths = [(place, int(change.lengths[place - self._starts[1]])) for place, _ in before]
+        updates = lengths + self._entries(change)
+        self._perform(
+            change, self._step._replace(missing=frozenset()), lambda: self._engine.store(self._state, updates), before
+        )
+
+    def _perform(self, change: Change, step: Step, work: Callable[[], None], lengths: Sequence[tuple[int, int]] = ()) -> None:
+        """Change the device and the host, or neither if an exception is raised.
+
+        Args:
+            change, step: the new values of the host.
+            work: enqueues the work of the device.
+            lengths: the present values of the lengths that the work changes, as places and values of the state array.
+        """
+        counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
+        known = self._fp8.known if self._fp8 else frozenset()
+        undo = _Undo(self._pages.inverse(change), self._step, known, [*lengths, *counts])
+        try:
+            self._undo = undo
+            with self._device():
+                work()
+            self._pages.make(change)
+            self._step = step
+            if change.by_sequence:
+                self._fit_table()
+            self._undo = None
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Undo a change that was not completed. If this is interrupted, the next call begins with it."""
+        if self._undo is None:
+            return
+        if self._capturing():
+            raise RuntimeError(
+                "the stream is being captured, and an earlier call was interrupted; end the capture: the next call restores "
+                "the cache"
+            )
+        change, self._step, known, values = self._undo
+        self._pages.make(change)
+        self._fit_table()
+        for b, pages in change.by_sequence.items():
+            column = [*pages, *[0] * (self._width - len(pages))]
+            values = [*values, *enumerate(column, b * self._width)]
+        with self._device():
+            if values:
+                self._engine.store(self._state, values)
+            if self._fp8:
+                self._fp8.restore(known)
+        self._undo = None
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._numpy else cupy_runtime.on_device_of(self._state)
+
+    def _capturing(self) -> bool:
+        return not self._numpy and cupy_runtime.capturing()

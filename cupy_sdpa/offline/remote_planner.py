@@ -1,0 +1,181 @@
+"""Plan for GPUs that are not present, with the real cuDNN in worker processes.
+
+cuDNN builds complete plans, compiled kernels included, for the description of a GPU. Without an NVIDIA driver it also requires
+a ``libcuda.so.1``; a stub is enough, but must not be loaded in a process that may use a GPU. In addition, some inputs crash the
+process inside cuDNN. Therefore planning runs in worker processes (:mod:`.worker`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .. import _workers
+from ..cudnn.library import OVERRIDE
+from ..cudnn_engine.plan import PlanInfo, Target
+from ..errors import CudnnError
+from ..problem.problem import Problem
+from ..runtime.cupy_runtime import model_of
+from ..support import gpus
+
+_COMMAND = [sys.executable, "-m", f"{__package__}.worker"]
+
+
+def load_target(gpu: str) -> Target:
+    """Load the description of a GPU as a target to plan for.
+
+    Args:
+        gpu: the name of a description, such as ``"h200"``, or the path of a file written by
+            ``python -m cupy_sdpa info --describe``.
+
+    Raises:
+        ValueError: there is no such description.
+    """
+    text = gpus.describe(gpu)
+    properties, capability = json.loads(text), gpus.capability(gpu)
+    return Target(
+        model_of(properties["deviceName"], capability, properties["multiProcessorCount"]), capability, description=text
+    )
+
+
+class Planner:
+    """A pool of worker processes that plan. A worker that crashes is replaced.
+
+    Args:
+        workers: number of processes.
+        cudnn: path of the libcudnn.so.9 to use. Default None: the library that this process would load.
+
+    Attributes:
+        version: the version of cuDNN in the workers.
+        environment: the environment of the workers.
+
+    Raises:
+        CudnnError: this machine cannot plan; the message lists what is missing.
+    """
+
+    def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
+        self.environment = _workers.environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
+        self._pool = _workers.Pool(workers, self._start)
+        self._threads = ThreadPoolExecutor(workers)
+        try:
+            self.version = int(self._request(None))
+        except BaseException:
+            self._kill()
+            raise
+
+    def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
+        """Plan a problem; the support table is not consulted.
+
+        Args:
+            problem: the problem.
+            target: the GPU, from :func:`load_target`.
+            disk_cache: folder to store the plan in. Default None: not stored.
+
+        Returns:
+            The properties of the plan, or the reason why there is no plan: cuDNN's refusal, or a crash of the process.
+
+        Raises:
+            CudnnError: cuDNN failed, or a worker cannot be started.
+            RuntimeError: planning failed outside cuDNN; the message contains the traceback.
+        """
+        result: PlanInfo | str = self._request((problem, target, disk_cache))
+        return result
+
+    def plan_all(
+        self, problems: Iterable[tuple[Problem, Target]], disk_cache: Path | None
+    ) -> Iterator[tuple[int, PlanInfo | str]]:
+        """:meth:`plan` all problems in parallel; yields (index, result) in order of completion."""
+        jobs = {self._threads.submit(self.plan, *job, disk_cache): index for index, job in enumerate(problems)}
+        for job in as_completed(jobs):
+            yield jobs[job], job.result()
+
+    def close(self) -> None:
+        """Finish current requests and end the workers."""
+        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
+
+    def _kill(self) -> None:
+        """End the workers immediately."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.kill()
+        self.close()
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._kill()
+
+    def _start(self) -> _workers.Worker:
+        try:
+            return _workers.Worker(_COMMAND, self.environment)
+        except OSError as error:
+            raise CudnnError(f"a planning process cannot be started: {error}") from error
+
+    def _request(self, request: Any) -> Any:
+        try:
+            result = self._pool.request(request)
+        except _workers.WorkerEnded as ended:
+            status = ended.status
+            if request is None:
+                raise CudnnError(f"the planning process ended with exit status {status} before the first request") from None
+            return f"planning ended the process inside cuDNN (exit status {status})"
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+#: The beginnings of the names of variables that planning depends on.
+_VARIABLES = ("CUPY_SDPA", "CUDA", "CUDNN", "HOME", "LD_", "PATH", "PYTHONPATH", "XDG_")
+_lock = threading.Lock()
+_kept: Planner | None = None
+
+
+def kept_planner() -> Planner:
+    """A planner with one worker that is kept for later calls: a new one takes half a second until it plans.
+
+    It is replaced if one of :data:`_VARIABLES` changes, and ends with the process.
+
+    Raises:
+        CudnnError: this machine cannot plan; the message lists what is missing.
+    """
+    global _kept
+    with _lock:
+        if _kept and _relevant(_kept.environment) != _relevant(_workers.environment()):
+            _close_kept()
+        _kept = _kept or Planner()
+        return _kept
+
+
+def _relevant(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
+
+
+@atexit.register
+def _close_kept() -> None:
+    """End the worker that is kept, after a request of another thread."""
+    global _kept
+    if _kept:
+        _kept.close()
+        _kept = None
+
+
+def _reset_after_fork() -> None:
+    """Start a worker of its own in a forked child: the other one belongs to the parent."""
+    global _kept, _lock
+    _kept, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_reset_after_fork)

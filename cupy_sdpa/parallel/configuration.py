@@ -1,0 +1,217 @@
+"""A call of a group without the arrays: whole sequences, who holds what, and which calls each member makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..boundary.options import band_options
+from ..helpers import dropout_mask
+from ..problem.problem import LENGTHS, SEEDS, Problem
+from ..problem.tensor_spec import numpy_dtype
+from ..score_fn.recorded import Recorded
+from .channel import Spec
+from .parts import Part, Selection, parts, share_buffers, stats_dtype
+from .positions import Window, options_at
+from .shards import Interval, Layout
+
+#: The methods, from the one that sends the least to the one that sends the most arrays.
+METHODS = ("ring", "all_gather", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A call of a group, without the arrays.
+
+    Attributes:
+        rank: this member.
+        problem: the problem of the same call on one GPU.
+        queries, keys: who holds which positions.
+        diagonals: for every sequence the key on the diagonal of query 0.
+        functions: the functions by the names of their options.
+        positional: whether an option depends on positions.
+        drawn: whether random numbers are drawn for dropout.
+        on_gpu: whether the arrays are CuPy's.
+        text: the shapes and options in words, which must be equal for all members.
+    """
+
+    rank: int
+    problem: Problem
+    queries: Layout
+    keys: Layout
+    diagonals: tuple[int, ...]
+    functions: Mapping[str, Recorded]
+    positional: bool
+    drawn: bool
+    on_gpu: bool
+    text: str
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self.queries.size
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.queries.packed
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The last axis of dense arrays."""
+        return () if self.packed else self.problem.q.shape[3:]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of q."""
+        return numpy_dtype(self.problem.dtype)
+
+    @functools.cached_property
+    def refusals(self) -> dict[str, str]:
+        """The methods that cannot run, and why."""
+        found = {}
+        heads, group, size = self.problem.sizes[2], self.group, self.size
+        shared = heads // size if size and heads % size == 0 else 0
+        if heads % size:
+            found["all_to_all"] = f"{heads} query heads cannot be shared out equally among {size} members"
+        elif shared % group and group % shared:
+            found["all_to_all"] = (
+                f"the {shared} query heads of a member do not belong to whole groups of {group} query heads per key/value head"
+            )
+        band = self.problem.band
+        if band and band.bottom_right and any(getattr(self.problem, name) for name in LENGTHS) and size > 1:
+            reason = "with lengths of batch entries, a bottom-right diagonal is at another position in every entry"
+            found |= {"ring": reason, "all_gather": reason}
+        return found
+
+    @property
+    def group(self) -> int:
+        """The number of query heads per key/value head."""
+        _, _, hq, hkv, *_ = self.problem.sizes
+        return hq // hkv if hkv else 1
+
+    def heads(self, rank: int) -> tuple[slice, slice]:
+        """The query heads and the key/value heads of a member with the method all_to_all."""
+        shared = self.problem.sizes[2] // self.size
+        start, stop = rank * shared, (rank + 1) * shared
+        return slice(start, stop), slice(start // self.group, -(-stop // self.group))
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[tuple[Part, ...], ...], int]:
+        """The calls of the ring, for the keys of every member in the order of the steps; and the number of partial results."""
+        made = [tuple(self._parts(self.keys.intervals((self.rank - step) % self.size))) for step in range(self.size)]
+        return tuple(made), share_buffers([part for step in made for part in step])
+
+    @functools.cached_property
+    def whole(self) -> tuple[tuple[Part, ...], int]:
+        """The calls on all keys in order, and the number of partial results."""
+        made = self._parts(self._all_keys)
+        return tuple(made), share_buffers(made)
+
+    @functools.cached_property
+    def whole_backward(self) -> tuple[Part, ...]:
+        """The calls on all keys in the backward pass."""
+        return tuple(self._parts(self._all_keys, cut=True))
+
+    @property
+    def _all_keys(self) -> list[tuple[Interval, ...]]:
+        lengths_and_starts = zip(self.keys.lengths, self.keys.starts, strict=True)
+        return [(Interval(0, length, start),) if length else () for length, start in lengths_and_starts]
+
+    def _parts(self, keys: Sequence[Sequence[Interval]], cut: bool = False) -> list[Part]:
+        has_lengths = any(getattr(self.problem, name) for name in LENGTHS)
+        return parts(
+            self.queries,
+            self.rank,
+            keys,
+            self.diagonals,
+            self.problem.band,
+            positional=self.positional,
+            aligned=not has_lengths,
+            cut=cut,
+        )
+
+    def part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a part. They are known in repeated calls, unless they contain arrays that the caller passes."""
+        if self.positional or options.get("dropout_p"):
+            return self._part_options(part, like, options)
+        device = like.data.device_id if self.on_gpu else None
+        if device not in part.known:
+            part.known[device] = self._part_options(part, like, options)
+        return part.known[device]
+
+    def _part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        _, _, heads, *_, entries = self.problem.sizes
+        if self.packed and part.sequence is None:
+            counts = (entries, heads, *self.longest)
+        else:
+            counts = (1 if self.packed else entries, heads, part.rows.length, part.keys.length)
+        band, (i, j) = part.band, part.first
+        own = part.keys.length - part.rows.length if band and band.bottom_right else 0
+        first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
+        made = options_at(options, self.functions, Window(first, counts, part.diagonal, own))
+        return made | band_options(band) | part.packing(like) | self._dropout(made, options)
+
+    def head_options(self, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of the call on this member's heads of whole sequences."""
+        sq, skv = self.longest
+        *_, entries = self.problem.sizes
+        rows, _ = self.heads(self.rank)
+        band = self.problem.band
+        aligned = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
+        window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), aligned, aligned)
+        made = options_at(options, self.functions, window)
+        return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest lengths of queries and keys; the caller's maxima of packed sequences may exceed them."""
+        if self.packed:
+            return max(self.queries.lengths, default=0), max(self.keys.lengths, default=0)
+        return self.problem.sizes[4], self.problem.sizes[5]
+
+    @functools.cached_property
+    def everything(self) -> Part:
+        """All positions of whole packed sequences, of which only the offsets are used."""
+        lengths = tuple(zip(self.queries.lengths, self.keys.lengths, strict=True)) if self.packed else None
+        return Part(Selection([]), Selection([]), None, (0, 0), None, 0, lengths)
+
+    def _dropout(self, made: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of dropout; a mask of a part is among the options that were sliced."""
+        p = options.get("dropout_p", 0.0)
+        if not p:
+            return {}
+        if "dropout_mask" in made:
+            return {"dropout_p": p}
+        return {"dropout_p": p} | {name: options[name] for name in SEEDS if options.get(name) is not None}
+
+    def with_dropout_mask(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options with the dropout mask of the whole sequences in place of the seed, on the CPU."""
+        if not self.drawn or self.on_gpu:
+            return options
+        _, _, hq, hkv, sq, skv, entries = self.problem.sizes
+        shapes = (1, hq, sq, entries), (1, hkv, skv, entries)
+        q, k = (np.zeros(shape, np.float32, order="F") for shape in shapes)
+        drawn = {name: options[name] for name in ("dropout_p", *SEEDS) if options.get(name) is not None}
+        mask = dropout_mask(q, k, **drawn)
+        return {**{name: value for name, value in options.items() if name not in SEEDS}, "dropout_mask": mask}
+
+    def key_specs(self, rank: int, dtype: Any = None) -> list[Spec]:
+        """The shapes and dtypes of the keys and values that a member holds, or of their gradients."""
+        d, dv, _, hkv, *_ = self.problem.sizes
+        share = self.keys.share(rank)
+        return [((width, hkv, share, *self.batch), dtype or self.dtype) for width in (d, dv)]
+
+    @property
+    def sums(self) -> Any:
+        """The dtype in which gradients are summed and sent: that of the log-sum-exp."""
+        return self.stats
+
+    @property
+    def stats(self) -> Any:
+        """The dtype of the log-sum-exp."""
+        return stats_dtype(self.dtype)

@@ -1,0 +1,262 @@
+"""Validate the arguments of a call of a group, and describe them so that members can compare them."""
+
+from __future__ import annotations
+
+import numbers
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..boundary.argument import check_arrays, read_array
+from ..boundary.layouts import check_strides_of
+from ..boundary.options import ARRAYS, check_names, read_scale, read_settings
+from ..boundary.user_functions import FUNCTIONS, check_tensors, function_identities
+from ..errors import Unsupported, in_words
+from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem
+from ..problem.tensor_spec import Signature, dense_signature, dtype_name
+from ..problem.validation import expected_arrays, make_problem
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
+from .configuration import Configuration
+from .positions import functions_of
+from .shards import Layout
+
+#: Options that a call of a group does not take.
+_EXCLUDED = {
+    "page_table": "pages are for decoding, where each sequence has few queries: use cupy_sdpa.attention",
+    "num_splits": "it is an option of paged keys",
+    "bucket": "every member has the same lengths already: pad the sequence before shard()",
+}
+#: The options that depend on the positions of queries and keys.
+_POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENGTHS)
+
+
+def configure(
+    rank: int,
+    size: int,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    seqlens: tuple[int | None, int | None],
+) -> Configuration:
+    """Validate the arguments of a call.
+
+    Args:
+        rank, size: the member, and the number of members.
+        arrays: q, k and v, and in the backward pass dout, out and stats.
+        options: the options.
+        seqlens: the lengths of the sequences of dense arrays; None for the local length times the number of members.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
+    """
+    check_names(options)
+    check_tensors(options)
+    for name, reason in _EXCLUDED.items():
+        if options.get(name) is not None:
+            raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
+    given = {name: read_array(name, x) for name, x in arrays.items()}
+    q, k, _ = (given[name].array for name in "qkv")
+    if isinstance(q, InterpretedArray):
+        raise Unsupported("engine is 'cupy', which a group does not support: omit engine for cuDNN, or pass numpy arrays")
+    packed = any(options.get(name) is not None for name in CU_SEQLENS)
+    for name, argument in given.items():
+        expected = (3 if packed else 4) - (name == "stats")
+        if argument.array.ndim != expected:
+            raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
+        if name != "stats" and options.get("layout") is None:
+            check_strides_of(name, argument.array)
+    queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, seqlens)
+    for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
+        if name in given and given[name].array.shape[2] != layout.share(rank):
+            _raise_share(name, given[name].array.shape, layout, rank, packed)
+    problem = _problem(given, options, queries, keys)
+    on_gpu = given["q"].device is not None
+    drawn = bool(problem.settings.dropout) and options.get("dropout_mask") is None
+    if drawn and on_gpu and size > 1:
+        raise Unsupported(
+            f"dropout_p is {options['dropout_p']} with {size} members: cuDNN derives the random number of a weight from its "
+            "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
+            "than one GPU: omit dropout_p"
+        )
+    own = {name: argument.array for name, argument in given.items()}
+    doubles = problem.dtype == "float64" == getattr(own.get("stats"), "dtype", None)
+    table = expected_arrays(*(own[name] for name in "qkv"), stats="float64" if doubles else "float32")
+    check_arrays([table[name] for name in ("dout", "out", "stats")], own)
+    band = problem.band
+    aligned = band is not None and band.bottom_right
+    diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
+    _, _, hq, _, sq, skv, entries = problem.sizes
+    functions = functions_of(options, (entries, hq, sq, skv))
+    positional = drawn or any(options.get(name) is not None for name in _POSITIONAL)
+    text = _text(problem, {**options, **functions}, queries, keys)
+    return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
+
+
+def read_length(name: str, value: Any) -> int:
+    """A number of positions.
+
+    Raises:
+        ValueError: it is not an integer, or negative.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
+    return int(value)
+
+
+def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
+    """The lengths of packed sequences from the offsets of the whole sequences on the host.
+
+    Raises:
+        TypeError, ValueError: they are not offsets, or on the GPU.
+    """
+    if cupy_runtime.is_array(starts):
+        raise TypeError(
+            f"{name} is a CuPy array; a group cuts every sequence on the host, and reading the offsets from the GPU would wait "
+            "for it: pass a numpy array"
+        )
+    starts = np.asarray(starts)
+    if starts.dtype.kind != "i" or starts.ndim != 1 or not starts.size:
+        raise TypeError(f"{name} is {starts.dtype} of shape {starts.shape}; it must be int32 or int64 (B + 1,)")
+    lengths = np.diff(starts)
+    if starts[0] or (lengths < 0).any():
+        raise ValueError(f"{name} is {starts.tolist()}; the offsets of whole sequences begin with 0 and must not decrease")
+    return tuple(lengths.tolist())
+
+
+def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The lengths of packed sequences of a call."""
+    if options.get(name) is None:
+        raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
+    lengths = packed_lengths(name, options[name])
+    side = name.removeprefix("cu_seqlens_")
+    longest = options.get(f"max_seqlen_{side}")
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(f"{name} has a sequence of {max(lengths)}; max_seqlen_{side} is {longest}")
+    return lengths
+
+
+def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layout]:
+    """The layouts of the queries and keys of packed sequences."""
+    queries, keys = (Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS)
+    if len(queries.lengths) != len(keys.lengths):
+        raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
+    return queries, keys
+
+
+def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None, int | None]) -> tuple[Layout, Layout]:
+    """The layouts of dense arrays from the lengths of the member's arrays."""
+    seqlen_q, seqlen_kv = seqlens
+    whole_q = queries * size if seqlen_q is None else read_length("seqlen_q", seqlen_q)
+    if seqlen_kv is None:
+        seqlen_kv = whole_q if queries == keys else keys * size
+    return Layout((whole_q,), size), Layout((read_length("seqlen_kv", seqlen_kv),), size)
+
+
+def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, packed: bool) -> NoReturn:
+    """Raise the error of an array that does not have the member's number of positions."""
+    side = "kv" if name in "kv" else "q"
+    source = f"cu_seqlens_{side}" if packed else f"seqlen_{side}"
+    remedy = (
+        "cut arrays with shard()"
+        if packed
+        else f"cut arrays with shard(), and pass {source}= if {2 * layout.size} does not divide it"
+    )
+    raise ValueError(
+        f"{name} has shape {shape}; of {layout.total} positions ({source}) member {rank} of {layout.size} holds "
+        f"{layout.share(rank)}: {remedy}"
+    )
+
+
+def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout) -> Problem:
+    """The problem of the call on one GPU."""
+    signatures: dict[str, Signature] = {}
+    for name, layout in (("q", queries), ("k", keys), ("v", keys)):
+        x = given[name].array
+        signatures[name] = dense_signature(dtype_name(x.dtype), (*x.shape[:2], layout.total, *x.shape[3:]))
+    for name in ARRAYS:
+        value = options.get(name)
+        if value is None or name in SEEDS:
+            continue
+        if name in CU_SEQLENS:
+            signatures[name] = dense_signature("int32", (len(queries.lengths) + 1,))
+            continue
+        argument = read_array(name, value)
+        if (argument.device is None) != (given["q"].device is None):
+            raise TypeError(f"arrays are mixed: q and {name} must both be numpy arrays or both be CuPy arrays")
+        signatures[name] = argument.signature
+    lengths = [name for name in LENGTHS if name in signatures]
+    if len(lengths) == 1:
+        (missing,) = set(LENGTHS) - set(lengths)
+        signatures[missing] = signatures[lengths[0]]
+    known = dict(options)
+    if queries.packed:
+        for name, layout in (("max_seqlen_q", queries), ("max_seqlen_kv", keys)):
+            if options.get(name) is None:
+                known[name] = max(layout.lengths, default=0)
+    tau = read_scale(options.get("scale"), given["q"].array.shape[0])
+    settings, _ = read_settings(known, tau)
+    return make_problem(tuple(signatures.items()), settings)
+
+
+def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:
+    """The shapes and options, one per line."""
+    lines = [f"problem: {problem}", f"lengths of q: {listed(queries.lengths)}", f"lengths of k: {listed(keys.lengths)}"]
+    for name in sorted(options):
+        value = options[name]
+        if value is None or name in CU_SEQLENS:
+            continue
+        if name in FUNCTIONS:
+            text = f"{value.__qualname__}, {_abbreviated(str(value))}"
+        elif name == "tensors":
+            text = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in value.items())
+        else:
+            text = f"{value.shape} {value.dtype}" if hasattr(value, "shape") else repr(value)
+        lines.append(f"{name}: {text}")
+    return "\n".join(lines)
+
+
+def listed(lengths: Sequence[int]) -> str:
+    """Lengths as text; many are abbreviated by their number, total and a checksum."""
+    if len(lengths) <= 8:
+        return ", ".join(map(str, lengths))
+    return f"{len(lengths)} sequences of {sum(lengths)} positions, checksum {zlib.crc32(repr(tuple(lengths)).encode()):08x}"
+
+
+def _abbreviated(text: str) -> str:
+    """A text; a long one ends with its checksum."""
+    return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
+
+
+def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) -> Any:
+    """A hashable value that is equal for calls with the same configuration; None if there is none."""
+    parts_of_key: list[Any] = [*others]
+    for name, x in arrays.items():
+        if remedy := getattr(type(x), "not_an_array", None):
+            raise TypeError(f"{name} is {in_words(x)}; {remedy}")
+        if not hasattr(x, "dtype"):
+            return None  # refused later
+        parts_of_key.append((name, x.shape, x.dtype.str, x.dtype.name, cupy_runtime.is_array(x)))
+    for name, value in options.items():
+        if value is None or name in FUNCTIONS:
+            continue
+        if name in CU_SEQLENS:
+            if cupy_runtime.is_array(value):
+                return None
+            parts_of_key.append((name, np.asarray(value).tobytes()))
+        elif name == "tensors":
+            parts_of_key.append((name, tuple((key, x.shape, x.dtype.name) for key, x in value.items())))
+        elif hasattr(value, "dtype") and not isinstance(value, np.generic):
+            parts_of_key.append((name, value.shape, value.dtype.name))
+        else:
+            parts_of_key.append((name, value if not isinstance(value, list) else tuple(value)))
+    identities = function_identities(options)
+    if any(options.get(name) is not None and own is None for name, own in zip(FUNCTIONS, identities, strict=True)):
+        return None
+    key = (*parts_of_key, identities)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,257 @@
+"""Groups of NCCL: communicators of CuPy, of cupyx.distributed and of nccl4py, and a watchdog that ends exchanges that hang.
+
+All arrays are sent as bytes, because CuPy's bindings do not know bfloat16. All transfers of an exchange are one NCCL group,
+because NCCL would otherwise finish them one after another, which is a deadlock in a ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..runtime import cupy_runtime, driver
+from .group import GroupError, Transfer
+
+#: The seconds after which an exchange that began but does not end counts as failed.
+DEFAULT_TIMEOUT = 300.0
+#: The seconds between two checks of the watchdog.
+_INTERVAL = 0.25
+
+
+class Communicator(Protocol):
+    """The attributes and methods of a communicator that a group uses."""
+
+    rank: int
+    size: int
+
+    def grouped(self) -> contextlib.AbstractContextManager[Any]:
+        """A ``with`` block whose transfers are one NCCL group."""
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer to a member."""
+
+    def receive(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer from a member."""
+
+    def error(self) -> str:
+        """The error of an earlier transfer; empty for none."""
+
+    def abort(self) -> None:
+        """End all transfers."""
+
+
+class CupyCommunicator:
+    """``cupy.cuda.nccl.NcclCommunicator``."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
+
+    @contextlib.contextmanager
+    def grouped(self) -> Iterator[None]:
+        """A ``with`` block whose transfers are one NCCL group."""
+        nccl = _nccl()
+        nccl.groupStart()
+        try:
+            yield
+        finally:
+            nccl.groupEnd()
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer to a member."""
+        self._communicator.send(array.data.ptr, array.nbytes, _nccl().NCCL_UINT8, peer, stream.ptr)
+
+    def receive(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer from a member."""
+        self._communicator.recv(array.data.ptr, array.nbytes, _nccl().NCCL_UINT8, peer, stream.ptr)
+
+    def error(self) -> str:
+        """The error of an earlier transfer; empty for none."""
+        try:
+            self._communicator.check_async_error()
+        except Exception as error:  # NcclError
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def abort(self) -> None:
+        """End all transfers."""
+        self._communicator.abort()
+
+
+class Nccl4pyCommunicator:
+    """``nccl.core.Communicator`` of nccl4py."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self.rank, self.size = int(communicator.rank), int(communicator.nranks)
+
+    def grouped(self) -> contextlib.AbstractContextManager[Any]:
+        """A ``with`` block whose transfers are one NCCL group."""
+        import nccl.core
+
+        return nccl.core.group()  # type: ignore[no-any-return]
+
+    def send(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer to a member."""
+        self._communicator.send(array, peer=peer, stream=stream.ptr)
+
+    def receive(self, array: Any, peer: int, stream: Any) -> None:
+        """Enqueue a transfer from a member."""
+        self._communicator.recv(array, peer=peer, stream=stream.ptr)
+
+    def error(self) -> str:
+        """The error of an earlier transfer; empty for none."""
+        status = self._communicator.get_async_error()
+        return "" if getattr(status, "name", str(status)) in ("Success", "InProgress", "0", "7") else f"NCCL: {status}"
+
+    def abort(self) -> None:
+        """End all transfers."""
+        self._communicator.abort()
+
+
+class _Exchange(NamedTuple):
+    """An exchange on the GPU: its label, and the events before and after it."""
+
+    label: str
+    before: Any
+    after: Any
+
+
+class NcclGroup:
+    """A group of GPUs that NCCL connects; created by :func:`~cupy_sdpa.parallel.connect` or from a communicator.
+
+    A thread watches the exchanges. If one has begun on the GPU and has not ended after ``timeout`` seconds, or NCCL reports an
+    error, such as a process that ended, it aborts the communicator. All work that waits for the exchange then proceeds with
+    invalid results, and every later call raises GroupError, as :meth:`check` does.
+
+    If the members are threads of one process, they start every exchange together (``meeting``). CUDA functions that change the
+    memory map, such as an allocation, wait for the kernels of every GPU that can access the memory. A kernel of an exchange
+    that waits for a member would therefore never end if that member allocates memory before it starts the exchange.
+
+    Args:
+        communicator: the communicator.
+        timeout: the limit in seconds. It must be longer than members may lag behind each other. Default 300.
+        meeting: a barrier of all members, if they are threads of one process. Default None.
+
+    Attributes:
+        rank: the rank of this member.
+        size: the number of members.
+    """
+
+    def __init__(
+        self, communicator: Communicator, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout = communicator.rank, communicator.size, timeout
+        self._communicator, self._meeting = communicator, meeting
+        self._failure = ""
+        self._running: deque[_Exchange] = deque()
+        self._began = 0.0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
+        """Enqueue transfers on CuPy's current stream; see :class:`~cupy_sdpa.parallel.group.Exchanger`."""
+        self._meet(label)
+        if sends or receives:
+            self._enqueue(sends, receives, label)
+        self._meet(label)
+
+    def _meet(self, label: str) -> None:
+        """Wait in the host for the other members, if they are threads."""
+        self.check()
+        if self._meeting:
+            try:
+                self._meeting.wait(self.timeout)
+            except threading.BrokenBarrierError as error:
+                self.abort(
+                    f"member {self.rank} waited for {label!r}, and another member ended, failed, or did not call within "
+                    f"{self.timeout:g} s"
+                )
+                raise GroupError(self._failure) from error
+
+    def _enqueue(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
+        cupy = cupy_runtime.cupy()
+        stream, watched = cupy.cuda.get_current_stream(), not cupy_runtime.capturing()
+        before = stream.record(cupy.cuda.Event(disable_timing=True)) if watched else None
+        try:
+            with self._communicator.grouped():
+                for array, peer in sends:
+                    self._communicator.send(array, peer, stream)
+                for array, peer in receives:
+                    self._communicator.receive(array, peer, stream)
+        except Exception as error:
+            self.abort(f"member {self.rank} could not enqueue {label!r}: {type(error).__name__}: {error}")
+            raise GroupError(self._failure) from error
+        if watched:
+            self._running.append(_Exchange(label, before, stream.record(cupy.cuda.Event(disable_timing=True))))
+            self._watch()
+
+    def check(self) -> None:
+        """Raise GroupError if the group failed."""
+        if self._failure:
+            raise GroupError(self._failure)
+
+    def abort(self, reason: str) -> None:
+        """End all transfers of this member; every later call raises GroupError with the reason."""
+        if not self._failure:
+            self._failure = reason
+            self._stopped.set()
+            if self._meeting:
+                self._meeting.abort()
+            self._communicator.abort()
+
+    def _watch(self) -> None:
+        """Start the watchdog if it is not running."""
+        if self._thread is None:
+            device = cupy_runtime.cupy().cuda.runtime.getDevice()
+            self._thread = threading.Thread(target=self._run, args=(device,), name="cupy_sdpa watchdog", daemon=True)
+            self._thread.start()
+
+    def _run(self, device: int) -> None:
+        """Check the exchanges until the group fails."""
+        with contextlib.suppress(Exception), cupy_runtime.cupy().cuda.Device(device):
+            cuda = driver.bindings()  # queries of events must not end a capture of another thread
+            cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            while not self._stopped.wait(_INTERVAL):
+                self._inspect(time.monotonic())
+
+    def _inspect(self, now: float) -> None:
+        """Abort if the oldest exchange takes too long, or NCCL reports an error."""
+        while self._running and self._running[0].after.done:
+            self._running.popleft()
+            self._began = 0.0
+        if error := self._communicator.error():
+            self.abort(f"member {self.rank}: {error}; another member ended or failed")
+        elif self._running and self._running[0].before.done:
+            self._began = self._began or now
+            if now - self._began > self.timeout:
+                self.abort(
+                    f"member {self.rank} waited {self.timeout:g} s for {self._running[0].label!r}: another member ended, "
+                    "failed, or called with other shapes or options"
+                )
+
+
+def _nccl() -> Any:
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+def from_object(group: Any, origin: str) -> NcclGroup | None:
+    """A group from a communicator of CuPy, cupyx.distributed or nccl4py; None for another object.
+
+    Args:
+        group: the communicator.
+        origin: its module and class.
+    """
+    if origin.endswith(".NcclCommunicator"):
+        return NcclGroup(CupyCommunicator(group))
+    if origin.startswith("cupyx.distributed.") and hasattr(group, "_comm"):
+        return NcclGroup(CupyCommunicator(group._comm))
+    if origin.startswith("nccl.") and hasattr(group, "nranks"):
+        return NcclGroup(Nccl4pyCommunicator(group))
+    return None

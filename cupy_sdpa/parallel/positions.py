@@ -1,0 +1,139 @@
+"""The options of a part: score and mask functions, biases and masks at the positions of the part in its sequence.
+
+Options are those of a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes of
+the scores, and functions that see the positions in the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..boundary.user_functions import FUNCTIONS
+from ..problem.problem import LENGTHS, SCORE_INPUTS
+from ..runtime import cupy_runtime
+from ..score_fn.expression import AXES
+from ..score_fn.recorded import Access, Recorded, relocated
+from ..score_fn.tracer import record, trace
+
+#: The options that are the same for every part.
+SAME = ("scale", "softcap", "max_workspace")
+
+
+class Window(NamedTuple):
+    """The positions of a call within the whole sequences.
+
+    Attributes:
+        first: the first batch entry, query head, query and key.
+        counts: the numbers of them.
+        diagonal: the key on the diagonal of query 0 of the sequence.
+        own_diagonal: the key on the diagonal of the first query of the call, as the call itself determines it.
+    """
+
+    first: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int]
+    diagonal: int
+    own_diagonal: int
+
+
+def functions_of(options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Recorded]:
+    """The functions of a call by the names of their options, from calling them with traced values.
+
+    Args:
+        options: the options of the call.
+        sizes: the numbers of batch entries, query heads, queries and keys of whole sequences.
+
+    Raises:
+        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
+    """
+    given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
+    if not given:
+        return {}
+    tensors = dict(options.get("tensors") or {})
+    functions = record(given, tensors)
+    trace(functions.get("score_mod"), functions.get("mask_mod"), tensors, dict(zip(AXES, sizes, strict=True)))  # checks them
+    return functions
+
+
+def options_at(options: Mapping[str, Any], recorded: Mapping[str, Recorded], window: Window) -> dict[str, Any]:
+    """The options of a call at some positions, except masks of bands, packing, sinks and dropout.
+
+    Args:
+        options: the options for whole sequences.
+        recorded: the functions, from :func:`functions_of`.
+        window: the positions.
+    """
+    made = {name: options[name] for name in SAME if options.get(name) is not None}
+    (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
+    for name in SCORE_INPUTS:
+        if (array := options.get(name)) is not None:
+            made[name] = _sliced(array, ((j, keys), (i, queries), (h, heads), (b, entries)))
+    for name, first, count in zip(LENGTHS, (i, j), (queries, keys), strict=True):
+        if (lengths := options.get(name)) is not None:
+            made[name] = (lengths - np.int32(first)).clip(0, count)
+    slopes = options.get("alibi_slopes")
+    functions, tensors = dict(recorded), dict(options.get("tensors") or {})
+    if slopes is not None and window.own_diagonal == i - j + window.diagonal:
+        made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(slopes[h : h + heads])
+    elif slopes is not None:  # the call's own diagonal is another one
+        tensors[_SLOPES] = slopes
+        score_mod = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
+        functions |= record({"score_mod": score_mod}, tensors)
+    ranges = dict(zip(AXES, zip(window.first, window.counts, strict=True), strict=True))
+    known = list(dict.fromkeys(access for function in functions.values() for access in function.reads))
+    if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
+        return made | functions | ({"tensors": tensors} if tensors else {})
+    local, reads = {}, {}
+    for number, access in enumerate(known):
+        axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
+        array = tensors[access.name]
+        local[f"t{number}"] = _taken_from(array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes))
+        reads[access] = access._replace(name=f"t{number}")
+    starts = {axis: start for axis, start in zip(AXES, window.first, strict=True) if start}
+    made |= {name: relocated(function, reads, starts=starts, places={}) for name, function in functions.items()}
+    return made | ({"tensors": local} if local else {})
+
+
+#: The name of the slopes among the arrays of a function.
+_SLOPES = "alibi_slopes "
+
+
+def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a call reads an array along its whole axes, by the caller's name."""
+    axes = zip(array.shape, access.axes, strict=True)
+    return access.name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in axes)
+
+
+def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
+    """The part of an array along axes that are not of length 1; without positions nothing of any axis."""
+    parts = [
+        slice(None) if n == 1 and count else slice(first, first + count)
+        for n, (first, count) in zip(array.shape, ranges, strict=True)
+    ]
+    return _taken_from(array, tuple(parts))
+
+
+def _taken_from(array: Any, index: tuple[slice, ...]) -> Any:
+    """A part of an array; the array itself if it is the whole."""
+    part = array[index]
+    return array if part.shape == array.shape else aligned(part)
+
+
+def aligned(array: Any) -> Any:
+    """A dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
+    return array.copy(order="F") if cupy_runtime.is_array(array) else array
+
+
+def _with_alibi(score_mod: Recorded | None, cap: float | None, diagonal: int) -> Callable[..., Any]:
+    """A score function that also applies the softcap and ALiBi slopes, in the order of the options."""
+
+    def modified(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
+        if score_mod is not None:
+            score = score_mod(score, b, h, q_idx, kv_idx, **tensors)
+        if cap is not None:
+            score = cap * np.tanh(score / cap)
+        return score - tensors[_SLOPES][h] * abs(q_idx + diagonal - kv_idx if diagonal else q_idx - kv_idx)
+
+    return modified

@@ -1,0 +1,207 @@
+"""Arrays that are described, but not allocated: what the steps of a program read and write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
+from .tensor_spec import Signature, alignment_of, byte_range, dense_strides, dtype_name
+
+
+class Storage(NamedTuple):
+    """The memory that views lie in.
+
+    Attributes:
+        name: the name of the array of a call, or of the memory within a program.
+        alignment: the alignment of its first element in bytes, at most 16.
+        device: the number of the GPU; None for the memory of the host.
+    """
+
+    name: str
+    alignment: int
+    device: int | None
+
+
+class Flags(NamedTuple):
+    """The orders in which the elements of a view follow one another without gaps, as for arrays."""
+
+    f_contiguous: bool
+    c_contiguous: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of a storage as an array: slices, transposes and reshapes are views, as for arrays; it has no elements.
+
+    Attributes:
+        storage: the memory.
+        dtype: the numpy dtype.
+        shape: the lengths of the axes.
+        strides: in bytes.
+        offset: the bytes from the first element of the storage to that of the view.
+    """
+
+    storage: Storage
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> View:
+        """The view of a whole array of the caller; only its metadata are read."""
+        if not cupy_runtime.is_array(array):
+            return cls(Storage(name, 16, None), array.dtype, array.shape, array.strides)
+        storage = Storage(name, alignment_of(array.data.ptr), array.data.device_id)
+        return cls(storage, array.dtype, array.shape, array.strides)
+
+    @classmethod
+    def dense(cls, name: str, shape: Sequence[int], dtype: Any, device: int | None) -> View:
+        """The view of a whole array in Fortran order."""
+        dtype = np.dtype(dtype)
+        return cls(Storage(name, 16, device), dtype, tuple(shape), dense_strides(tuple(shape), dtype.itemsize))
+
+    @property
+    def signature(self) -> Signature:
+        """The metadata that a problem depends on."""
+        alignment = 16
+        if self.storage.device is not None and self.dtype.kind != "i":  # only cuDNN needs aligned arrays
+            alignment = alignment_of(self.offset | self.storage.alignment)
+        return dtype_name(self.dtype), self.shape, self.strides, alignment
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.itemsize
+
+    @property
+    def flags(self) -> Flags:
+        """Whether the elements follow one another without gaps."""
+        forward = self.size < 2 or _is_dense(self.shape, self.strides, self.itemsize)
+        return Flags(forward, self.size < 2 or _is_dense(self.shape[::-1], self.strides[::-1], self.itemsize))
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first byte of the elements in the storage, and the byte after the last; both 0 without elements."""
+        if not self.size:
+            return 0, 0
+        start, end = byte_range(self.shape, self.strides, self.itemsize)
+        return self.offset + start, self.offset + end
+
+    @property
+    def T(self) -> View:  # noqa: N802 - as for arrays
+        """The axes in reverse order."""
+        return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def transpose(self, *axes: Any) -> View:
+        """The axes in another order."""
+        order = list(axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes)
+        return replace(self, shape=tuple(self.shape[n] for n in order), strides=tuple(self.strides[n] for n in order))
+
+    def reshape(self, *shape: Any, order: str = "C") -> View:
+        """Another shape of the same elements, in Fortran order; a single element has every order.
+
+        Raises:
+            ValueError: the elements are not dense in Fortran order, or the sizes differ.
+        """
+        lengths = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        same = lengths == self.shape or (self.ndim == 1 == len(lengths))
+        dense = self.flags.f_contiguous and (order == "F" or self.size < 2)
+        if math.prod(lengths) != self.size or not (same or dense):
+            raise ValueError(f"a view of shape {self.shape} and strides {self.strides} has no shape {lengths} in order {order}")
+        if same:
+            return self
+        return self.strided(lengths, dense_strides(lengths, self.itemsize))
+
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+        """A view from the same first element with another shape and other strides in bytes."""
+        return replace(self, shape=shape, strides=strides)
+
+    def __getitem__(self, key: Any) -> View:
+        """The view of some elements: integers, slices, None and an ellipsis, as for arrays."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        used = sum(one is not None and one is not Ellipsis for one in keys)
+        if Ellipsis not in keys:
+            keys.append(Ellipsis)
+        at = keys.index(Ellipsis)
+        keys[at : at + 1] = [slice(None)] * (self.ndim - used)
+        shape, strides, offset, axis = [], [], self.offset, 0
+        for one in keys:
+            if one is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            length, stride = self.shape[axis], self.strides[axis]
+            axis += 1
+            if isinstance(one, slice):
+                begin, end, step = one.indices(length)
+                count = len(range(begin, end, step))
+                shape.append(count)
+                strides.append(stride * step)
+                offset += stride * begin if count else 0
+            else:
+                if not -length <= one < length:
+                    raise IndexError(f"index {one} is outside an axis of length {length}")
+                offset += stride * (one % length)
+        return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
+
+
+def on_host(view: View, array: Any) -> Any:
+    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
+
+    The same for arrays that the interpreter computes with.
+    """
+    if isinstance(array, InterpretedArray):
+        return InterpretedArray(on_device(type(array.array), view, array.array))
+    dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
+    return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
+
+
+def on_device(ndarray: Any, view: View, array: Any) -> Any:
+    """The part of a CuPy array that a view of its storage describes; ``ndarray`` is CuPy's array type."""
+    return ndarray(view.shape, view.dtype, array.data + view.offset, view.strides)
+
+
+class _Place:
+    """The elements of a view in memory of the host, which it keeps alive."""
+
+    def __init__(self, view: View, array: Any) -> None:
+        self._array = array
+        address, writeable = array.__array_interface__["data"][0], array.flags.writeable
+        self.__array_interface__ = {
+            "data": (address + view.offset, not writeable),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{view.itemsize}",
+            "version": 3,
+        }
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether elements follow one another without gaps, the first axis fastest."""
+    for length, stride in zip(shape, strides, strict=True):
+        if length != 1 and stride != itemsize:
+            return False
+        itemsize *= length
+    return True

@@ -1,0 +1,110 @@
+"""The program of a call without running it: the function is called, and left where its program would be planned and run.
+
+What a call is planned, explained and prepared from is therefore what it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..boundary.arguments import read_shapes
+from ..boundary.call import Description, Found, describing, repeats
+from ..boundary.layouts import from_own, other_layout, to_own
+from ..graph import graph_of
+from ..problem.problem import Problem, row_stats_shape
+from ..problem.tensor_spec import dtype_name
+from ..replay.call_report import Report, explain_on_device, joined
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
+from ..support.why_not import workarounds
+from .executor import ProgramCall
+
+
+def program_of(
+    function: Callable[..., Any],
+    *arguments: Any,
+    for_gpu: bool = False,
+    is_supported: Callable[[Problem], bool] | None = None,
+    **options: Any,
+) -> ProgramCall:
+    """The call of a program that a function of this package makes; nothing is planned or launched.
+
+    Args:
+        function: the function, such as :func:`cupy_sdpa.attention`; its arguments are checked, and its program is built.
+        arguments, options: its arguments. Results that are not passed may be allocated.
+        for_gpu: whether the program is that of a GPU, also for numpy arrays. Default False.
+        is_supported: whether that GPU supports a problem, where the program depends on it. Default None: no such problem is.
+
+    Raises:
+        Exception: those of the function.
+    """
+    tokens = describing.set(Description(for_gpu, is_supported)), repeats.set(False)
+    try:
+        function(*arguments, **options)
+    except Found as found:
+        call: ProgramCall = found.call
+        return call
+    finally:
+        describing.reset(tokens[0])
+        repeats.reset(tokens[1])
+    raise TypeError(f"{getattr(function, '__name__', function)} runs no program with these arguments")
+
+
+def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of a call that is described, with arrays in place of some that are None; no element of these may be read.
+
+    Args:
+        arrays: q, k, v and others by name.
+        names: which ones are needed, and what they are like: ``q``, ``k``, ``v``, ``out`` or ``stats``.
+        options: the options of the call.
+    """
+    made, layout = dict(arrays), other_layout(options)
+    if not all(getattr(arrays[name], "ndim", 0) in (3, 4) for name in "qkv"):
+        return made  # they are refused
+    q, k, v = (arrays[name] if layout is None else to_own(name, arrays[name], layout) for name in "qkv")
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
+    for name, like in names.items():
+        if made.get(name) is None:
+            array = cupy_runtime.new_result(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
+            made[name] = array if layout is None else from_own(name, array, layout)
+    return made
+
+
+def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:
+    """Whether and how a call would run: the steps of its program, and the plan of each launch.
+
+    Args:
+        call: the call.
+        explain: returns the report on a problem. Default: the report on the engine of the arrays; plans are built and cached.
+    """
+    problems = [attend.problem for attend in call.program.launches] or [_nothing(call)]
+    if explain is not None:
+        report = joined([explain(problem) for problem in problems])
+    elif not call.on_gpu:
+        engine = "CuPy" if isinstance(call.arrays["q"], InterpretedArray) else "numpy"
+        report = joined([Report(engine, problem, graph_of(problem)) for problem in problems])
+    else:
+        with cupy_runtime.on_device_of(call.arrays["q"]) as device:
+            report = joined([explain_on_device(problem, device) for problem in problems])
+            if report.plan:  # the engine's problems may no longer have the bugs of the caller's
+                of = dict.fromkeys(attend.of for attend in call.program.launches)
+                bugs = [bug for one in of for bug in workarounds(one, report.plan.cudnn, cupy_runtime.capability(device))]
+                report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
+    return dataclasses.replace(
+        report,
+        steps=tuple(call.program.lines()),
+        temporary_bytes=call.program.memory_bytes,
+        scalars=tuple(call.scalars.items()),
+    )
+
+
+def _nothing(call: ProgramCall) -> Problem:
+    """The problem of a call in which no query attends to a key."""
+    q, v = call.arrays["q"], call.arrays["v"]
+    (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
+    outputs: dict[str, Any] = {"backward": "dq" in call.result_names, "return_stats": "stats" in call.result_names}
+    return read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **outputs)

@@ -1,0 +1,568 @@
+"""Run programs: on numpy step by step, on a GPU with one block of memory, as one call of the replay cache."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..boundary.argument import INT32, as_int32, check_separate, read_array
+from ..boundary.arguments import check_lengths
+from ..boundary.call import (
+    Call,
+    Fill,
+    Found,
+    LaunchRecord,
+    active_tunings,
+    describing,
+    for_gpu,
+    given_stats,
+    repeats,
+    with_plan,
+)
+from ..boundary.user_functions import Gradients, function_identities
+from ..errors import CudnnError, Unsupported
+from ..graph import graph_of
+from ..graph.nodes import Graph
+from ..numpy_engine.interpreter import RowCheck, evaluate
+from ..problem import problem_file
+from ..problem.bucket import Rounding
+from ..problem.problem import Problem
+from ..problem.tensor_spec import TensorSpec, make_spec
+from ..problem.view import View, on_device, on_host
+from ..replay.call_key import HOST, read_key, tensor_name
+from ..replay.replay_cache import cache_call
+from ..runtime import cupy_runtime, memory
+from ..runtime.interpreted_array import InterpretedArray
+from ..support.engine_problem import engine_problem
+from . import attention_steps
+from .program import Builder, Program
+from .steps import Attend, Scalar, Step
+from .watch import watcher
+
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..cudnn_engine.plan import Plan
+    from ..cudnn_engine.sessions import Session
+
+
+class _Signature(NamedTuple):
+    """What the replay cache reads of the problem of a composed call: the arrays whose alignments are part of the program."""
+
+    tensors: tuple[TensorSpec, ...]
+    trivial: bool = False
+
+
+@dataclass
+class ProgramCall:
+    """A program and its arrays. It is cached and captured as one call.
+
+    Attributes:
+        program: the program.
+        arrays: the caller's arrays by name; later also the inputs and the results that were created for the call.
+        problem: the problem, or what the replay cache reads of it.
+        result_names: the names of the results.
+        results_of: the views of results that are created if the caller does not pass them, by name.
+        identities: the identities of the functions when they were traced.
+        scalars, fills, captured, gradients, source_lines: as for :class:`.Call`.
+        launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
+        planned: whether the plans have been built, so that nothing can be refused after something was written.
+    """
+
+    program: Program
+    arrays: dict[str, Any]
+    problem: Problem | _Signature
+    result_names: list[str]
+    results_of: Mapping[str, View] = field(default_factory=dict)
+    identities: tuple[Hashable | None, ...] = ()
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    fills: Mapping[str, Fill] = field(default_factory=dict)
+    captured: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Gradients | None = None
+    source_lines: Mapping[str, str] = field(default_factory=dict)
+    launched: LaunchRecord | None = None
+    planned: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are CuPy's."""
+        return cupy_runtime.is_array(self.arrays["q"])
+
+    def on(self, arrays: dict[str, Any]) -> ProgramCall:
+        """The same call on other arrays of the same dtypes, shapes, strides and alignments."""
+        call = copy.copy(self)
+        call.arrays, call.launched = arrays, None
+        return call
+
+    def plan(self) -> None:
+        """Build the plans of all steps, if they are not in the plan cache.
+
+        Raises:
+            Unsupported, CudnnError: a step cannot run; ``error.step`` is its name.
+        """
+        if describing.get() is not None:
+            raise Found(self)
+        self.planned = True
+        if not self.on_gpu:
+            return
+        with cupy_runtime.on_device_of(self.arrays["q"]) as device:
+            for step in self.program.steps:
+                if step.attend and not step.attend.problem.trivial:
+                    try:
+                        with_plan(step.attend.problem, device, _nothing)
+                    except Exception as error:
+                        self._describe(error, step)
+                        raise
+
+    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
+        """Compute and return the results.
+
+        Args:
+            memory: memory for everything that is allocated besides the results and the inputs that the caller did not pass.
+                Default None: it is allocated.
+        """
+        if describing.get() is not None:
+            raise Found(self)
+        self.launched = None
+        self.create_inputs()
+        if not self.planned and len(self.program.launches) > 1:
+            self.plan()
+        if not self.on_gpu:
+            self.create_results()
+            self.execute(None)
+            return self.results()
+        with cupy_runtime.on_device_of(self.arrays["q"]) as device:
+            self.create_results()
+            if active_tunings.get() is not None:
+                self._tune(device)
+            if cupy_runtime.capturing():  # into an arena of the capture, if there is one
+                self.execute(device, keep=True)
+            else:
+                with cupy_runtime.arena(memory) as arena:
+                    plans = self.execute(device)
+                if plans:
+                    self.launched = LaunchRecord(tuple(plans), arena.needed, self.program.plan_only)
+        return self.results()
+
+    def results(self) -> list[Any]:
+        """The results, in the order of :attr:`result_names`; gradients of ``tensors`` are one dictionary."""
+        results = [self.arrays[name] for name in self.result_names]
+        return self.gradients.as_last(results) if self.gradients else results
+
+    def create_inputs(self) -> None:
+        """Create the inputs that the caller did not pass."""
+        for name, fill in self.fills.items():
+            if name not in self.arrays:
+                self.arrays[name] = _filled(fill, self.arrays["q"])
+
+    def create_results(self) -> None:
+        """Create the results that the caller did not pass."""
+        for name, view in self.results_of.items():
+            if name not in self.arrays:
+                self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
+
+    def check_lengths(self) -> None:
+        """Check the elements of the caller's lengths, offsets and page tables, on the CPU only.
+
+        Raises:
+            ValueError: an element is invalid.
+        """
+        if self.on_gpu:
+            return
+        bind = _Binding(self.arrays, {}, on_gpu=False)
+        for attend, views in self.program.lengths:
+            given = {name: bind(view) for name, view in views.items() if view.storage.name in self.arrays}
+            check_lengths(attend.of, given)
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        if not self.program.plan_only or self.fills or self.gradients:
+            return None
+        (attend,) = self.program.launches
+        if attend.problem.trivial:
+            return None
+        if attend.of.backward or problem_file.kept is not None:
+            return functools.partial(self._evaluate, attend)
+        return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
+
+    def enqueue(self) -> None:
+        """Enqueue the work of :meth:`run` again, on the same arrays, in a capture of the package."""
+        assert self.launched
+        self.execute(self.arrays["q"].data.device_id, plans=self.launched.plans)
+
+    def execute(self, device: int | None, block: Any = None, *, plans: Sequence[Plan] = (), keep: bool = False) -> list[Plan]:
+        """Run all steps.
+
+        Args:
+            device: the current device; None for numpy arrays.
+            block: the memory of the temporaries, an array of bytes. Default None: it is allocated.
+            plans: the plans of all launches. Default: those in the plan cache, which are built if they are not in it.
+            keep: whether the plans must outlive the plan cache, because the caller captures the stream.
+
+        Returns:
+            The plans that ran.
+        """
+        ran: list[Plan] = []
+        given = iter(plans)
+        branches = self.program.join < len(self.program.steps) and device is not None and cupy_runtime.capturing()
+        join = None
+        watch = None if repeats.get() else watcher(self.program, on_gpu=device is not None)
+        try:
+            for number, (step, arguments) in enumerate(self.bound(block)):
+                if join and number == self.program.join:
+                    join()
+                    join = None
+                plan = None
+                with cupy_runtime.parallel_branch() if branches and step.branch else contextlib.nullcontext(join) as join:
+                    if watch:
+                        work = functools.partial(self._run_step, step, arguments, device, given, keep)
+                        plan = watch.run(step, arguments, self._scalars(step.attend), work)
+                    elif step.function:
+                        step.function(*arguments)
+                    elif device is not None and step.attend and not step.attend.problem.trivial:
+                        plan = self._launch(step, arguments, device, next(given, None), keep)
+                    else:
+                        self._run_step(step, arguments, device, given, keep)
+                if plan is not None:
+                    ran.append(plan)
+        finally:
+            if join:
+                join()  # a capture with a branch that is not joined could not be ended
+        return ran
+
+    def _run_step(self, step: Step, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool) -> Plan | None:
+        """Run one step; returns the plan that ran."""
+        if step.function:
+            step.function(*arguments)
+        elif step.attend and not step.attend.problem.trivial:
+            if device is not None:
+                return self._launch(step, arguments, device, next(plans, None), keep)
+            self._evaluate(step.attend, arguments)
+        return None
+
+    def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
+        """Each step with its arguments: a list for a kernel, a dictionary for attention. The caller runs it before the next."""
+        program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
+        if block is None and program.memory_bytes:
+            block = cupy_runtime.temporary(like, (program.memory_bytes,), np.dtype(np.uint8))
+        found = {**self.arrays, **{name: block[place.begin :] for name, place in program.temporaries.items()}}
+        for name in program.constants:
+            constant = program.constant(name)
+            found[name] = constant.on_device() if on_gpu else constant.array
+        for name, fill in program.fills.items():
+            found[name] = _filled(fill, like)
+        bind = _Binding(found, self.scalars, on_gpu=on_gpu)
+        for step in program.steps:
+            if step.attend:
+                yield step, {name: bind(view) for name, view in step.attend.arrays.items()}
+            else:
+                yield step, [*map(bind, step.arguments)]
+
+    def _scalars(self, attend: Attend | None) -> Mapping[str, float]:
+        return {**self.scalars, **attend.scalars} if attend and attend.scalars else self.scalars
+
+    def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
+        """Compute attention on numpy arrays."""
+        if problem_file.kept is not None:  # the problem that a GPU would plan
+            problem_file.keep(engine_problem(attend.problem, None, True))
+        graph = graph_of(attend.problem)
+        evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
+
+    def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
+        """Execute a plan, by default that in the plan cache; its workspace is memory for this launch only."""
+        attend = step.attend
+        assert attend
+
+        def execute(plan: Plan) -> Plan:
+            if keep:
+                plan.keep()
+            # a branch runs in parallel with later launches, which must not use its workspace
+            with contextlib.nullcontext() if step.branch else cupy_runtime.released():
+                workspace = _workspace(plan)  # it returns to the pool when this function ends
+                addresses = {name: array.data.ptr for name, array in arrays.items()}
+                plan.execute(addresses, self._scalars(attend), workspace.ptr)
+            return plan
+
+        if plan is not None:
+            plan.set_stream(cupy_runtime.stream())
+            return execute(plan)
+        try:
+            return with_plan(attend.problem, device, lambda session, plan: execute(plan))
+        except Exception as error:
+            self._describe(error, step)
+            raise
+
+    def _describe(self, error: Exception, step: Step) -> None:
+        """Give an error of a step notes that describe the call."""
+        attend = step.attend
+        assert attend
+        error.__dict__["step"] = step.name
+        if not isinstance(error, (Unsupported, CudnnError)):
+            return
+        error.add_note(f"the call: {attend.of}")
+        if found := attend.source_lines or self.source_lines:
+            lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
+            error.add_note(f"operations of its score and mask functions: {lines}")
+
+    def _tune(self, device: int) -> None:
+        """Measure the engine configs of each launch on its arrays and keep the fastest, unless the plan is tuned already."""
+        from ..cudnn_engine.autotune import tune
+
+        tunings = active_tunings.get()
+        assert tunings is not None
+        if cupy_runtime.capturing():
+            raise RuntimeError("a call cannot be tuned while a stream is being captured: tune before the capture begins")
+        for number in range(len(self.program.steps)):
+            attend = self.program.steps[number].attend
+            if attend is None or attend.problem.trivial:
+                continue
+
+            def measure(session: Session, plan: Plan, number: int = number, attend: Attend = attend) -> None:
+                if plan.info.tuned:
+                    return
+                arrays = self.arrays_before(number, device)
+                results = [arrays[spec.name] for spec in attend.problem.results]
+                addresses = {name: array.data.ptr for name, array in arrays.items()}
+
+                def execute(plan: Plan, workspace: int) -> None:
+                    plan.execute(addresses, self._scalars(attend), workspace)
+
+                tunings.append(tune(attend.problem, plan, session.cache, execute, results))
+
+            with_plan(attend.problem, device, measure)
+
+    def arrays_before(self, number: int, device: int) -> dict[str, Any]:
+        """The arrays of the step with a number, a launch, after the steps before it have run."""
+        for n, (step, arguments) in enumerate(self.bound()):
+            if n == number:
+                assert step.attend
+                return dict(arguments)
+            if step.function:
+                step.function(*arguments)
+            elif step.attend and not step.attend.problem.trivial:
+                self._launch(step, arguments, device, None, keep=False)
+        raise IndexError(number)
+
+
+def _nothing(session: Session, plan: Plan) -> None:
+    """Use a plan for nothing."""
+
+
+def _filled(fill: Fill, like: Any) -> Any:
+    """An array of equal integers, on the device of another array."""
+    dtype, size, value = fill
+    if not cupy_runtime.is_array(like):
+        return np.full(size, value, dtype)
+    with cupy_runtime.on_device_of(like):
+        if dtype == "int32":
+            return memory.equal_integers(value, size)
+        array = cupy_runtime.empty((size,), np.dtype(dtype))
+        array.fill(value)
+    return array
+
+
+def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
+    """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
+    problem = attend.of
+    if not problem.backward or problem.has_score_mod or given_stats.get() == "other":
+        return None
+    if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
+        return None
+    whole = attend.whole and given_stats.get() == "whole"
+    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
+
+
+def _workspace(plan: Plan) -> Any:
+    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the remedy."""
+    try:
+        return cupy_runtime.allocate(plan.info.workspace)
+    except Exception as error:  # CuPy's OutOfMemoryError, or that of another allocator
+        error.add_note(
+            f"cuDNN's workspace for this call is {plan.info.workspace} bytes. max_workspace= limits it: cuDNN then uses an "
+            "engine that needs less, if it has one"
+        )
+        raise
+
+
+class _Binding:
+    """From views to arrays, and from scalars to their values.
+
+    It refers to no function that refers to it: memory is freed when a run ends, not when the garbage collector finds a cycle.
+
+    Args:
+        found: the arrays by the names of storages.
+        scalars: the scalars by name.
+        on_gpu: whether the arrays are CuPy's.
+    """
+
+    def __init__(self, found: Mapping[str, Any], scalars: Mapping[str, float], *, on_gpu: bool) -> None:
+        self._found, self._scalars = found, scalars
+        self._bound: dict[View, Any] = {}
+        self._at = functools.partial(on_device, cupy_runtime.cupy().ndarray) if on_gpu else on_host
+
+    def __call__(self, value: Any) -> Any:
+        """The array of a view; the same for the views in a sequence; other values as they are."""
+        if isinstance(value, View):
+            if value not in self._bound:
+                array = self._found[value.storage.name]
+                same = array.shape == value.shape and array.strides == value.strides and array.dtype == value.dtype
+                self._bound[value] = array if same and not value.offset else self._at(value, array)
+            return self._bound[value]
+        if isinstance(value, Scalar):
+            return self._scalars[value.name]
+        if not isinstance(value, (tuple, list)):
+            return value
+        parts = [self(x) if isinstance(x, (View, tuple, list)) else x for x in value]  # most others are numbers
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+# One call of attention
+
+
+def compiled(call: Call) -> ProgramCall:
+    """The program of a call, and the arrays of the call."""
+    full_queries = "seq_lens_q" in call.fills
+    on_gpu = for_gpu(call.arrays["q"])
+    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys)
+    return ProgramCall(
+        program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
+        call.captured, call.gradients, call.source_lines,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(
+    problem: Problem, bucket: Rounding | None, on_gpu: bool, full_queries: bool, gradients: Gradients | None, whole: bool
+) -> tuple[Program, dict[str, View]]:
+    """The program of a problem, and the views of its results."""
+    builder = Builder(0 if on_gpu else None)
+    views = attention_steps.views_of(problem, gradients, builder.device)
+    *_, queries, _, batch = problem.sizes
+    fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
+    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, has_all_keys=whole)
+    attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
+    return builder.build(), {name: views[name] for name in call.result_names}
+
+
+# Calls of several steps
+
+
+class Inputs:
+    """The arrays of a call and their views.
+
+    Args:
+        arrays: the arrays by name; those that are None are left out.
+        options: the options of the call, whose arrays are added.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.arrays = {name: array for name, array in arrays.items() if array is not None}
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self.options |= {name: as_int32(name, self.options[name]) for name in INT32 if name in self.options}
+        for name, value in self.options.items():
+            if is_any_array(value):
+                self.arrays[name] = value
+        tensors = dict(self.options.get("tensors") or {})
+        self.arrays |= {tensor_name(name): array for name, array in tensors.items()}
+        self.views = {name: self._view(name, array) for name, array in self.arrays.items()}
+        self.options |= {name: self.views[name] for name in self.options if name in self.views}
+        if tensors:
+            self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
+
+    def add(self, name: str, array: Any) -> None:
+        """Add a result."""
+        self.arrays[name], self.views[name] = array, self._view(name, array)
+
+    def _view(self, name: str, array: Any) -> View:
+        """The view of an array; in a program that is described for a GPU the view is one of a GPU."""
+        view = View.of(name, array)
+        if view.storage.device is not None or not for_gpu(self.arrays["q"]):
+            return view
+        return replace(view, storage=view.storage._replace(device=0))
+
+    @property
+    def device(self) -> int | None:
+        """The number of the GPU of q; None for numpy."""
+        return self.views["q"].storage.device
+
+    def of(self, names: Iterable[str]) -> list[Any]:
+        """The views of some arrays; None for those that are not passed."""
+        return [self.views.get(name) for name in names]
+
+
+def is_any_array(value: Any) -> bool:
+    """Whether a value is an array of numpy or CuPy."""
+    return isinstance(value, (np.ndarray, InterpretedArray)) or cupy_runtime.is_array(value)
+
+
+#: The programs of the latest calls, by what they depend on.
+_programs: dict[Hashable, Program] = {}
+#: The largest number of programs.
+MAX_PROGRAMS = 256
+
+
+def run_program(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    inputs: Inputs,
+    result_names: list[str],
+    build: Callable[[Builder], None],
+    gradients: Gradients | None = None,
+) -> list[Any]:
+    """Run the program of a call whose arguments are valid, and cache the call.
+
+    Args:
+        kind, names, arrays, options: as for :func:`.cache_call`.
+        inputs: the arrays, with those of new results.
+        result_names: the names of the results.
+        build: adds the steps to a builder; calls with equal arguments share the program.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
+    """
+    identities = function_identities(options)
+    key = _key(kind, inputs, options)
+    program = _programs.get(key)
+    if program is None:
+        builder = Builder(inputs.device)
+        build(builder)
+        program = builder.build()
+    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
+    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
+    _check(call, [name for name in result_names if name in passed])
+    call.plan()
+    if key and function_identities(options) == identities:  # no function changed while it was called
+        _programs.pop(key, None)
+        _programs[key] = program  # it becomes the most recent
+        if len(_programs) > MAX_PROGRAMS:
+            _programs.pop(next(iter(_programs)), None)
+    results = call.run()
+    cache_call(kind, names, arrays, options, call)
+    return results
+
+
+def _check(call: ProgramCall, results: Sequence[str]) -> None:
+    """Check the arrays of the caller, which the steps know as views only.
+
+    Args:
+        call: the program and its arrays.
+        results: the names of the results that the caller passed.
+
+    Raises:
+        ValueError: a result is read-only or overlaps another array, or on the CPU a length is invalid.
+    """
+    arguments = {name: read_array(name, array) for name, array in call.arrays.items()}
+    check_separate([arguments[name] for name in results], list(arguments.values()))
+    call.check_lengths()
+
+
+def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
+    """What a program depends on; None if an option cannot be compared."""
+    others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
+    found = read_key(HOST, kind, (), others)
+    return found and (found[0], *inputs.views.values())

@@ -1,0 +1,311 @@
+"""Two modes for people who debug: print the steps of every program, and run every step on numpy, too.
+
+The environment variables turn a mode on for a process, and :func:`validate` for a ``with`` block. In both modes every call is
+parsed and runs its steps one by one: no CUDA graph is captured or replayed. Calls on a stream that the caller captures are not
+watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..boundary.call import DEBUG, VALIDATE, is_set, repeats
+from ..errors import StepError
+from ..graph import graph_of
+from ..kernels import merge, paged, ragged
+from ..numpy_engine.interpreter import evaluate
+from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
+from ..problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
+from ..problem.view import View
+from ..runtime import cupy_runtime
+from ..tolerance import DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
+from .program import Program
+from .steps import Scalar, Step
+
+T = TypeVar("T")
+
+#: Kernels that are not compared: numpy programs do not have them, or their numpy function may write other elements.
+_NOT_COMPARED = (
+    ragged.prepare_sequences, ragged.at_least_one, ragged.replace_infinite, paged.padded_table, paged.split,
+)  # fmt: skip
+
+
+class Modes(NamedTuple):
+    """Which modes are on."""
+
+    debug: bool
+    validate: bool
+
+
+_OF_PROCESS = Modes(is_set(DEBUG), is_set(VALIDATE))
+_modes: ContextVar[Modes] = ContextVar("modes", default=_OF_PROCESS)
+
+
+@contextlib.contextmanager
+def validate() -> Iterator[None]:
+    """A context manager that runs every step of every call in its block on numpy, too, and compares the results.
+
+    The inputs of each step are copied from the GPU. Attention is compared with the float64 result of its graph: the error may
+    be twice that of the naive computation in the same precision, plus rounding errors. Other steps are compared with their
+    numpy functions; a few that only a GPU runs are not. Dropout draws other numbers on a GPU, so the results of such launches
+    are not compared. A call takes much more time and host memory. ``CUPY_SDPA_VALIDATE=1`` validates all calls of a process.
+
+    Raises:
+        StepError: a step has another result; the message names the first one, and the largest difference.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
+    >>> with cupy_sdpa.validate():
+    ...     out = cupy_sdpa.attention(x, x, x, causal=True)
+    """
+    tokens = _modes.set(_modes.get()._replace(validate=True)), repeats.set(False)
+    try:
+        yield
+    finally:
+        _modes.reset(tokens[0])
+        repeats.reset(tokens[1])
+
+
+def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
+    """What watches the steps of a run; None if no mode is on, or if the stream is being captured.
+
+    Args:
+        program: the program.
+        on_gpu: whether the arrays are CuPy's.
+    """
+    modes = _modes.get()
+    if not any(modes) or (on_gpu and cupy_runtime.capturing()):
+        return None
+    return Watcher(program, modes, on_gpu=on_gpu)
+
+
+class Watcher:
+    """Watches the steps of one run of a program.
+
+    Args:
+        program: the program.
+        modes: the modes.
+        on_gpu: whether the arrays are CuPy's.
+    """
+
+    def __init__(self, program: Program, modes: Modes, *, on_gpu: bool) -> None:
+        self._modes, self._on_gpu, self._number = modes, on_gpu, 0
+        if modes.debug:
+            print(f"cupy_sdpa: {program.summary}", file=sys.stderr)
+
+    def run(self, step: Step, arguments: Any, scalars: Mapping[str, float], work: Callable[[], T]) -> T:
+        """Run a step.
+
+        Args:
+            step: the step.
+            arguments: its arrays and numbers, in place of its views and scalars.
+            scalars: the by-value scalars.
+            work: runs it.
+
+        Raises:
+            StepError: the result differs from that on numpy.
+        """
+        self._number += 1
+        pairs = list(_pairs(step.attend.arrays if step.attend else step.arguments, arguments))
+        copies = _HostCopies(pairs) if self._modes.validate else None
+        if not self._modes.debug:
+            result = work()
+        else:
+            result, seconds = self._timed(work)
+            self._print(step, pairs, seconds)
+        if copies is not None:
+            self._compare(step, arguments, scalars, pairs, copies)
+        return result
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """The result of a function, and its time on the device of its arrays."""
+        if not self._on_gpu:
+            start = time.perf_counter()
+            return work(), time.perf_counter() - start
+        cuda = cupy_runtime.cupy().cuda
+        events = cuda.Event(), cuda.Event()
+        events[0].record()
+        result = work()
+        events[1].record()
+        events[1].synchronize()
+        return result, cuda.get_elapsed_time(*events) / 1000
+
+    def _print(self, step: Step, pairs: Sequence[tuple[View, Any]], seconds: float) -> None:
+        """One line: the number, the name, the time, the bytes of all arrays, and bytes per second."""
+        moved = sum({view: array.nbytes for view, array in pairs}.values())
+        rate = f"{moved / seconds / 1e9:8.1f} GB/s" if seconds else ""
+        print(f"  {self._number:3}. {step.name:<32} {seconds * 1e6:10.1f} us {moved / 2**20:10.3f} MiB {rate}", file=sys.stderr)
+
+    def _compare(
+        self, step: Step, arguments: Any, scalars: Mapping[str, float], pairs: Sequence[tuple[View, Any]], copies: _HostCopies
+    ) -> None:
+        """Compare what a step wrote with numpy."""
+        if step.attend:
+            problems = _differences_of_attention(step.attend.problem, copies.of(arguments), arguments, scalars)
+        elif step.function in _NOT_COMPARED or step.function is None:
+            return
+        elif step.function is merge.merge and self._on_gpu and len(arguments) > 5 and arguments[5] is not None:
+            return  # FP8: on numpy keys are not split
+        else:
+            written = {view: array for view, array in pairs if view in step.writes}
+            step.function(*copies.of(arguments))
+            problems = (_difference(view.storage.name, _on_host(array), copies.of(array)) for view, array in written.items())
+        for text in problems:
+            if text:
+                raise StepError(
+                    f"step {self._number}, {step.name!r}, differs from its result on numpy with the same inputs: {text}"
+                )
+
+
+def _pairs(views: Any, bound: Any) -> Iterator[tuple[View, Any]]:
+    """The views in an argument with their arrays."""
+    if isinstance(views, View):
+        yield views, bound
+    elif isinstance(views, Mapping):
+        for name, view in views.items():
+            yield view, bound[name]
+    elif isinstance(views, (tuple, list)) and not isinstance(views, Scalar):
+        for one, other in zip(views, bound, strict=True):
+            yield from _pairs(one, other)
+
+
+def _on_host(array: Any) -> Any:
+    """A copy of an array in memory of the host, in the same order."""
+    if not cupy_runtime.is_array(array):
+        return array.copy("K")
+    return array.get(order="F" if array.flags.f_contiguous else "C")
+
+
+class _HostCopies:
+    """Copies of the arrays of a step from before it runs."""
+
+    def __init__(self, pairs: Sequence[tuple[View, Any]]) -> None:
+        # the arrays are kept: no other array has their ids
+        self._copies = {id(array): (array, _on_host(array)) for _, array in pairs}
+
+    def of(self, value: Any) -> Any:
+        """An argument with the copies in place of the arrays."""
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if isinstance(value, dict):
+            return {name: self.of(x) for name, x in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.of, value))
+        return type(value)(map(self.of, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _difference(name: str, actual: Any, expected: Any) -> str:
+    """How the result of a kernel differs from that of its numpy function; empty if it does not, but for rounding."""
+    if actual.dtype.kind in "biu":
+        wrong = actual != expected
+        if not wrong.any():
+            return ""
+        at = tuple(int(n) for n in np.argwhere(wrong)[0])
+        return f"{int(wrong.sum())} of {wrong.size} elements of {name} differ; element {at} is {actual[at]}, not {expected[at]}"
+    actual, expected = actual.astype(np.float64), np.asarray(expected)
+    unit = spacing(expected.dtype)
+    expected = expected.astype(np.float64)
+    actual = np.where(np.isnan(actual) & np.isnan(expected), 0, actual)  # memory that nothing wrote
+    expected = np.where(np.isnan(expected) & (actual == 0), 0, expected)
+    floor = DEVIATIONS * max(unit, SINGLE) * _largest(expected)
+    return compare(name, actual, expected, expected, floor)
+
+
+def _differences_of_attention(
+    problem: Problem, before: Mapping[str, Any], after: Mapping[str, Any], scalars: Mapping[str, float]
+) -> Iterator[str]:
+    """How the results of attention differ from the interpreter's.
+
+    Args:
+        problem: the problem.
+        before: copies of the arrays from before it ran.
+        after: the arrays.
+        scalars: the by-value scalars.
+    """
+    on_gpu = any(map(cupy_runtime.is_array, after.values()))
+    if problem.trivial or (on_gpu and problem.settings.dropout and "dropout_mask" not in after):
+        return
+    dtypes = {spec.name: storage_dtype(spec.dtype, on_gpu=False) for spec in problem.tensors}
+    arrays = {name: x.view(dtypes[name]) if name in dtypes else x for name, x in before.items()}
+    names = [spec.name for spec in problem.results if spec.name in after]
+    naive = arrays | {name: arrays[name].copy("K") for name in names}
+    graph = graph_of(problem)
+    with np.errstate(all="ignore"):  # memory that nothing wrote may contain NaN
+        exact = arrays | {name: arrays[name].astype(np.float64, order="K") for name in names}
+        evaluate(graph, naive, scalars)
+        evaluate(graph, exact, scalars, exact=True)
+    for name in names:
+        actual = _on_host(after[name]).view(dtypes[name])
+        part = _written(problem, name, arrays, actual)
+        with np.errstate(all="ignore"):
+            got, truth, close = (np.asarray(x[part], np.float64) for x in (actual, exact[name], naive[name]))
+        unwritten = np.isnan(got) & np.isnan(truth)
+        got, truth, close = (np.where(unwritten, 0, x) for x in (got, truth, close))
+        yield compare(name, got, truth, close, _floor(problem, name, arrays, scalars, _largest(truth)))
+
+
+def _written(problem: Problem, name: str, arrays: Mapping[str, Any], result: Any) -> Any:
+    """The elements of a result that are compared: those before the lengths of sequences with queries and keys."""
+    side = next((n for n, of in enumerate((QUERY_ARRAYS, KEY_ARRAYS)) if name in of), 0 if name in ROW_STATS else None)
+    given = [_range_of(problem, n, arrays) for n in (0, 1)]
+    if side is None or given == [None, None]:
+        return ...
+    axis = 0 if name in ROW_STATS and not problem.packed else 1 if name in ROW_STATS else 2
+    total, batch = result.shape[axis], problem.sizes[-1]
+    begin, end = given[side] or (np.zeros(batch, int), np.full(batch, total))
+    empty = np.zeros(batch, bool)
+    for found in given:
+        if found is not None:
+            empty |= found[0] >= found[1]
+    positions = np.arange(total)[:, None]
+    inside = (begin <= positions) & (positions < end) & ~empty  # positions, batch
+    if problem.packed and not (problem.paged and side):
+        return np.broadcast_to(inside.any(axis=1), np.moveaxis(result, axis, -1).shape) if axis == result.ndim - 1 else ...
+    shape = [1] * result.ndim
+    shape[axis], shape[-1] = total, batch
+    return np.broadcast_to(inside.reshape(shape), result.shape)
+
+
+def _range_of(problem: Problem, side: int, arrays: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """The first position of each sequence and the one after the last, of the queries (0) or keys (1); None without lengths."""
+    lengths, starts = arrays.get(LENGTHS[side]), arrays.get(CU_SEQLENS[side])
+    if problem.packed and starts is not None:
+        return starts[:-1], starts[1:]
+    return None if lengths is None else (np.zeros_like(lengths), lengths)
+
+
+def _floor(problem: Problem, name: str, arrays: Mapping[str, Any], scalars: Mapping[str, float], largest: float) -> float:
+    """The error that rounding may cause beside that of the naive computation, which may be small by chance."""
+    unit = 2.0**-2 if problem.q.dtype in FP8_LARGEST else spacing(numpy_dtype(problem.q.dtype))
+    norms = {key: _norm(arrays[key]) * _descale(arrays, key) for key in ("q", "k", "v", "dout") if key in arrays}
+    scores = abs(scalars.get("scale", 1.0)) * norms["q"] * norms["k"]
+    if name in ROW_STATS:
+        of_sums = FP8_SUM * scores if problem.q.dtype in FP8_LARGEST else 0.0
+        return 8 * SINGLE * (scores + 1) * max(largest, 1.0) + of_sums
+    products = norms.get("dout", 0.0) * norms["v"]
+    terms = {"out": norms["v"], "dq": products * norms["k"], "dk": products * norms["q"], "dv": norms.get("dout", 0.0)}
+    return unit * (DEVIATIONS * largest + terms.get(name, products) * (1 + SINGLE * scores))
+
+
+def _descale(arrays: Mapping[str, Any], name: str) -> float:
+    """The factor of an FP8 array; 1 for others."""
+    found = arrays.get(f"descale_{name}")
+    return 1.0 if found is None else float(np.abs(found).max(initial=0.0))
+
+
+def _norm(array: Any) -> float:
+    """The largest Euclidean norm along head_dim of the finite elements."""
+    x = np.asarray(array, np.float64)
+    return float(np.sqrt(np.square(np.where(np.isfinite(x), x, 0)).sum(axis=0)).max(initial=0.0))
+
+
+def _largest(array: Any) -> float:
+    """The largest finite magnitude."""
+    return float(np.abs(np.where(np.isfinite(array), array, 0)).max(initial=0.0))

@@ -1,0 +1,1 @@
+"""Repeated calls: the key that identifies a call, calls that are not parsed again, and their CUDA graphs."""

@@ -1,0 +1,293 @@
+"""What a repeated call has in common with the first one: the key that identifies it, and the parsed call without its arrays."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..boundary.call import LaunchRecord
+from ..boundary.user_functions import FUNCTIONS
+from ..runtime import cupy_runtime, memory
+from ..score_fn.identity import identity
+
+
+class Repeatable(Protocol):
+    """A call that the replay cache can repeat: a program and its arrays."""
+
+    arrays: dict[str, Any]
+    identities: tuple[Hashable | None, ...]
+    launched: LaunchRecord | None
+
+    @property
+    def problem(self) -> Any:
+        """Has the specs of the arrays whose alignments matter, and whether cuDNN runs at all."""
+
+    @property
+    def fills(self) -> Mapping[str, Any]:
+        """The inputs that are created."""
+
+    @property
+    def captured(self) -> Mapping[str, Any]:
+        """How each captured array is indexed."""
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The by-value scalars."""
+
+    @property
+    def gradients(self) -> Any:
+        """Which gradients of ``tensors`` are requested."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are CuPy's."""
+
+    @property
+    def result_names(self) -> list[str]:
+        """The names of the results."""
+
+    @property
+    def program(self) -> Any:
+        """The steps."""
+
+    def check_lengths(self) -> None:
+        """Check the elements of lengths, offsets and page tables of numpy."""
+
+    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What computes the call on numpy arrays, if it is the evaluation of one graph."""
+
+    def on(self, arrays: dict[str, Any]) -> Repeatable:
+        """The same call on other arrays."""
+
+    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
+        """Compute the results."""
+
+    def enqueue(self) -> None:
+        """Enqueue the work again, in a capture."""
+
+
+#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
+_KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
+
+#: A key, and the arrays that the caller passed.
+Arguments = tuple[tuple[Any, ...], list[Any]]
+
+
+class ArrayFunctions:
+    """CuPy's array type, and the functions of arrays that a repeated call needs.
+
+    Attributes:
+        ndarray: the array type.
+        has_flag: whether arrays have the attribute ``_f_contiguous``.
+        array: creates a result, see :func:`.cupy_runtime.array_function`.
+    """
+
+    def __init__(self) -> None:
+        self.ndarray = cupy_runtime.cupy().ndarray
+        self.has_flag = hasattr(self.ndarray, "_f_contiguous")
+        self.array = cupy_runtime.array_function(self.ndarray)
+
+
+class HostFunctions(NamedTuple):
+    """:class:`ArrayFunctions` of numpy's arrays, as far as a key needs them."""
+
+    ndarray: Any = np.ndarray
+    has_flag: bool = False
+
+
+#: Reads the keys of calls of numpy arrays.
+HOST = HostFunctions()
+
+
+def read_key(
+    functions: ArrayFunctions | HostFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
+) -> Arguments | None:
+    """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
+
+    Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
+    the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
+    of axes of length 1, on which no address depends, may then differ.
+
+    Args:
+        functions: the functions of the arrays of CuPy or numpy; other arrays have no key.
+        kind: the part of the key besides arrays and options, hashable.
+        arrays: the array arguments, which may be None.
+        options: the options.
+    """
+    ndarray, has_flag = functions.ndarray, functions.has_flag
+    # Every repeated call runs this: the branches repeat code instead of calling a function.
+    key: list[Any] = [kind]
+    passed: list[Any] = []
+    for array in arrays:
+        if type(array) is ndarray:
+            key.append(array.dtype)
+            key.append(array.shape)
+            key.append((has_flag and array._f_contiguous) or array.strides)
+            passed.append(array)
+        elif array is None:
+            key.append(None)
+        else:
+            return None
+    for name, value in options.items():
+        value_type = type(value)
+        key.append(name)
+        if value_type in _KEY_TYPES:
+            key.append(value_type)
+            key.append(value)
+        elif value_type is ndarray:
+            key += (value.dtype, value.shape, (has_flag and value._f_contiguous) or value.strides)
+            passed.append(value)
+        elif value_type is tuple:
+            key.append(repr(value))
+        elif name in FUNCTIONS:
+            function = identity(value)
+            if function is None:
+                return None
+            key.append(function)
+        elif name == "tensors" and value_type is dict:
+            key.append(len(value))
+            for tensor, array in value.items():
+                if type(tensor) is not str or type(array) is not ndarray:
+                    return None
+                key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
+                passed.append(array)
+        elif hasattr(value_type, "cache_key"):
+            key.append(value.cache_key)
+        else:
+            return None
+    return tuple(key), passed
+
+
+#: The shape, the dtype and the bytes of a result that a call creates.
+Created = tuple[tuple[int, ...], Any, int]
+
+
+def equal_runs(created: Sequence[Created]) -> list[list[Created]]:
+    """The results in runs of equal sizes; empty if no run has several results.
+
+    >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
+    [[((2, 3), 'float16', 12), ((6,), 'float16', 12)], [((1,), 'float16', 2)]]
+    >>> equal_runs([((2, 3), "float16", 12), ((1,), "float16", 2)])
+    []
+    """
+    runs = [list(run) for _, run in itertools.groupby(created, operator.itemgetter(2))]
+    return runs if len(runs) < len(created) else []
+
+
+def create_sorted(functions: Any, runs: Sequence[Sequence[Created]], results: list[Any], addresses: list[int]) -> None:
+    """Create results; in a run of equal sizes their addresses increase.
+
+    CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for which a
+    graph has been captured.
+
+    Args:
+        functions: the functions of CuPy: ``alloc`` and ``array``.
+        runs: the :func:`equal_runs` of the results.
+        results, addresses: the lists to append to.
+    """
+    alloc, array = functions.alloc, functions.array
+    for run in runs:
+        pointers = []
+        for _, _, size in run:
+            pointers.append(alloc(size))  # a comprehension takes longer
+        if len(run) > 1:
+            pointers.sort(key=_address)
+        for (shape, dtype, _), pointer in zip(run, pointers):  # noqa: B905 - strict takes longer
+            results.append(array(shape, dtype, pointer))
+            addresses.append(pointer.ptr)
+
+
+_address = operator.attrgetter("ptr")
+
+
+class Template:
+    """A parsed call without its arrays; it can run on other arrays with the same key, without parsing.
+
+    Args:
+        call: the call, after it ran.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
+        created: the names of the results that the call creates.
+
+    Attributes:
+        constants: the addresses of the inputs that were created for the call and never change, by name.
+    """
+
+    __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views", "constants")
+
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
+        self._call, self._names = call.on({}), [*names, *created]
+        self._device = call.arrays["q"].data.device_id
+        inputs = {name: call.arrays[name] for name in call.fills}
+        self.constants = {name: array.data.ptr for name, array in inputs.items() if memory.is_constant(array)}
+        #: The position of each array of the call that the caller passed.
+        self._direct: list[tuple[str, int]] = []
+        #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
+        self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
+        where: dict[str, tuple[int, int]] = {}
+        for name, array, position in passed_arrays(call, names):
+            passed = arrays[position]
+            where[name] = position, array.data.ptr - passed.data.ptr
+            if array is passed:
+                self._direct.append((name, position))
+            else:
+                self._views.append((name, *where[name], array.shape, array.dtype, array.strides))
+        #: Position, offset, bits and their value: the alignments. Integers may have any.
+        self._alignments = [
+            (*where[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
+            for spec in call.problem.tensors
+            if spec.name in where and not spec.dtype.startswith("int")
+        ]
+
+    def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
+        """Whether arrays are on the device of the call and have the alignments of its problem."""
+        if any(array.data.device_id != self._device for array in arrays):
+            return False
+        return not any((addresses[at] + offset) & bits != value for at, offset, bits, value in self._alignments)
+
+    def named(self, addresses: Sequence[int]) -> dict[str, int]:
+        """The addresses of the call's arrays by name, given those of the caller's arrays and of the created results."""
+        named = dict(zip(self._names, addresses, strict=False)) | self.constants
+        for name, position, offset, *_ in self._views:
+            named[name] = addresses[position] + offset
+        return named
+
+    def on(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> Repeatable:
+        """The call on the caller's arrays and the created results."""
+        found = {name: arrays[position] for name, position in self._direct}
+        found |= zip(self._names[len(arrays) :], created, strict=True)
+        for name, position, offset, shape, dtype, strides in self._views:
+            found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
+        return self._call.on(found)
+
+
+def passed_arrays(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
+    """The arrays of a call that the caller passed, or views of these: name, array and position among ``names``."""
+    for name, array in call.arrays.items():
+        source = tensor_name(call.captured[name].name) if name in call.captured else name
+        if source in names:
+            yield name, array, names.index(source)
+
+
+def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that the caller passed, in the order of :func:`read_key`; ``names`` are those of ``arrays``."""
+    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    for name, value in options.items():
+        if type(value) is ndarray:
+            passed.append(name)
+        elif name == "tensors" and value:
+            passed += map(tensor_name, value)
+    return passed
+
+
+def tensor_name(name: str) -> str:
+    """The name of an array in ``tensors=`` among the arrays of a call.
+
+    >>> tensor_name("bias")
+    "tensors['bias']"
+    """
+    return f"tensors[{name!r}]"

@@ -1,0 +1,532 @@
+"""Repeated calls: they skip validation and replay the launches from a captured CUDA graph.
+
+Parsing a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
+``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). Calls are
+therefore cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). The cost of a repeated
+call depends on the addresses of its arrays:
+
+- Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
+  consists of a look-up, the allocation of its results and its memory, and a graph launch.
+- Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
+
+Calls without a key are parsed every time: those whose functions have no identity (:mod:`cupy_sdpa.score_fn.identity`).
+
+Everything that a call allocates besides its results, the workspace and copies of arrays, is one block of memory. A graph is
+launched only if the block has the address of the capture, so graphs own no large memory.
+
+The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
+destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
+an optimization: if a graph cannot be captured or launched, a warning is issued and the call runs without a graph.
+
+A stream is identified by its address. A later stream can have the same address: a new stream after the first was destroyed,
+or the default stream of another thread that took over the session. This is safe. A graph is launched only if the results have
+the addresses that it writes to, and it owns all other memory that it writes to. Launches of two graphs therefore never
+write to the same memory. Two unordered launches of one graph would also race for the results without graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..boundary.argument import INT32, check_separate, read_array
+from ..boundary.call import repeats
+from ..boundary.layouts import is_named
+from ..boundary.user_functions import function_identities
+from ..problem.view import View, on_host
+from ..runtime import cupy_runtime, driver
+from ..runtime.cuda_graph import Recording
+from .call_key import (
+    HOST,
+    Arguments,
+    ArrayFunctions,
+    Repeatable,
+    Template,
+    array_names,
+    create_sorted,
+    equal_runs,
+    passed_arrays,
+    read_key,
+)
+
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..cudnn_engine.plan_cache import PlanCache
+    from ..cudnn_engine.sessions import Session
+
+#: The maximum number of calls in a session, and of address sets counted per call; the least recently used are removed first.
+MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
+#: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
+FEW_GRAPHS = 4
+#: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
+#: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
+LEAST_NODES = 4
+#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
+#: counted only if the call allocates no memory, because the address of the memory is one of them.
+CAPTURE_AFTER = 3
+#: The number of runs after a failed capture or launch before a call is captured again.
+RETRY_AFTER = 1000
+#: The number of runs of a call between two captures that destroy other graphs. If all graphs that are used in turn exceed the
+#: limit, every capture would destroy a graph that is used soon, and every call would be captured in vain.
+EVICT_EVERY = 64
+#: A graph owns its memory up to this number of bytes; an allocation in every call takes 1.5 us.
+SMALL_BYTES = 1 << 14
+
+#: Numbers the uses of calls, to find the least recently used.
+_next_use = itertools.count().__next__
+
+#: The functions of CuPy that a repeated call needs, set when a call is cached: attribute look-ups in modules take time.
+_runtime: _Runtime | None = None
+
+
+class _Runtime(ArrayFunctions):
+    def __init__(self) -> None:
+        from ..cudnn_engine.sessions import existing_session
+
+        super().__init__()
+        cuda = cupy_runtime.cupy().cuda
+        self.alloc, self.current_stream, self.is_capturing = cuda.alloc, cuda.get_current_stream, cuda.runtime.streamIsCapturing
+        self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
+
+
+class CachedCall:
+    """A call that was parsed: calls with the same key differ from it only in the addresses of their arrays.
+
+    Args:
+        call: the call, after it ran.
+        cache: the plan cache that holds its plans.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
+        forget: removes the call from the calls of its session; called when the call is closed.
+
+    Attributes:
+        plans: the plans of its subproblems.
+        accepts: whether arrays at some addresses have the device and the alignments of the call.
+        used: the number of the latest use.
+    """
+
+    __slots__ = (
+        "_cache", "_closed", "_counts", "_created", "_forget", "_gradients", "_graphs", "_may_overlap", "_memory_bytes",
+        "_names", "_own_memory", "_pause", "_plan_only", "_positions", "_runs", "_scalars", "_template", "_validated",
+        "accepts", "plans", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: Repeatable,
+        cache: PlanCache,
+        names: Sequence[str],
+        arrays: Sequence[Any],
+        forget: Callable[[], object],
+    ) -> None:
+        assert call.launched
+        self.plans, self._cache, self._closed, self._forget = call.launched.plans, cache, False, forget
+        self._graphs: dict[tuple[int, ...], Recording] = {}
+        #: How often addresses without a graph occurred.
+        self._counts: dict[tuple[int, ...], int] = {}
+        #: The addresses of the caller's arrays for which it is known that no result overlaps another array.
+        self._validated: dict[tuple[int, ...], None] = {}
+        #: How many calls must run before the next capture.
+        self._pause = 0
+        self.used = _next_use()
+        #: The position of each result among the caller's arrays, or -1 if the call creates it; empty if it creates all of them.
+        self._positions = [names.index(name) if name in names else -1 for name in call.result_names]
+        if max(self._positions) < 0 and not call.gradients:
+            self._positions = []
+        #: Whether a result at a new address may overlap another array.
+        self._may_overlap = max(self._positions, default=-1) >= 0
+        created = [name for name in call.result_names if name not in names]
+        self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
+        self._runs = equal_runs(self._created)
+        self._template = Template(call, names, arrays, created)
+        self.accepts = self._template.accepts
+        self._names, self._scalars, self._gradients = [*names, *created], dict(call.scalars), call.gradients
+        #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
+        self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
+        self._memory_bytes = call.launched.memory_bytes
+        #: Whether graphs own the memory.
+        self._own_memory = self._memory_bytes <= SMALL_BYTES
+        for plan in self.plans:
+            plan.dependents.add(self)
+
+    def run(self, runtime: _Runtime, arrays: Sequence[Any]) -> list[Any] | None:
+        """Launch the graph for the addresses of arrays, execute the plan, or run the parsed call on these arrays.
+
+        Args:
+            runtime: the functions of CuPy.
+            arrays: the caller's arrays, in the order of the names.
+
+        Returns:
+            The results; None if the call must be parsed.
+        """
+        # Every repeated call runs this method: work is inlined, and CuPy is called through attributes of ``runtime``.
+        stream = runtime.current_stream().ptr
+        if stream and runtime.is_capturing(stream):
+            return None
+        addresses: list[int] = []
+        for array in arrays:  # a comprehension takes longer
+            addresses.append(array.data.ptr)
+        created: list[Any] = []
+        if self._runs:
+            create_sorted(runtime, self._runs, created, addresses)
+        else:
+            for shape, dtype, size in self._created:
+                pointer = runtime.alloc(size)
+                created.append(runtime.array(shape, dtype, pointer))
+                addresses.append(pointer.ptr)
+        addresses.append(stream)
+        memory = None
+        if not self._own_memory:
+            try:
+                memory = cupy_runtime.Memory(runtime.alloc(self._memory_bytes), self._memory_bytes)
+            except Exception:
+                return None  # parsing the call allocates it again, and the error then has a note on the workspace
+            addresses.append(memory.pointer.ptr)
+        pointers, cache = tuple(addresses), self._cache
+        cache.lock.acquire()  # "with" takes twice as long
+        try:
+            graph = self._graphs.get(pointers)
+            if graph is not None:
+                try:
+                    graph.launch(of_many=len(self._graphs) > FEW_GRAPHS)
+                except Exception as error:
+                    self._discard_graph(graph, error)
+                    return None
+                graph.used = True
+                cache.hits += 1
+            elif not self._may_run(arrays, pointers):
+                return None
+            self.used = _next_use()
+            for plan in self.plans:
+                plan.used = True
+        finally:
+            cache.lock.release()
+        if graph is None and not self._run_without_graph(runtime, arrays, created, pointers, memory):
+            return None
+        if not self._positions:
+            return created
+        new = iter(created)
+        results = [next(new) if position < 0 else arrays[position] for position in self._positions]
+        return self._gradients.as_last(results) if self._gradients else results
+
+    def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
+        """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
+        if self._closed or (self._may_overlap and pointers[: len(arrays)] not in self._validated):
+            return False
+        return pointers in self._counts or self.accepts(arrays, pointers)
+
+    def _run_without_graph(
+        self,
+        runtime: _Runtime,
+        arrays: Sequence[Any],
+        created: Sequence[Any],
+        pointers: tuple[int, ...],
+        memory: cupy_runtime.Memory | None,
+    ) -> bool:
+        """Execute the plan if the call does nothing else; otherwise run the parsed call. If the addresses have occurred often
+        enough, capture the call.
+
+        Returns:
+            Whether it ran; it did not if there is no memory for the workspace.
+        """
+        captures = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER and not self._pause and self._cache.recorded.limit > 0
+        if self._plan_only and not captures:
+            with self._cache.lock:
+                if self._closed or not self._execute(runtime, pointers, memory):
+                    return False
+                self._count(pointers)
+                self._cache.hits += 1
+            return True
+        call = self._template.on(runtime.ndarray, arrays, created)
+        call.run(memory)
+        with self._cache.lock:
+            if captures and call.launched and call.launched.plans == self.plans and not self._closed:
+                try:
+                    self._capture(call, pointers, memory)
+                except Exception as error:
+                    _warn(self._cache, error, stacklevel=6)
+            else:
+                self._count(pointers)
+        return True
+
+    def _execute(self, runtime: _Runtime, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> bool:
+        """Execute the plan; False if there is no memory for its workspace."""
+        (plan,) = self.plans
+        workspace = memory.pointer if memory else None
+        if workspace is None and self._memory_bytes:
+            try:
+                workspace = runtime.alloc(self._memory_bytes)
+            except Exception:
+                return False  # as in run()
+        plan.set_stream(pointers[len(self._names)])
+        plan.execute(self._template.named(pointers), self._scalars, workspace.ptr if workspace else 0)
+        return True
+
+    def _count(self, pointers: tuple[int, ...]) -> None:
+        """Count addresses without a graph."""
+        self._pause = max(self._pause - 1, 0)
+        self._counts[pointers] = self._counts.pop(pointers, 0) + 1  # they become the most recent
+        if len(self._counts) > MAX_ADDRESS_SETS:
+            del self._counts[next(iter(self._counts))]
+
+    def validated(self, call: Repeatable, addresses: Sequence[int]) -> None:
+        """Note that a call was parsed and ran.
+
+        Args:
+            call: the call, after it ran.
+            addresses: the addresses of the caller's arrays.
+        """
+        with self._cache.lock:
+            self._validated[tuple(addresses)] = None
+            if len(self._validated) > MAX_ADDRESS_SETS:
+                del self._validated[next(iter(self._validated))]
+            if self._own_memory:
+                created = [call.arrays[name].data.ptr for name in self._names[len(addresses) :]]
+                self._count((*addresses, *created, cupy_runtime.stream()))
+
+    def _capture(self, call: Repeatable, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
+        """Capture a call that has run."""
+        self._counts.pop(pointers, None)
+        self._pause = RETRY_AFTER  # unless the capture succeeds and fits the limit
+        own = [call.arrays[name] for name in call.fills]
+        if memory is None and self._memory_bytes:
+            own.append(cupy_runtime.empty((self._memory_bytes,), np.dtype(np.uint8)))
+            memory = cupy_runtime.Memory(own[-1].data, self._memory_bytes)
+        recorded = self._cache.recorded
+        few = len(self._graphs) < FEW_GRAPHS
+        least = 0 if few else LEAST_NODES if recorded.bytes < recorded.limit // 2 else sys.maxsize
+        try:
+            graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
+        finally:
+            for plan in self.plans:
+                plan.set_stream(pointers[len(self._names)])  # it was the stream of the capture
+        exceeded = recorded.add(graph, self._graphs, pointers)
+        if pointers in self._graphs:
+            self._pause = EVICT_EVERY if exceeded else 0
+
+    def _discard_graph(self, graph: Recording, error: Exception) -> None:
+        """Destroy a graph that failed to launch, and capture no graph for the next calls."""
+        self._pause = RETRY_AFTER
+        with contextlib.suppress(Exception):
+            self._cache.recorded.destroy(graph)
+        _warn(self._cache, error, stacklevel=6)
+
+    def close(self) -> None:
+        """Destroy the graphs, and leave the session's calls; called before each plan of the call is destroyed."""
+        if self._closed:  # since then the session may have another call with this key
+            return
+        self._closed = True
+        self._forget()
+        with contextlib.ExitStack() as stack:  # all of them, even if one fails
+            for graph in self._graphs.values():
+                stack.callback(self._cache.recorded.destroy, graph)
+
+    def remove(self) -> None:
+        """Destroy the graphs, and detach from the plans, which are not destroyed."""
+        with self._cache.lock:
+            for plan in self.plans:
+                plan.dependents.discard(self)
+            self.close()
+
+
+def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """Run a call that is cached.
+
+    Args:
+        kind: the part of the key besides arrays and options, hashable.
+        arrays: the array arguments, which may be None.
+        options: the options.
+
+    Returns:
+        The results; None if the call must be parsed.
+    """
+    if type(arrays[0]) is np.ndarray:
+        return _run_on_host(kind, arrays, options)
+    runtime = _runtime
+    if runtime is None or not repeats.get():
+        return None
+    arguments = read_key(runtime, kind, arrays, options)
+    if arguments is None:
+        return None
+    key, passed = arguments
+    status, context = runtime.context_id(0)
+    if status or (session := runtime.session(context)) is None:
+        return None
+    cached: CachedCall | None = session.cached_calls.get(key)
+    return None if cached is None else cached.run(runtime, passed)
+
+
+def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable) -> None:
+    """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
+
+    Args:
+        kind, arrays, options: the arguments of :func:`run_cached`.
+        names: the names of ``arrays``.
+        call: the call, after it ran.
+    """
+    global _runtime
+    if not repeats.get():
+        return
+    if not call.on_gpu:
+        _cache_on_host(kind, names, arrays, options, call)
+        return
+    if call.problem.trivial:
+        return
+    if call.launched is None:
+        return  # the stream is being captured
+    runtime = _runtime = _runtime or _Runtime()
+    arguments = read_key(runtime, kind, arrays, options)
+    session = runtime.session(driver.context_id())
+    if arguments is None or session is None:
+        return
+    if any(plan.target.handle is not session.handle for plan in call.launched.plans):
+        return  # the call ran on a device that is not the current one
+    if call.identities and call.identities != function_identities(options):
+        return  # a function changed while the call ran
+    passed_names = array_names(runtime.ndarray, names, arrays, options)
+    try:
+        addresses = [array.data.ptr for array in arguments[1]]
+        _cached(session, arguments, call, passed_names, addresses).validated(call, addresses)
+    except Exception as error:
+        _warn(session.cache, error, stacklevel=4)
+
+
+def _cached(
+    session: Session, arguments: Arguments, call: Repeatable, names: Sequence[str], addresses: Sequence[int]
+) -> CachedCall:
+    """The call that is cached under a key, or this one, which is then cached."""
+    key, arrays = arguments
+    assert call.launched
+    cached: CachedCall | None = session.cached_calls.get(key)
+    if cached is not None and cached.plans == call.launched.plans and cached.accepts(arrays, addresses):
+        cached.used = _next_use()
+        return cached
+    if cached is not None:  # a plan was destroyed, or its arrays had another alignment or device
+        cached.remove()
+    if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
+        oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
+        for _, old in oldest:
+            old.remove()
+    forget = functools.partial(session.cached_calls.pop, key, None)
+    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, forget)
+    return new
+
+
+# Calls of numpy arrays
+
+
+class HostCall:
+    """A call of numpy arrays that was parsed: calls with the same key differ from it only in the elements of their arrays.
+
+    Args:
+        call: the call, after it ran.
+        names: the names of the arrays that the caller passed.
+        arrays: these arrays.
+    """
+
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_names", "_results", "_views")
+
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
+        self._call, self._names = call.on({}), call.result_names
+        self._direct: list[tuple[str, int]] = []
+        #: For views of the caller's arrays: name, position and view.
+        self._views: list[tuple[str, int, View]] = []
+        for name, array, position in passed_arrays(call, names):
+            passed = arrays[position]
+            if array is passed:
+                self._direct.append((name, position))
+            else:
+                offset = array.__array_interface__["data"][0] - passed.__array_interface__["data"][0]
+                whole = View.of(names[position], array)
+                self._views.append((name, position, dataclasses.replace(whole, offset=offset)))
+        passed_names = {name for name, *_ in (*self._direct, *self._views)}
+        #: The results that the caller passed.
+        self._results = [name for name in self._names if name in passed_names]
+        #: The shapes and dtypes of the other results.
+        self._created = [(name, call.arrays[name].shape, call.arrays[name].dtype) for name in self._names
+                         if name not in passed_names]  # fmt: skip
+        #: Computes the call, if it does nothing but evaluate a graph on the caller's arrays and the results.
+        self._evaluate = self._call.evaluation()
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Check the elements of lengths, and that results overlap no other array; then compute.
+
+        Args:
+            arrays: the caller's arrays, in the order of the names.
+        """
+        found: dict[str, Any] = {}
+        for name, position in self._direct:
+            found[name] = arrays[position]
+        for name, position, view in self._views:
+            found[name] = on_host(view, arrays[position])
+        call = self._call
+        if self._evaluate is None or call.program.lengths:
+            call = call.on(found)
+            call.check_lengths()
+        if self._results:
+            arguments = {name: read_array(name, array) for name, array in found.items()}
+            check_separate([arguments[name] for name in self._results], list(arguments.values()))
+        for name, shape, dtype in self._created:
+            found[name] = np.empty(shape, dtype, order="F")
+        if self._evaluate is None:
+            return call.run()
+        self._evaluate(found)
+        results = []
+        for name in self._names:
+            results.append(found[name])
+        return results
+
+
+#: The latest calls of numpy arrays, by their keys; the oldest are removed first.
+_on_host: dict[Any, HostCall] = {}
+_host_lock = threading.Lock()
+
+
+def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """:func:`run_cached` for numpy arrays."""
+    arguments = read_key(HOST, (kind, is_named()), arrays, options) if repeats.get() else None
+    if arguments is None or (cached := _on_host.get(arguments[0])) is None:
+        return None
+    return cached.run(arguments[1])
+
+
+def _cache_on_host(
+    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable
+) -> None:
+    """:func:`cache_call` for numpy arrays."""
+    arguments = read_key(HOST, (kind, is_named()), arrays, options)
+    if arguments is None or (call.identities and call.identities != function_identities(options)):
+        return
+    key, passed = arguments
+    passed_names = array_names(np.ndarray, names, arrays, options)
+    if any(type(options.get(name)) is tuple for name in INT32):
+        return
+    if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
+        return  # lengths of int64 are copied
+    new = HostCall(call, passed_names, passed)
+    with _host_lock:
+        _on_host[key] = new
+        if len(_on_host) > MAX_CALLS:
+            del _on_host[next(iter(_on_host))]
+
+
+def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:
+    """Warn, once in a session, that a call cannot be captured or its graph cannot be launched."""
+    if not cache.recorded.warned:
+        cache.recorded.warned = True
+        warnings.warn(
+            f"a repeated call could not be replayed from a CUDA graph: {type(error).__name__}: {error}. Its results are right, "
+            f"but it takes more host time. It is captured again after {RETRY_AFTER} calls, without another warning; "
+            "get_plan_cache().set_recording_limit(0) turns CUDA graphs off",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )

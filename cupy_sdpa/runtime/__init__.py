@@ -1,0 +1,1 @@
+"""CuPy, the CUDA driver, memory and CUDA graphs."""

@@ -1,0 +1,115 @@
+"""CuPy arrays that the interpreter computes with, in place of cuDNN (``engine="cupy"``).
+
+The type of the arrays selects the engine. :class:`InterpretedArray` is the type for this one: what computes with numpy arrays
+also computes with it, because numpy's operators and functions on it are those of CuPy (numpy's protocols ``__array_ufunc__``
+and ``__array_function__``). Only CuPy's own operations run: no cuDNN, and of this package's kernels the two of :mod:`.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .cupy_runtime import cupy
+
+
+class InterpretedArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A CuPy array that is computed with as a numpy array is; numpy arrays that it is combined with are copied to the GPU.
+
+    Attributes:
+        array: the CuPy array, whose memory it shares.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute or a method of the CuPy array; results that are arrays are interpreted, too."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self.array, name)
+        return _Method(value) if callable(value) else _wrapped(value)
+
+    def __getitem__(self, key: Any) -> InterpretedArray:
+        return InterpretedArray(self.array[_plain(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.array[_plain(key)] = _plain(value)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"<interpreted array {self.shape} {self.dtype}>"
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **named: Any) -> Any:
+        (out,) = named.pop("out", (None,))
+        if method != "__call__" or type(out) not in (type(None), InterpretedArray):  # a numpy array would not be written
+            return NotImplemented
+        if out is not None:
+            getattr(cupy(), ufunc.__name__)(*map(_plain, operands), out=out.array, **named)
+            return out
+        return _wrapped(getattr(cupy(), ufunc.__name__)(*map(_plain, operands), **named))
+
+    def __array_function__(self, function: Callable[..., Any], types: Any, operands: Any, named: Mapping[str, Any]) -> Any:
+        own = getattr(cupy(), function.__name__, None)
+        if own is None:
+            return NotImplemented
+        named = {name: value for name, value in named.items() if name != "subok"}  # CuPy has no subclasses of arrays
+        return _wrapped(own(*_plain(operands), **{name: _plain(value) for name, value in named.items()}))
+
+    def max(self, axis: int | None = None, keepdims: bool = False, initial: float = -np.inf) -> InterpretedArray:
+        """The largest element along an axis; CuPy's reductions have no initial value."""
+        if self.array.size:
+            return InterpretedArray(cupy().maximum(self.array.max(axis=axis, keepdims=keepdims), initial))
+        shape = np.empty(self.array.shape).sum(axis=axis, keepdims=keepdims).shape
+        return InterpretedArray(cupy().full(shape, initial, self.array.dtype))
+
+
+class _Method:
+    """A method of a CuPy array with operands and a result that may be interpreted."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __call__(self, *operands: Any, **named: Any) -> Any:
+        return _wrapped(self._method(*_plain(operands), **named))
+
+
+def plain(array: Any) -> Any:
+    """The CuPy array of an interpreted array; others unchanged."""
+    return array.array if type(array) is InterpretedArray else array
+
+
+def on_host(array: Any) -> Any:
+    """An interpreted array as a numpy array, which waits for the GPU; others unchanged."""
+    return array.array.get(order="F" if array.flags.f_contiguous else "C") if type(array) is InterpretedArray else array
+
+
+def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A view of the memory of a numpy array or an interpreted array, from its first element; strides in bytes."""
+    if type(array) is InterpretedArray:
+        return InterpretedArray(cupy().ndarray(shape, array.dtype, array.array.data, strides))
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def _plain(value: Any) -> Any:
+    """An operand of CuPy's functions: numpy arrays are copied to the GPU; the same for those in a tuple or a list."""
+    if type(value) is InterpretedArray:
+        return value.array
+    if isinstance(value, np.ndarray):
+        return cupy().asarray(value)
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
+def _wrapped(value: Any) -> Any:
+    """A result of CuPy's functions."""
+    if isinstance(value, cupy().ndarray):
+        return InterpretedArray(value)
+    return tuple(map(_wrapped, value)) if type(value) is tuple else value
