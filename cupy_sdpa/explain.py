@@ -174,7 +174,7 @@ def explain(
             raise
         # gradients of paged keys: there is no graph for them
         forward = explain_function(attention, q, k, v, **options, gpu=gpu, cudnn=cudnn)
-        note = "the operations are those of the forward pass"
+        note = "the steps are those of the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
     if jvp and report.reasons:
         tangents = [name for name in TANGENTS if own[name] is not None]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cupy_sdpa"
-TARGET = PACKAGE / "_cudnn" / "constants.py"
+TARGET = PACKAGE / "cudnn" / "constants.py"
 #: The enums of the table by their C names. True: all constants; False: those that the package names.
 ENUMS = {
     "cudnnStatus_t": True,
@@ -29,7 +29,7 @@ ENUMS = {
     "cudnnCudaGraphRetention_t": False,
 }
 #: The folders of the package that name constants: by attributes such as ``DataType.HALF``, or in strings, such as ``"cmp_eq"``.
-FOLDERS = ("_cudnn", "plans", "graph")
+FOLDERS = ("cudnn", "cudnn_engine", "graph")
 
 _ENUM = re.compile(r"typedef enum\s*\{(?P<body>[^{}]*)\}\s*(?P<name>cudnn\w+_t)\b")
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)

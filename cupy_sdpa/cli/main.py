@@ -13,7 +13,7 @@ from .._interrupt import restore
 from ..version import __version__
 from .console import CommandError, Help, one_line, output_of
 
-#: The commands, each a module of this folder, and their purposes.
+#: The commands, each a module of this folder (``demo_command``), and their purposes.
 COMMANDS = {
     "demo": "attention over a text: result, error, time and plot",
     "info": "versions, libraries, GPUs, and what is missing",
@@ -104,7 +104,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     named = next((word for word in argv if not word.startswith("-")), "")
     for name, purpose in COMMANDS.items():
         if name == named:
-            importlib.import_module(f".{name}", __package__).add_to(commands)
+            importlib.import_module(f".{name}_command", __package__).add_to(commands)
             commands.choices[name].set_defaults(parser=commands.choices[name])
         else:
             commands.add_parser(name, help=purpose)

@@ -26,7 +26,7 @@ from ..problem.problem import Problem
 from ..runtime.cupy_runtime import model_of
 from ..support import gpus
 
-_COMMAND = [sys.executable, "-m", f"{__package__}.worker"]
+_COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
 
 
 def load_target(gpu: str) -> Target:

@@ -23,14 +23,14 @@ from cupy_sdpa.support.why_not import why_not
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
 INDEPENDENT = (
-    "cases.case",
-    "cases.data",
-    "cases.functions",
-    "cases.memory",
-    "cases.pages",
-    "verify.inputs",
-    "verify.oracle",
-    "verify.tolerance",
+    "case",
+    "data",
+    "functions",
+    "drawn_memory",
+    "drawn_pages",
+    "inputs",
+    "oracle",
+    "tolerances",
 )
 
 

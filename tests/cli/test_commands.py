@@ -245,7 +245,7 @@ def test_a_description_read_off_the_card_plans(folder):
 
 PATHS = [
     ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "cupy_sdpa" / "_cli").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
+    *sorted((ROOT / "cupy_sdpa" / "cli").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]  # fmt: skip
 
 

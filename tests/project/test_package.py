@@ -29,7 +29,7 @@ def imports(path):
 def test_who_imports_what():
     """Only the folder of cuDNN imports ctypes; the reference imports only numpy and the standard library."""
     folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "ctypes" in imports(path)}
-    assert folders == {"_cudnn"}
+    assert folders == {"cudnn"}
     assert {*imports(PACKAGE / "reference.py")} == {"__future__", "math", "numpy", "typing"}
 
 
