@@ -76,7 +76,9 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(options)
     if isinstance(kept.get("window"), list):
         kept["window"] = tuple(kept["window"])
-    kept |= {name: as_int32(name, kept[name]) for name in INT32 if isinstance(kept.get(name), list)}
+    for name in INT32:
+        if isinstance(kept.get(name), list):
+            kept[name] = as_int32(name, kept[name])
     if kept.get("score_mod") is None and kept.get("mask_mod") is None:
         return kept
     check_tensors(options)

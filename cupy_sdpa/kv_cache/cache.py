@@ -34,8 +34,8 @@ class KVCache(CacheState):
 
     In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
     constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; counts may differ, up to
-    S, or up to a sum of T. Call ``begin_step`` before an append outside of the graph, too. Attention in the graph reads the rows
-    of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
+    S, or up to a sum of T. Call ``begin_step`` before an append outside of the graph, too. Attention in the graph reads the
+    rows of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
 
     All work is enqueued on CuPy's current stream. Use a cache from one thread and one stream at a time.
 

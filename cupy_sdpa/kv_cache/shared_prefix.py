@@ -87,7 +87,7 @@ def shared_prefix_attention(
     is_key = type(shared_prefix) is int and type(return_stats) is bool and cupy_runtime.is_array(q)
     results = run_cached(kind, given, options) if is_key else None
     if results is None:
-        if not is_one_of(return_stats, (False, True)):
+        if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
             raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
         _check(q, k, shared_prefix, options)
         # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
