@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._typing import Array
-from .boundary.argument import check_arrays, read_array
+from .boundary.argument import as_int32, check_arrays, read_array
 from .boundary.options import read_positive
 from .kernels.page_lists import fill_table
 from .problem.tensor_spec import Expected
@@ -28,7 +28,7 @@ def page_table_from_lists(
     without a layout.
 
     Args:
-        indptr: int32 ``(B+1,)``, where the list of each sequence begins in ``indices``.
+        indptr: int32 ``(B+1,)``, where the list of each sequence begins in ``indices``. On the CPU the three may be lists.
         indices: int32 ``(n,)``, the pages of all sequences.
         last_page_len: int32 ``(B,)``, the number of tokens in the last page of each sequence.
         page_size: tokens per page.
@@ -45,8 +45,7 @@ def page_table_from_lists(
 
     Source: FlashInfer's documentation, "KV-Cache Layout in FlashInfer", section "Page Table Layout".
 
-    >>> lists = {"indptr": [0, 2, 3], "indices": [5, 1, 4], "last_page_len": [3, 16]}
-    >>> table, lengths = page_table_from_lists(**{name: np.int32(x) for name, x in lists.items()}, page_size=16)
+    >>> table, lengths = page_table_from_lists([0, 2, 3], [5, 1, 4], [3, 16], page_size=16)
     >>> table
     array([[5, 4],
            [1, 0]], dtype=int32)
@@ -54,6 +53,8 @@ def page_table_from_lists(
     array([19, 16], dtype=int32)
     """
     page_size = read_positive("page_size", page_size)
+    indptr, indices = as_int32("indptr", indptr), as_int32("indices", indices)
+    last_page_len = as_int32("last_page_len", last_page_len)
     shape = read_array("indptr", indptr).signature[1]
     batch = max(shape[0] - 1, 0) if len(shape) == 1 else 0
     entries = read_array("indices", indices).signature[1]
@@ -118,6 +119,7 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
     >>> cu_seqlens_with_gaps(np.int32([0, 8]), np.int32([5, 6]))
     array([ 0,  5,  8, 14], dtype=int32)
     """
+    starts, lengths = as_int32("starts", starts), as_int32("lengths", lengths)
     shape = read_array("starts", starts).signature[1]
     batch = shape if len(shape) == 1 and shape[0] else (1,)
     expected = [Expected("starts", batch, "int32", "(B,)"), Expected("lengths", batch, "int32", "(B,), as starts")]

@@ -88,18 +88,18 @@ def lists(**changed):
 
 
 ROWS += [
-    row("page_table_from_lists", "an array of int64", lists(indices=np.array([5, 1, 4])), TypeError, "indices is int64", ".astype('int32')"),
+    row("page_table_from_lists", "an array of float32", lists(indices=np.ones(3, "f4")), TypeError, "indices is float32", ".astype('int32')"),
     row("page_table_from_lists", "two axes", lists(indptr=np.zeros((2, 3), "i4")), ValueError, "indptr has shape (2, 3)", "(B + 1,)"),
     row("page_table_from_lists", "the last pages of other sequences", lists(last_page_len=[1]), ValueError, "last_page_len has shape (1,)", "(2,)"),
     row("page_table_from_lists", "a full last page as 0", lists(last_page_len=[0, 4]), ValueError, "last_page_len of sequence 0 is 0", "from 1 to page_size, 4"),
     row("page_table_from_lists", "lists beyond the indices", lists(indptr=[0, 2, 9]), ValueError, "[0, 2, 9]", "the 3 indices"),
     row("page_table_from_lists", "a page size of 0", lists(page_size=0), ValueError, "page_size is 0"),
     row("page_table_from_lists", "lists on the device", lists(), ValueError, "max_pages is None", "pass max_pages=", engine="fake"),
-    row("page_table_from_lists", "a Python list", lambda x: page_table_from_lists([0, 1], x.lengths, x.lengths, page_size=4), TypeError,
-        "indptr is a list", "numpy.asarray"),
+    row("page_table_from_lists", "a list of fractions", lambda x: page_table_from_lists([0, 1.5], [1], [1], page_size=4), TypeError,
+        "indptr is a list of float64", "integers"),
     row("cu_seqlens_with_gaps", "the padded offsets of Transformer Engine", lambda x: cu_seqlens_with_gaps(x.starts, x.lengths), ValueError,
         "lengths has shape (3,)", "(4,)"),
-    row("cu_seqlens_with_gaps", "lengths in int64", lambda x: cu_seqlens_with_gaps(x.lengths, x.lengths.astype("i8")), TypeError, "lengths is int64", "int32"),
+    row("cu_seqlens_with_gaps", "lengths in float64", lambda x: cu_seqlens_with_gaps(x.lengths, x.lengths.astype("f8")), TypeError, "lengths is float64", "int32"),
     row("cu_seqlens_with_gaps", "sequences that overlap", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([5, 1])), ValueError,
         "sequence 0 ends at 5", "sequence 1 starts at 3"),
     row("cu_seqlens_with_gaps", "a negative length", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([2, -1])), ValueError,

@@ -37,6 +37,14 @@ def test_random_lists_of_pages(seed, engine):
         np.testing.assert_array_equal(engine.get(lengths), kept)
 
 
+def test_lists_of_integers():
+    """On the CPU the arguments may be lists or int64 arrays."""
+    for make in (list, np.array):
+        table, lengths = page_table_from_lists(make([0, 2, 3]), make([5, 1, 4]), make([3, 4]), page_size=4)
+        assert (table.tolist(), lengths.tolist(), table.dtype, lengths.dtype) == ([[5, 4], [1, 0]], [7, 4], np.int32, np.int32)
+        assert cu_seqlens_with_gaps(make([0, 8]), make([3, 4])).tolist() == [0, 3, 8, 12]
+
+
 def test_the_width_of_the_longest_list():
     """On the CPU the table has as many rows as the longest list."""
     given = [np.int32(x) for x in ([0, 3, 4], [7, 5, 6, 1], [2, 1])]
