@@ -11,7 +11,7 @@ from .attention import attention, attention_backward
 from .boundary.call import tuning_enabled
 from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
 from .boundary.layouts import other_layout, results_in
-from .boundary.options import DTensors, Options, read_flag, takes_options
+from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.describe import program_of, report_of, with_missing
@@ -93,6 +93,7 @@ def prepare(
     >>> call(q, k, v).shape
     (8, 2, 16, 1)
     """
+    check_spelling(options)
     given = kept_options(q, options)
     if isinstance(return_dtensors, (list, set)):
         return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call

@@ -203,7 +203,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
     """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
-    _check_spelling(options)
+    check_spelling(options)
     if others:
         names = [p.name for p in _positional(function)]
         raise TypeError(
@@ -220,13 +220,13 @@ def check_names(options: Mapping[str, Any]) -> None:
     """
     if options.get("block_mask") is not None:
         raise TypeError(
-            "this call does not take block_mask; attention, attention_backward, attention_vjp, attention_jvp and explain do. "
-            "In place of prepare, run the call once: the mask keeps its tables, and later calls are not planned again"
+            "this call does not take block_mask; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
+            "prepare and explain do"
         )
     if options.get("compute_dtype") is not None:
         raise TypeError(
-            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp and "
-            "explain do: convert q, k and v with .astype(...)"
+            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
+            "prepare and explain do: convert q, k and v with .astype(...)"
         )
     if options.get("engine") is not None:
         raise TypeError(
@@ -234,11 +234,11 @@ def check_names(options: Mapping[str, Any]) -> None:
             "and explain do"
         )
     check_layout(options.get("layout"))
-    _check_spelling(options)
+    check_spelling(options)
 
 
-def _check_spelling(options: Iterable[str]) -> None:
-    """Raise the error of the first option that does not exist."""
+def check_spelling(options: Iterable[str]) -> None:
+    """Raise TypeError for the first option that does not exist; it names the nearest one."""
     for name in options:
         if name in Options.__annotations__:
             continue

@@ -425,13 +425,10 @@ def test_no_process_outlives_an_exception(folder):
 def test_an_interrupt_is_one_line(folder):
     """Ctrl-C in a terminal reaches the whole process group: exit status 130, one line, and no process is left."""
     (folder / "wait").touch()
-    (folder / "shapes.toml").write_text(
-        '[[attention]]\nq = [64, 2, 64, 1]\nk = [64, 2, 64, 1]\nv = [64, 2, 64, 1]\ndtype = "float16"\nlengths = [64, 128, 192]'
-    )
     # a shell starts background jobs with SIGINT ignored, which children inherit
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"from cupy_sdpa.offline import planner; planner._COMMAND = {offline._COMMAND!r}\n"
-    code += "from cupy_sdpa.__main__ import main; sys.exit(main('plan shapes.toml --gpu h200 -o plans'.split()))"
+    code += f"from cupy_sdpa.offline import remote_planner; remote_planner._COMMAND = {offline._COMMAND!r}\n"
+    code += "from cupy_sdpa.__main__ import main; sys.exit(main('plan 64,2,64,1 --backward --gpu h200 -o plans'.split()))"
     running = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=child_environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
