@@ -93,9 +93,12 @@ class Rope:
             found = array.tolist()
             if not all(map(math.isfinite, found)):
                 raise ValueError(f"frequencies are {found}; they must be finite")
+        factor = _number("factor", self.factor)
+        if not 0 < factor <= float(np.finfo(np.float32).max):
+            raise ValueError(f"factor is {factor}; it must be above 0, and a number of float32")
         values = {
             "dim": dim, "frequencies": tuple(found), "interleaved": read_flag("interleaved", self.interleaved),
-            "factor": _number("factor", self.factor),
+            "factor": factor,
         }  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)

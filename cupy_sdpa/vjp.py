@@ -154,7 +154,8 @@ class Pullback(Generic[GradientsT]):
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: do not change them before the last call. On
     the CPU a change of q, k or v is refused, because stats and out are then those of other arrays. Score and mask functions are
-    those of the forward pass, also if they have changed since.
+    those of the forward pass, also if they have changed since. If the forward pass is captured in a CUDA graph, keep the
+    pullback as long as the graph: with ``compute_dtype`` it owns arrays that the graph writes.
     """
 
     def __init__(

@@ -46,6 +46,8 @@ ROWS = [
         engine="fake"),
     row("Rope", "a base in text", rotation(4, base="100"), TypeError, "base is '100'", "a number"),
     row("Rope", "a base of 0", rotation(4, base=0), ValueError, "base is 0", "above 0"),
+    row("Rope", "a factor of 0", rotation(4, factor=0), ValueError, "factor is 0.0", "above 0"),
+    row("Rope", "a factor beyond float32", rotation(4, factor=1e39), ValueError, "factor is 1e+39", "float32"),
     row("Rope", "a form in text", rotation(4, interleaved="half"), TypeError, "interleaved is 'half'", "True or False"),
     row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
     row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
