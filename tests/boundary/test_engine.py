@@ -69,7 +69,7 @@ def check_equal(fake, function, given, **options):
     "options",
     [
         {"causal": True, "dropout_p": 0.3, "seed": 7, "offset": 2**40},
-        {"causal": "bottom_right", "softcap": 3.0, "alibi_slopes": np.float32([1, 0.5, 0.1, 0]), **LENGTHS},
+        {"causal": "bottom_right", "softcap": 3.0, "alibi_slopes": np.array([1, 0.5, 0.1, 0], np.float32), **LENGTHS},
         {"window": (4, 2), "bias": normal(31, 1, 4, 1), "mask": RNG.random((31, 20, 1, 2)) < 0.8, "sinks": normal(4)},
         {"score_mod": lambda s, b, h, i, j, t: np.where(i >= j, s + t[h, j], np.tanh(s)), "tensors": {"t": normal(4, 31)}},
     ],

@@ -45,7 +45,8 @@ def test_random_rotations(seed, dtype, engine):
 
     rng, dtype = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, dtype, dtype))
     for _ in range(6):
-        dim, heads, tokens, batch = 2 * int(rng.integers(1, 70)) + int(rng.integers(2)), *rng.integers(1, 5, 3).tolist()
+        dim = 2 * int(rng.integers(1, 70)) + int(rng.integers(2))
+        heads, tokens, batch = map(int, rng.integers(1, 5, 3))
         rope, packed = random_rope(rng, dim), bool(rng.integers(2))
         counts = rng.integers(0, tokens + 1, batch)
         shape = (dim, heads, int(counts.sum())) if packed else (dim, heads, tokens, batch)
