@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import BlockMask, block_mask, explain, jvp_problems, zoo
+from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, jvp_problems, zoo
+from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
@@ -40,15 +41,19 @@ def arrays_of(mask, heads=(4, 2), batch=1):
 
 
 def problems_of(mask, scores=False, **flags):
-    """The problems of the calls, with sinks; ``scores`` adds a score function of positions and of an element for each query."""
+    """The problems of a GPU's calls, with sinks; ``scores`` adds a score function of positions and of an element for each query."""
     options = {"sinks": np.ones(4, np.float32)}
     if scores:
         options["score_mod"] = lambda score, b, h, i, j, rows: score + rows[i] * (j - i)
         options["tensors"] = {"rows": np.ones(mask.sq, np.float32)}
+    q, k, v = arrays_of(mask)
     if flags.pop("jvp", False):
-        return jvp_problems(*arrays_of(mask), block_mask=mask, **options)
-    report = explain(*arrays_of(mask), block_mask=mask, **options, **flags)
-    return [launch.problem for launch in report.launches or (report,)]
+        return jvp_problems(q, k, v, block_mask=mask, **options)
+    function, arrays = attention, (q, k, v)
+    if flags.pop("backward", False):
+        function, arrays = attention_backward, (q, q, k, v, q, np.empty((mask.sq, q.shape[1], 1), np.float32, order="F"))
+    options |= {"block_mask": mask, **flags}
+    return program_of(function, *arrays, for_gpu=True, is_supported=lambda problem: False, **options).program.problems()
 
 
 @pytest.mark.cudnn
