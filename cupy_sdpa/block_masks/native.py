@@ -133,9 +133,9 @@ def is_supported(
     q, _, v = arrays
     if not for_gpu(q) or native_of(mask) is None:
         return False
-    if (description := describing.get()) is not None and description.is_supported:
+    if (description := describing.get()) is not None and description.for_gpu:  # which need not be here
         described = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
-        return described is not None and description.is_supported(described)
+        return bool(described and description.is_supported and description.is_supported(described))
     key = (driver.context_id(), sizes, "native", dtype or q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))
     if key not in mask.tables:
         problem = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)

@@ -53,7 +53,7 @@ def problems_of(mask, scores=False, **flags):
     if flags.pop("backward", False):
         function, arrays = attention_backward, (q, q, k, v, q, np.empty((mask.sq, q.shape[1], 1), np.float32, order="F"))
     options |= {"block_mask": mask, **flags}
-    return program_of(function, *arrays, for_gpu=True, is_supported=lambda problem: False, **options).program.problems()
+    return program_of(function, *arrays, for_gpu=True, **options).program.problems()
 
 
 @pytest.mark.cudnn
