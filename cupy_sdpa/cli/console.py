@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -54,17 +53,6 @@ def positive(value: str) -> int:
         raise argparse.ArgumentTypeError(f"{value!r} is not an integer") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
-
-
-def positive_number(value: str) -> float:
-    """Parse an option whose value is a positive number."""
-    try:
-        number = float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is not positive and finite")
     return number
 
 

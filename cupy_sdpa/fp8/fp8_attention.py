@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -11,7 +10,6 @@ import numpy as np
 from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
-from ..boundary.call import Call
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
@@ -27,7 +25,7 @@ from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 from ..support import fp8_rules
 from .array import Fp8Array, factor, made
-from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, program_of, read_results
+from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, read_results
 from .quantize import SOURCES, check_alike, check_source
 
 #: The dtypes of an output that the engine may write besides FP8.
@@ -203,19 +201,6 @@ def _run(
 
     with cupy_runtime.device_context(like):
         return run_program(kind, _NAMES, given, options, inputs, list(wanted), build)
-
-
-def read_call(q: Any, k: Any, v: Any, options: Any, *, return_stats: Any = False) -> Call:
-    """The call of the kernel of :func:`attention`, validated but not run; q may also have another dtype than FP8."""
-    out_dtype = _check(q, k, v, options, None, None)
-    converts = type(q) is not Fp8Array
-    elements, descale = (q, None) if converts else (q.data, q.descale)
-    named = dict(zip(_NAMES[:7], (elements, k.data, v.data, descale, k.descale, v.descale, v.scale), strict=True))
-    with of_caller(named, options):
-        inputs = _inputs(named, options)
-        flags = {"rotated": k.rotated, "out_dtype": out_dtype, "writes_out": _writes(out_dtype, k.data, converts=converts)}
-        _, call = program_of(inputs.views, inputs.options, dtype=k.dtype, return_stats=return_stats, **flags)
-    return dataclasses.replace(call, arrays={"q": elements})
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:

@@ -11,10 +11,10 @@ from ..boundary.argument import Typed
 from ..boundary.arguments import read_forward
 from ..boundary.call import Call
 from ..kernels import fp8_kernels
-from ..problem.tensor_spec import numpy_dtype, storage_dtype
+from ..problem.tensor_spec import storage_dtype
 from ..problem.view import View
 from ..programs import passes
-from ..programs.program import Builder, Program
+from ..programs.program import Builder
 from ..runtime import cupy_runtime
 from .array import rotate, rotation_of
 from .quantize import elements_of, factors_of, rotated_values
@@ -181,27 +181,6 @@ def read_results(
     if out_dtype is not None:
         given.pop("scale_out", None)
     return _read(given, options, dtype, out_dtype, return_stats)
-
-
-def program_of(views: Mapping[str, View], options: Mapping[str, Any], **flags: Any) -> tuple[Program, Call]:
-    """The program of a forward pass with dense results, and the call of its kernel: for reports and for plans.
-
-    Args:
-        views: q, k and v and their factors; without results.
-        options, flags: as for :func:`forward`.
-    """
-    device, out_dtype = views["q"].storage.device, flags["out_dtype"]
-    wide = out_dtype if flags["writes_out"] else None
-    call = read_results(views, options, dtype=flags["dtype"], out_dtype=wide, return_stats=flags["return_stats"])
-    results = {
-        spec.name: View.dense(spec.name, spec.shape, storage_dtype(spec.dtype, device is not None), device)
-        for spec in call.problem.results
-    }
-    if out_dtype is not None:
-        results["out"] = View.dense("out", results["out"].shape, numpy_dtype(out_dtype), device)
-    builder = Builder(device)
-    call = forward(builder, {**views, **results}, options, **flags)
-    return builder.build(), call
 
 
 def keep_in_fp8(

@@ -24,8 +24,6 @@ _LAUNCHERS = {
 }
 #: The port of rank 0 if the launcher names none; with torchrun, whose own store uses MASTER_PORT, the next port.
 DEFAULT_PORT = 13334
-#: The bytes of NCCL's unique id.
-_ID_BYTES = 128
 
 
 class Environment(NamedTuple):

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import read_shapes
 from ..boundary.call import Description, Found, describing, repeats
 from ..boundary.layouts import from_own, other_layout, to_own
 from ..graph import graph_of
 from ..problem.problem import Problem, row_stats_shape
-from ..problem.tensor_spec import dtype_name
 from ..replay.call_report import Report, explain_on_device, joined
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.why_not import workarounds
+from .block_mask_calls import without_keys
 from .executor import ProgramCall
 
 
@@ -105,6 +104,6 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
 def _nothing(call: ProgramCall) -> Problem:
     """The problem of a call in which no query attends to a key."""
     q, v = call.arrays["q"], call.arrays["v"]
-    (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
-    outputs: dict[str, Any] = {"backward": "dq" in call.result_names, "return_stats": "stats" in call.result_names}
-    return read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **outputs)
+    return without_keys(
+        q.shape, v.shape, q.dtype, backward="dq" in call.result_names, return_stats="stats" in call.result_names
+    )

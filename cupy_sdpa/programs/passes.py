@@ -29,7 +29,7 @@ from . import block_mask_steps
 from .block_mask_calls import check_return_stats, key_of, refuse_gradients
 from .block_mask_steps import Forward, Gradients, score_function
 from .executor import Inputs, run_program
-from .program import Builder, Program
+from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
@@ -256,28 +256,6 @@ def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
 
 
 # Builders
-
-
-def program_of(views: Mapping[str, View], options: Mapping[str, Any], *, gradients: bool = False, **flags: Any) -> Program:
-    """The program of a call without arrays: for reports and for plans. Other arrays than q, k, v and options are dense.
-
-    Args:
-        views: q, k and v in the caller's dtype and the layout of this package, such as those of :func:`.views_of_shapes`.
-        options: the options, with views in place of arrays, in the layout of this package.
-        gradients: whether the program computes gradients. Default False.
-        flags: the other arguments of :func:`forward` or :func:`backward`.
-    """
-    q, v = views["q"], views["v"]
-    device, out = q.storage.device, (v.shape[0], *q.shape[1:])
-    read = {name: value for name, value in flags.items() if name != "native"}
-    wanted, _ = results_of(views, options, gradients=gradients, **read)
-    if gradients:
-        others = {"dout": (out, q.dtype), "out": (out, q.dtype), "stats": (row_stats_shape(q.shape), np.float32)}
-        wanted = others | wanted
-    dense = {name: View.dense(name, shape, dtype, device) for name, (shape, dtype) in wanted.items()}
-    builder = Builder(device)
-    (backward if gradients else forward)(builder, {**views, **dense}, options, **flags)
-    return builder.build()
 
 
 def forward(
