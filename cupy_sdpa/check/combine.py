@@ -25,18 +25,17 @@ _OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace"}
 _OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
 #: The options that can be combined with a feature; a feature that is not listed has no such limit.
 ONLY_WITH = {
-    "block_mask": {*_OF_SCORES, "score_mod", "jvp", "deterministic", "preallocated"},
     "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged"},
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
     "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
     "cache": {*_OF_PAGES, "deterministic", "preallocated"},
     "weight_sums": {
         "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
-        "paged", "alibi_slopes", "score_mod", "mask_mod", "bucket",
+        "paged", "alibi_slopes", "score_mod", "mask_mod", "block_mask", "bucket",
     },
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
-        "score_mod", "mask_mod", "deterministic", "return_dsinks",
+        "score_mod", "mask_mod", "block_mask", "deterministic", "return_dsinks",
     },
 }  # fmt: skip
 _EXCLUDED = {
@@ -45,9 +44,9 @@ _EXCLUDED = {
 #: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
-NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
+NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
-_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "return_dbias", "return_dtensors"}
+_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "block_mask", "return_dbias", "return_dtensors"}
 
 
 def is_valid(names: set[str]) -> bool:
@@ -58,7 +57,7 @@ def is_valid(names: set[str]) -> bool:
     """
     if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
         return False
-    if {"weight_sums", "packed", "paged"} <= names:
+    if {"weight_sums", "packed", "paged"} <= names or {"block_mask", "mask", "mask_mod"} <= names:
         return False
     if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
         return False

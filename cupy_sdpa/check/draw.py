@@ -178,7 +178,7 @@ class Sampler:
         if self.sizes["b"] * self.sizes["hq"] * self.sizes["sq"] * self.sizes["skv"] > 4_000_000:
             names = [name for name in names if all(len(axes) < 3 for axes in table[name].tensors.values())]
         if "block_mask" in self.names:
-            names.remove("hidden")  # the mask contains all conditions
+            names = [name for name in names if name != "hidden"]  # the mask contains all conditions
         function = table[name := self.pick(*names)]
         if not function.tensors:
             return name, ""
@@ -282,7 +282,7 @@ def _parallel(sampler: Sampler) -> tuple[str, int]:
 
 def _stats(sampler: Sampler) -> Any:
     p = sampler.options.get("paged")
-    if sampler.names & {"block_mask", "jvp", "fp8", "parallel", "shared_prefix", "merge"} or (p and Paged(*p).num_splits):
+    if sampler.names & {"jvp", "fp8", "parallel", "shared_prefix", "merge"} or (p and Paged(*p).num_splits):
         return True
     return sampler.pick(True, "max_sumexp")
 

@@ -18,6 +18,7 @@ from ..boundary.user_functions import kept_options
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
+from ..programs.block_mask_calls import dense_options
 from ..programs.executor import Inputs, run_program
 from ..programs.passes import add_results, wanted_results
 from ..programs.program import Builder
@@ -139,6 +140,8 @@ def attend(
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     if not type(k) is type(v) is Fp8Array:
         _refuse_others(q, k, v)
+    if "block_mask" in options:
+        options = dense_options(q if converts else q.data, k.data, options)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
         "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,

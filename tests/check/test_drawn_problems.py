@@ -149,7 +149,7 @@ def test_paged_cases_cover_the_options():
         assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
     assert set(OPTIONS) - partners == {
-        "seq_lens_kv", "bucket", "jvp", "block_mask", "parallel", "merge", "cache", *GRADIENTS,
+        "seq_lens_kv", "bucket", "jvp", "parallel", "merge", "cache", *GRADIENTS,
     }  # fmt: skip
 
 
