@@ -127,9 +127,10 @@ def attention(
         tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
             integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
             Default None.
-        block_mask: a :class:`cupy_sdpa.BlockMask`, which replaces all other masks: only its blocks are computed, in both
-            passes. It can be combined with ``scale``, ``softcap``, ``score_mod``, ``tensors``, ``sinks`` and
-            ``max_workspace``. Default None.
+        block_mask: a :class:`cupy_sdpa.BlockMask`: a query attends to the keys of the mask and of all other masks. Only its
+            blocks are computed, in both passes, with ``scale``, ``softcap``, ``score_mod``, ``tensors``, ``sinks``, ``causal``,
+            ``window`` and ``max_workspace``; with any other option, or ``return_stats="max_sumexp"``, all blocks are, from an
+            array of Skv x Sq x heads x batch bytes that the mask keeps (:func:`cupy_sdpa.explain` shows it). Default None.
         sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value, to which every query attends.
             It is part of L, of m and of the sum. Default None.
         dropout_p: the probability of dropping a weight; the other weights are divided by ``1 - dropout_p``. Each value needs
@@ -314,7 +315,7 @@ def attention_backward(
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        outputs: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         mask, rest = blocks_of(q, k, options, outputs=outputs)
         if dtype is not None or mask is not None:
             every = (dout, q, k, v, out, stats, dq, dk, dv)

@@ -77,9 +77,9 @@ def attention_jvp(
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
         stats: float32 array ``(Sq, Hq, B)`` to write the log-sum-exp into; implies ``return_stats``.
-        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. With ``block_mask`` all passes
-            compute its blocks only. The derivative is that at constant options: their arrays, such as ``bias``, ``sinks`` and
-            ``tensors``, have no tangents. Dropout drops the same weights from the output and its derivative.
+        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
+            constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
+            same weights from the output and its derivative.
 
     Returns:
         ``(out, dout)`` or ``(out, dout, stats)``. New arrays are in Fortran order. out and dout are 0 in fully masked rows
