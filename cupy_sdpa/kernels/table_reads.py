@@ -72,7 +72,7 @@ def read_elements(target: Any, read: TableRead, tables: tuple[Any, ...]) -> None
         tables: the arrays ``read.access.arrays``.
 
     Raises:
-        IndexError: on the CPU, an index is out of range. On the GPU the element is NaN, the smallest integer, or False.
+        IndexError: on the CPU, an index is out of range. On the GPU the element is +inf, the smallest integer, or False.
     """
     if cupy_runtime.is_array(target):
         kernel = _read_kernel(read.access, tuple(map(_layout, tables)))
@@ -187,9 +187,9 @@ def _layout(array: Any) -> _Layout:
     return _Layout(dtype_name(array.dtype), array.shape, tuple(stride // array.itemsize for stride in array.strides))
 
 
-#: The bits of an element that is out of range, by dtype.
+#: The bits of an element that is out of range, by dtype. A score of +inf makes a row of the output NaN; NaN could mask a key.
 _MISSING = {
-    "float16": "0x7e00", "bfloat16": "0x7fc0", "float32": "0x7fc00000u", "float64": "0x7ff8000000000000ull",
+    "float16": "0x7c00", "bfloat16": "0x7f80", "float32": "0x7f800000u", "float64": "0x7ff0000000000000ull",
     "int32": "0x80000000u", "bool": "0",
 }  # fmt: skip
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
