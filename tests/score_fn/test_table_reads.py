@@ -145,6 +145,8 @@ def test_memory_is_reported(engine):
     assert report
     assert report.temporary_bytes == -(-SKV * SQ * H * 4 // 256) * 256
     assert any("read_elements" in step and f"{SKV}x{SQ}x{H}x1 float32" in step for step in report.steps)
+    gradients = explain(q, k, v, score_mod=near, tensors=tensors, backward=True, return_dtensors="table")
+    assert gradients.temporary_bytes <= SKV * SQ * H * (4 + 4 + 2 * engine.on_cudnn) + 4096
     of_keys = explain(q, k, v, score_mod=lambda s, b, h, i, j, table: s + table[0, j // 2], tensors=tensors)
     assert any(f"{SKV}x1x1x1 float32" in step for step in of_keys.steps)
 
