@@ -128,7 +128,7 @@ def _read_own(
     bucket = _rounding(options.get("bucket"), problem)
     call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
     if functions:
-        call.captured, call.elements, call.identities = functions.captured, functions.elements, functions.identities
+        call.captured, call.table_reads, call.identities = functions.captured, functions.table_reads, functions.identities
     return call
 
 
@@ -192,8 +192,8 @@ def _define_problem(
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
         captured = {name: read_array(name, array).signature for name, array in functions.arrays.items()}
-        made = functions.elements.items()
-        captured |= {name: dense_signature(dtype_name(found.dtype), found.shape) for name, found in made}
+        made = functions.table_reads.items()
+        captured |= {name: dense_signature(dtype_name(read.dtype), read.shape) for name, read in made}
         problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import in_words
+from ..kernels.table_reads import TableRead
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -18,7 +19,6 @@ from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
 from .argument import INT32, as_int32
-from .call import Elements
 from .conversion import Conversion, needs_conversion
 
 #: The options that are functions.
@@ -36,7 +36,7 @@ class Functions(NamedTuple):
         scalars: the by-value scalars of the program.
         source_lines: the source line of each operation.
         captured: how each captured array is indexed, by the names in the program.
-        elements: the captured arrays that a step reads at computed indices, by the names in the program.
+        table_reads: the captured arrays that a step reads at computed indices, by the names in the program.
         tables: the arrays of ``tensors`` that these steps read, by their names among the arrays of the call.
         identities: the identities of the functions, from before they were called.
     """
@@ -46,7 +46,7 @@ class Functions(NamedTuple):
     scalars: dict[str, float]
     source_lines: dict[str, str]
     captured: dict[str, Access]
-    elements: dict[str, Elements]
+    table_reads: dict[str, TableRead]
     tables: dict[str, Any]
     identities: tuple[Hashable | None, ...]
 
@@ -164,14 +164,14 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     captured = traced.captured
     views = {name: access for name, access in captured.items() if not access.is_computed}
     arrays = {name: with_score_axes(tensors[access.name], access) for name, access in views.items()}
-    elements = {}
+    table_reads = {}
     for name, access in captured.items():
         if access.is_computed:
             shape = tuple(sizes[axis] if axis in access.score_axes else 1 for axis in _ORDER)
-            elements[name] = Elements(access, shape, tensors[access.name].dtype)
-    tables = {tensor_name(name): tensors[name] for found in elements.values() for name in found.access.arrays}
+            table_reads[name] = TableRead(access, shape, tensors[access.name].dtype)
+    tables = {tensor_name(name): tensors[name] for read in table_reads.values() for name in read.access.arrays}
     settings = settings._replace(program=traced.expression, band=band)
-    return Functions(settings, arrays, traced.numbers, traced.lines, captured, elements, tables, identities)
+    return Functions(settings, arrays, traced.numbers, traced.lines, captured, table_reads, tables, identities)
 
 
 @dataclass(frozen=True)

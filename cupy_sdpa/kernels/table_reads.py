@@ -51,13 +51,17 @@ _MODES = {
 
 @dataclass(frozen=True)
 class TableRead:
-    """An element of an array at computed indices.
+    """A captured array of elements that are read at computed indices.
 
     Attributes:
         access: the array and its indices. A negative index counts from the end, as numpy's.
+        shape: ``(Skv, Sq, Hq, B)``; axes that the indices do not use have length 1.
+        dtype: the dtype of the array.
     """
 
     access: Access
+    shape: tuple[int, ...]
+    dtype: Any
 
     def __str__(self) -> str:
         return self.access.name
@@ -67,8 +71,8 @@ def read_elements(target: Any, read: TableRead, tables: tuple[Any, ...]) -> None
     """Write the elements that a function reads.
 
     Args:
-        target: ``(Skv, Sq, H, B)`` in Fortran order, of the dtype of the array; axes that the indices do not use have length 1.
-        read: the element.
+        target: of ``read.shape`` in Fortran order, of the dtype of the array.
+        read: what is read.
         tables: the arrays ``read.access.arrays``.
 
     Raises:
@@ -92,7 +96,7 @@ def add_to_elements(total: Any, part: Any, read: TableRead, tables: tuple[Any, .
 
     Args:
         total: float32 (numpy: also float64), of the shape of the array, in Fortran order.
-        part: float32 (numpy: also float64), of the shape of the target of :func:`read_elements`, in Fortran order.
+        part: float32 (numpy: also float64), of ``read.shape``, in Fortran order.
         read, tables: as for :func:`read_elements`.
         sums: int64 of the shape of the array, in Fortran order, for the GPU; None on the CPU.
         largest: uint32 ``(1,)``, for the GPU; None on the CPU.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Call, Elements, Fill
+from ..boundary.call import Call, Fill
 from ..boundary.user_functions import Gradients, gradient_name, tensor_name, with_score_axes
 from ..kernels import merge, paged, ragged, table_reads
 from ..problem.bucket import padded_axes
@@ -75,7 +75,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
         own = {spec.name: _temporary(steps, spec) for spec in part.results if spec.name not in reductions}
         _add_launch(steps, name, call, part, {**inputs, **own, **reductions}, values)
     if call.gradients:
-        _collect(steps, call.gradients, call.elements, arrays)
+        _collect(steps, call.gradients, call.table_reads, arrays)
 
 
 def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
@@ -103,17 +103,16 @@ def _with_inputs(steps: Steps, call: Call) -> dict[str, View]:
     """The arrays of a call, and the inputs that the caller did not pass: equal numbers, and elements at computed indices."""
     arrays = dict(call.arrays)
     arrays |= {name: steps.filled(fill) for name, fill in call.fills.items() if name not in arrays}
-    for name, elements in call.elements.items():
-        arrays[name] = target = steps.temporary(elements.shape, elements.dtype)
+    for name, read in call.table_reads.items():
+        arrays[name] = target = steps.temporary(read.shape, read.dtype)
         if target.size and not call.problem.trivial:
-            read = table_reads.TableRead(elements.access)
-            steps.run(table_reads.read_elements, target, read, _tables(elements, arrays), writes=[target])
+            steps.run(table_reads.read_elements, target, read, _tables(read, arrays), writes=[target])
     return arrays
 
 
-def _tables(elements: Elements, arrays: Mapping[str, View]) -> tuple[View, ...]:
+def _tables(read: table_reads.TableRead, arrays: Mapping[str, View]) -> tuple[View, ...]:
     """The arrays that elements are read from."""
-    return tuple(arrays[tensor_name(name)] for name in elements.access.arrays)
+    return tuple(arrays[tensor_name(name)] for name in read.access.arrays)
 
 
 def _temporary(steps: Steps, spec: TensorSpec) -> View:
@@ -138,7 +137,9 @@ def _add_launch(
         form.finish()
 
 
-def _collect(steps: Steps, gradients: Gradients, elements: Mapping[str, Elements], arrays: Mapping[str, View]) -> None:
+def _collect(
+    steps: Steps, gradients: Gradients, reads: Mapping[str, table_reads.TableRead], arrays: Mapping[str, View]
+) -> None:
     """Write the gradient of each array: the sum over all captured arrays that are read from it, in float32 or float64."""
     for name, (shape, dtype) in gradients.specs.items():
         gradient = arrays[gradient_name(name)]
@@ -148,14 +149,13 @@ def _collect(steps: Steps, gradients: Gradients, elements: Mapping[str, Elements
         for captured, access in gradients.captured.items():
             if access.name != name or (part := arrays.get(f"d{captured}")) is None:
                 continue
-            if captured not in elements:
+            if (read := reads.get(captured)) is None:
                 steps.add(with_score_axes(total, access), part)
             elif part.size and total.size:
-                read, tables = table_reads.TableRead(access), _tables(elements[captured], arrays)
                 sums = steps.temporary(shape, np.int64) if steps.on_gpu else None
                 largest = steps.temporary((1,), np.uint32) if steps.on_gpu else None
                 writes = [view for view in (total, sums, largest) if view is not None]
-                steps.run(table_reads.add_to_elements, total, part, read, tables, sums, largest, writes=writes)
+                steps.run(table_reads.add_to_elements, total, part, read, _tables(read, arrays), sums, largest, writes=writes)
         if total is not gradient:
             steps.copy(gradient, total)
 

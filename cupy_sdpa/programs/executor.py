@@ -15,7 +15,6 @@ from ..boundary.argument import INT32, as_int32, check_separate, read_array
 from ..boundary.arguments import check_lengths
 from ..boundary.call import (
     Call,
-    Elements,
     Fill,
     Found,
     LaunchRecord,
@@ -30,6 +29,7 @@ from ..boundary.user_functions import Gradients, function_identities, tensor_nam
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
+from ..kernels.table_reads import TableRead
 from ..numpy_engine.interpreter import RowCheck, evaluate
 from ..problem import problem_file
 from ..problem.bucket import Rounding
@@ -429,11 +429,11 @@ def compiled(call: Call) -> ProgramCall:
     full_queries = "seq_lens_q" in call.fills
     on_gpu = for_gpu(call.arrays["q"])
     device = 0 if on_gpu else None
-    names = dict.fromkeys(tensor_name(name) for found in call.elements.values() for name in found.access.arrays)
+    names = dict.fromkeys(tensor_name(name) for read in call.table_reads.values() for name in read.access.arrays)
     tables = tuple(_table(name, call.arrays[name], device) for name in names)
-    elements = tuple(call.elements.items())
+    reads = tuple(call.table_reads.items())
     program, results = _compiled(
-        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys, elements, tables
+        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys, reads, tables
     )
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
@@ -454,7 +454,7 @@ def _compiled(
     full_queries: bool,
     gradients: Gradients | None,
     whole: bool,
-    elements: tuple[tuple[str, Elements], ...],
+    reads: tuple[tuple[str, TableRead], ...],
     tables: tuple[View, ...],
 ) -> tuple[Program, dict[str, View]]:
     """The program of a problem, and the views of its results."""
@@ -463,7 +463,7 @@ def _compiled(
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
     call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, has_all_keys=whole)
-    call.elements = dict(elements)
+    call.table_reads = dict(reads)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 
