@@ -180,3 +180,15 @@ def test_buckets_of_t5(bidirectional, buckets, max_distance):
     large = np.minimum(exact + (large * np.float32(side - exact)).astype(int), side - 1)
     wanted = np.where(n < exact, n, large) + (distance > 0) * side * bidirectional
     np.testing.assert_array_equal(zoo.t5_bucket(distance, bidirectional, buckets, max_distance), wanted)
+
+
+def test_the_index_of_swin():
+    """It is the sum of the distances along both axes, as the reference implementation of Swin computes it."""
+    height, width = 3, 4
+    y, x = (axis.reshape(-1) for axis in np.mgrid[:height, :width])
+    index = (y[:, None] - y + height - 1) * (2 * width - 1) + (x[:, None] - x + width - 1)
+    q, k, v = (np.random.default_rng(n).standard_normal((D, H, height * width, B)).copy("F") for n in range(3))
+    values = np.random.default_rng(3).standard_normal(((2 * height - 1) * (2 * width - 1), H))
+    bias = np.asfortranarray(values[index].transpose(1, 0, 2)[..., None])
+    out = attention(q, k, v, score_mod=zoo.swin(height, width), tensors={"table": values})
+    np.testing.assert_allclose(out, attention(q, k, v, bias=bias), rtol=1e-12, atol=1e-12)
