@@ -314,19 +314,19 @@ class CaseRunner:
             def part(x: Any, entry: int = entry) -> Any:
                 return x[..., entry : entry + 1].copy(order="F") if x.shape[-1] > 1 else x
 
-            own = {name: part(x) for name, x in given.items()}
+            q, k, v = (part(given[name]) for name in "qkv")
             of_batch = {name: part(x) for name, x in results.items() if name in ALONE}
             of_entry = {name: part(x) if name in PER_ENTRY else x for name, x in options.items()}
             found: dict[str, Any] = {}
             if reports[0].batch_dependence == "":
                 self.outcome.calls += 1
-                returned = cupy_sdpa.attention(*own.values(), **of_entry, **flags)
+                returned = cupy_sdpa.attention(q, k, v, **of_entry, **flags)
                 found = dict(zip(ALONE, returned if isinstance(returned, tuple) else (returned,), strict=False))
             if case.backward and reports[1].batch_dependence == "":
                 self.outcome.calls += 1
-                forward = (of_batch["out"], of_batch["stats"])
-                inputs = (part(memory.views["dout"]), *own.values(), *forward)
-                gradients = cupy_sdpa.attention_backward(*inputs, **of_entry, **self.backward_options)
+                options_of_both = of_entry | self.backward_options
+                dout, out, stats = part(memory.views["dout"]), of_batch["out"], of_batch["stats"]
+                gradients = cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options_of_both)
                 found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
             for name, x in found.items():
                 alone, beside = (y if isinstance(y, np.ndarray) else y.get() for y in (x, of_batch[name]))

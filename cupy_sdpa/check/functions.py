@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import zoo
-
 
 class ComputedAxis(NamedTuple):
     """An axis of a captured array that is read at a computed index.
@@ -33,7 +31,7 @@ class ComputedAxis(NamedTuple):
 #: The axes that are read at computed indices, by their letters.
 COMPUTED = {
     "d": ComputedAxis(9, lambda b, h, q, k: np.clip(q - k, -4, 4) + 4),
-    "t": ComputedAxis(8, lambda b, h, q, k: zoo.t5_bucket(k - q, buckets=8, max_distance=20)),
+    "t": ComputedAxis(8, lambda b, h, q, k: np.minimum(abs(k - q), 2) + np.where(abs(k - q) > 9, 1, 0) + np.where(k > q, 4, 0)),
     "x": ComputedAxis(3, lambda b, h, q, k: q // 16 % 3),
     "y": ComputedAxis(3, lambda b, h, q, k: (k + h) // 16 % 3),
     "n": ComputedAxis(4, lambda b, h, q, k: -1 - (k + b) % 4),
