@@ -124,9 +124,9 @@ def attention(
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
             windows are recognized. On the GPU a function without ``tensors`` is evaluated once, and only its blocks are
             computed where that pays (:func:`cupy_sdpa.explain` shows it). Default None.
-        tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
-            integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
-            Default None.
+        tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and integers,
+            such as ``bias[h, q_idx, kv_idx]``, or by integers that are computed from these, which needs memory for Skv x Sq
+            elements (:doc:`/functions`). On the GPU integers have 32 bits, and int64 arrays raise TypeError. Default None.
         block_mask: a :class:`cupy_sdpa.BlockMask`: a query attends to the keys of the mask and of all other masks. Only its
             blocks are computed, in both passes, with ``scale``, ``softcap``, ``score_mod``, ``tensors``, ``sinks``, ``causal``,
             ``window`` and ``max_workspace``; with any other option, or ``return_stats="max_sumexp"``, all blocks are, from an
@@ -315,7 +315,11 @@ def attention_backward(
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        outputs: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        outputs: dict[str, Any] = {
+            "return_dbias": return_dbias,
+            "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }
         mask, rest = blocks_of(q, k, options, outputs=outputs)
         if dtype is not None or mask is not None:
             every = (dout, q, k, v, out, stats, dq, dk, dv)
