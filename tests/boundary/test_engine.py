@@ -114,6 +114,18 @@ def test_other_calls(causal, fake):
     check_equal(fake, lambda q, k, **options: dropout_mask(q, k, **drawn, **options), (q, k))
 
 
+def test_the_gradient_of_a_number(fake):
+    """A captured number has a gradient without axes, of a call whose sizes are 1."""
+    x = np.full((1, 1, 1, 1), 0.5, np.float32)
+    options = {"score_mod": lambda s, b, h, i, j, t: s * t, "tensors": {"t": np.array(2.0)}, "sinks": np.zeros(1, np.float32)}
+
+    def gradient(q, k, v, dout, **options):
+        out, pullback = attention_vjp(q, k, v, return_dtensors=True, **options)
+        return out, pullback(dout)[-1]["t"]
+
+    check_equal(fake, gradient, (x, x, x, x), **options)
+
+
 def test_results_of_the_caller(fake):
     """They are written and returned; a result that overlaps an input is refused."""
     q, k, v, _ = (on(fake, x) for x in arrays())
