@@ -11,6 +11,7 @@ from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
+from ..boundary.engine import refuse_fp8
 from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
 from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
@@ -134,6 +135,7 @@ def attend(
     Raises:
         TypeError: ``out`` is passed and q is an FP8 array.
     """
+    refuse_fp8(options)
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
@@ -235,6 +237,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
     """
+    refuse_fp8(options)
     kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
     results = run_cached(kind, given, options)
     if results is None:

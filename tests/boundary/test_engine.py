@@ -10,6 +10,7 @@ import pytest
 
 import cupy_sdpa
 from cupy_sdpa import (
+    KVCache,
     Unsupported,
     attention,
     attention_backward,
@@ -18,9 +19,12 @@ from cupy_sdpa import (
     dropout_mask,
     explain,
     fp8,
+    merge,
     nnlib,
     parallel,
     prepare,
+    shared_prefix_attention,
+    weight_sums,
 )
 
 RNG = np.random.default_rng(0)
@@ -114,6 +118,35 @@ def test_other_calls(causal, fake):
     check_equal(fake, lambda q, k, **options: dropout_mask(q, k, **drawn, **options), (q, k))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_shared_prefixes_weights_and_merged_parts(dtype, fake):
+    """shared_prefix_attention, weight_sums and merge; also the keys of a cache."""
+    dtype = np.dtype(dtype)
+    q, k, v, _ = arrays(dtype)
+    pages = normal(12, 2, 4, 9, dtype=dtype)
+    table = np.array([[3, 3], [5, 5], [0, 1], [2, 7]], np.int32)
+    paged = {"page_table": table, "seq_lens_kv": np.array([13, 8], np.int32), "sinks": normal(4), "return_stats": True}
+    few = q[:, :, :2].copy(order="F")
+    check_equal(fake, shared_prefix_attention, (few, pages, pages), shared_prefix=8, causal="bottom_right", **paged)
+    check_equal(fake, weight_sums, (q, k), causal=True, per_kv_head=True, **LENGTHS)
+    check_equal(fake, weight_sums, arrays(dtype, packed=True)[:2], **PACKED)
+
+    def merged(q, k, v, sinks, engine=None):
+        parts = [
+            attention(q, k[:, :, own], v[:, :, own], return_stats=True, engine=engine) for own in (slice(9), slice(9, None))
+        ]
+        return merge(*zip(*parts, strict=True), sinks=sinks, return_stats=True, engine=engine)
+
+    check_equal(fake, merged, (q, k, v, normal(4)))
+
+    def cached(q, k, engine=None):
+        cache = KVCache(12, 2, pages=30, batch=2, page_size=3, dtype=dtype.name, numpy=engine is None)
+        cache.append(k, k)
+        return attention(q, **cache.view(), causal="bottom_right", engine=engine)
+
+    check_equal(fake, cached, (q, k))
+
+
 def test_the_gradient_of_a_number(fake):
     """A captured number has a gradient without axes, of a call whose sizes are 1."""
     x = np.full((1, 1, 1, 1), 0.5, np.float32)
@@ -201,8 +234,16 @@ def test_mistakes(fake):
     with pytest.raises(ValueError, match=r"engine is 'cupy', which plans nothing for gpu='H200'"):
         explain(q, k, v, engine="cupy", gpu="H200")
     half = on(fake, normal(16, 2, 20, 1, dtype=np.float16))
-    with pytest.raises(TypeError, match=r"this call does not take engine"):
-        attention(*fp8.quantize_qkv(half, half, half), engine="cupy")
+    eighths = fp8.quantize_qkv(half, half, half)
+    for call in (attention, explain, prepare, fp8.attention):
+        with pytest.raises(Unsupported, match=r"engine is 'cupy', which does not compute in FP8: .* dequantize"):
+            call(*eighths, engine="cupy")
+    with pytest.raises(Unsupported, match=r"engine is 'cupy', which does not compute in FP8: .* dequantize"):
+        attention_vjp(half, half, half, compute_dtype="float8_e4m3fn", engine="cupy")
+    with pytest.raises(ValueError, match=r"layout is passed, which shared_prefix_attention does not support"):
+        shared_prefix_attention(half, half, half, 0, layout="bshd", engine="cupy")
+    with pytest.raises(TypeError, match=r"arrays are mixed: q is a CuPy array and stats\[1\] is a numpy array"):
+        merge([half, half], [half[0], half[0].get()], engine="cupy")
     with pytest.raises(TypeError, match=r"this call does not take engine"):
         cupy_sdpa.problem((8, 1, 4, 1), (8, 1, 4, 1), (8, 1, 4, 1), dtype="float32", engine="cupy")
     with pytest.raises(Unsupported, match=r"engine is 'cupy', which a group does not support"):
