@@ -2,7 +2,7 @@
 
 The type of the arrays selects the engine. :class:`InterpretedArray` is the type for this one: what computes with numpy arrays
 also computes with it, because numpy's operators and functions on it are those of CuPy (numpy's protocols ``__array_ufunc__``
-and ``__array_function__``). Only CuPy's own operations run: no cuDNN, and of this package's kernels the two of :mod:`.kernels`.
+and ``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
 """
 
 from __future__ import annotations
