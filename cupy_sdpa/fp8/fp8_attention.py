@@ -135,7 +135,6 @@ def attend(
     Raises:
         TypeError: ``out`` is passed and q is an FP8 array.
     """
-    refuse_fp8(options)
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
@@ -178,6 +177,7 @@ def _run(
         arrays: q, k and v.
         options, return_stats, return_amax, out_dtype, out_scale: of the call.
     """
+    refuse_fp8(options)
     q, k, v = arrays
     named = dict(zip(_NAMES, given, strict=True))
     out_dtype = _check(q, k, v, options, out_dtype, out_scale)
@@ -237,10 +237,10 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
     """
-    refuse_fp8(options)
     kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
     results = run_cached(kind, given, options)
     if results is None:
+        refuse_fp8(options)
         allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
         if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
             raise TypeError(
