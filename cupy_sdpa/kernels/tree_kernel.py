@@ -9,8 +9,8 @@ import numpy as np
 
 from ..runtime import cupy_runtime
 
-#: The maximum number of tokens of a tree: their numbers are in shared memory.
-MAX_TOKENS = 4096
+#: The maximum number of tokens of a tree: their numbers are in shared memory (24 KiB).
+MAX_TOKENS = 2048
 
 
 class Intervals(NamedTuple):
@@ -51,27 +51,33 @@ def _intervals_kernel(room: int) -> Any:
     """The kernel of :func:`fill_intervals`; ``blockIdx.x`` is the sequence, ``blockIdx.y`` a part of the keys."""
     return cupy_runtime.cupy().RawKernel(
         f"""extern "C" __global__ void cupy_sdpa_tree_intervals(
-            const int* parents, const int* lengths, const int* counts, int* number, int* first, int* last,
+            const int* parents, const int* lengths, const int* counts, int* numbers, int* first, int* last,
             int tokens, int trees, int keys, int has_lengths, int has_counts
         ) {{
-            __shared__ int begin[{room}], end[{room}];  // the numbers of the descendants of each token
-            const int b = blockIdx.x, batch = gridDim.x, thread = threadIdx.x;
+            __shared__ int own[{room}], size[{room}], next[{room}];
+            const int b = blockIdx.x, batch = gridDim.x;
             const int* const parent = parents + (trees > 1 ? (long long)b * tokens : 0);
-            if (thread == 0) {{
-                for (int i = 0; i < tokens; ++i) end[i] = 1;  // the size of the subtree
-                for (int i = tokens - 1; i > 0; --i) if (parent[i] >= 0 && parent[i] < i) end[parent[i]] += end[i];
-                int free = 0;
-                for (int i = 0; i < tokens; ++i) {{  // begin: the next number of a child
-                    int* const next = parent[i] >= 0 && parent[i] < i ? begin + parent[i] : &free;
-                    const int own = *next;
-                    *next += end[i];
-                    begin[i] = own + 1;
-                    end[i] += own;
-                    if (blockIdx.y == 0) number[b + (long long)i * batch] = own;
+            if (threadIdx.x == 0) {{
+                for (int i = 0; i < tokens; ++i) size[i] = 1;
+                for (int i = tokens - 1; i > 0; --i) if (parent[i] >= 0 && parent[i] < i) size[parent[i]] += size[i];
+                int root = 0;  // the number of the next token without a parent
+                for (int i = 0; i < tokens; ++i) {{
+                    int* const number = parent[i] >= 0 && parent[i] < i ? next + parent[i] : &root;
+                    own[i] = *number;
+                    next[i] = *number + 1;
+                    *number += size[i];
                 }}
-                for (int i = tokens - 1; i > 0; --i) if (parent[i] >= 0 && parent[i] < i) begin[parent[i]] = 0;
             }}
             __syncthreads();
+            const int stride = gridDim.y * blockDim.x, thread = blockIdx.y * blockDim.x + threadIdx.x;
+            for (int i = thread; i < tokens; i += stride) numbers[b + (long long)i * batch] = own[i];
+            const int count = has_counts ? counts[b] : tokens, start = (has_lengths ? lengths[b] : keys) - count;
+            for (int i = thread; i < keys; i += stride) {{
+                const int token = i - start;
+                const bool earlier = token < 0, of_tree = !earlier && token < min(count, tokens);
+                first[b + (long long)i * batch] = earlier ? 0 : of_tree ? own[token] : tokens;
+                last[b + (long long)i * batch] = earlier ? tokens : of_tree ? own[token] + size[token] - 1 : -1;
+            }}
         }}""",
         "cupy_sdpa_tree_intervals",
     )

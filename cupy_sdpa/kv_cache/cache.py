@@ -408,10 +408,10 @@ class KVCache(CacheState):
         self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
 
     def keep(self, sequence: int, path: Sequence[int] | NDArray[Any]) -> None:
-        """Keep some of the tokens that the last step added to a sequence, such as the accepted ones of a draft; remove the others.
+        """Keep some of the tokens that the last step added to a sequence, such as the accepted tokens of a draft.
 
-        The kept tokens become contiguous, in every layer, and pages beyond the new length are free. A path that is the
-        beginning of the draft is :meth:`truncate`, without copies. Keys keep the rotation with which they were written.
+        The others are removed. The kept tokens become contiguous, in every layer, and pages beyond the new length are free.
+        Keys keep the rotation with which they were written. If the path is 0, 1, 2, ..., nothing is copied.
 
         Args:
             sequence: the sequence.

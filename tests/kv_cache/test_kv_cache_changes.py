@@ -254,7 +254,7 @@ class Model:
 
     def keep(self, b, count):
         """Append a draft to a sequence, perhaps share it, and keep a random path; twice."""
-        cache, rng, size = self.cache, self.rng, self.cache.page_size
+        cache, rng = self.cache, self.rng
         before = len(self.tokens[b])
         self.step(np.where(np.arange(cache.batch) == b, count, 0), "packed", announce=True)
         count = len(self.tokens[b]) - before
@@ -266,17 +266,20 @@ class Model:
             self.tokens[empty[0]] = list(self.tokens[b])
         self.refused(ValueError, rf"path contains {count}, .* has {count} tokens", cache.keep, b, [count])
         for _ in range(2):
-            path = np.flatnonzero(rng.integers(3, size=count)).tolist()
-            columns, moved = self.columns(), [new for new, old in enumerate(path) if new != old]
-            owners = np.bincount([page for own in columns for page in own], minlength=cache.pages)
-            written = range((before + moved[0]) // size, -(-(before + len(path)) // size)) if moved else ()
-            copied = [place for place in written if owners[columns[b][place]] > 1]
-            if len(copied) > cache.free_pages:
-                self.refused(OutOfPages, f"{len(copied)} pages that sequence {b} shares", cache.keep, b, path)
-                return
-            self.tokens[b][before:] = [self.tokens[b][before + i] for i in path]
-            self.do(lambda: cache.host_lengths.tolist() == self.lengths() and len(path) < count, cache.keep, b, path)
-            count = len(path)
+            self.keep_path(b, before, np.flatnonzero(rng.integers(3, size=len(self.tokens[b]) - before)).tolist())
+
+    def keep_path(self, b, before, path):
+        """Keep a path of the tokens of a sequence from the position ``before``."""
+        cache, size, columns = self.cache, self.cache.page_size, self.columns()
+        owners = np.bincount([page for own in columns for page in own], minlength=cache.pages)
+        moved, present = [new for new, old in enumerate(path) if new != old], len(self.tokens[b])
+        written = range((before + moved[0]) // size, -(-(before + len(path)) // size)) if moved else ()
+        copied = [place for place in written if owners[columns[b][place]] > 1]
+        if len(copied) > cache.free_pages:
+            self.refused(OutOfPages, f"{len(copied)} pages that sequence {b} shares", cache.keep, b, path)
+            return
+        self.tokens[b][before:] = [self.tokens[b][before + i] for i in path]
+        self.do(lambda: present != cache.host_lengths[b] == len(self.tokens[b]), cache.keep, b, path)
 
     def counts(self):
         """Counts of 0, 1 and 2 as often as large ones."""
