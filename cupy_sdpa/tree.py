@@ -9,6 +9,7 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.argument import as_int32, check_arrays, read_array
+from .boundary.layouts import in_own_layout, other_layout
 from .errors import in_words
 from .fp8.array import Fp8Array
 from .kernels.tree_kernel import MAX_TOKENS, Intervals, fill_intervals
@@ -25,6 +26,7 @@ def tree_mask(
     page_table: Array | None = None,
     seq_lens_kv: Array | None = None,
     seq_lens_q: Array | None = None,
+    layout: str | None = None,
 ) -> dict[str, Any]:
     r"""Make the mask of a tree of draft tokens, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
 
@@ -47,6 +49,8 @@ def tree_mask(
         k, page_table, seq_lens_kv, seq_lens_q: as for :func:`cupy_sdpa.attention`; ``**cache.view()`` passes them. With
             ``seq_lens_q``, the tree of a sequence consists of its first ``seq_lens_q[b]`` tokens. No packed sequences.
         v: not used, so that ``**cache.view()`` can be passed.
+        layout: as for :func:`cupy_sdpa.attention`. With one in C order ``parents`` is ``(B, Sq)``, or bool
+            ``(B, Sq, Sq)``, queries before keys.
 
     Returns:
         A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
@@ -67,12 +71,15 @@ def tree_mask(
     (8, 2, 4, 1)
     >>> cache.keep(0, [0, 2, 3])              # the accepted path
     """
-    like = k.data if isinstance(k, Fp8Array) else k
+    arrays, options = in_own_layout(
+        {"k": k.data if isinstance(k, Fp8Array) else k}, {"page_table": page_table, "layout": layout}
+    )
+    like, page_table = arrays["k"], as_int32("page_table", options["page_table"])
     shape = read_array("k", like).signature[1]
     if len(shape) != 4:
         raise ValueError(f"k has shape {shape}; it must be (D, Hkv, Skv, B), or with page_table (D, Hkv, page size, pages)")
-    page_table, seq_lens_kv = as_int32("page_table", page_table), as_int32("seq_lens_kv", seq_lens_kv)
-    seq_lens_q, keys, batch = as_int32("seq_lens_q", seq_lens_q), shape[2], shape[3]
+    seq_lens_kv, seq_lens_q = as_int32("seq_lens_kv", seq_lens_kv), as_int32("seq_lens_q", seq_lens_q)
+    keys, batch = shape[2:]
     if page_table is not None:
         pages = read_array("page_table", page_table).signature[1]
         keys, batch = (keys * pages[0], pages[1]) if len(pages) == 2 else (keys, batch)
@@ -81,7 +88,7 @@ def tree_mask(
     check_arrays(wanted, {"k": like, "page_table": page_table, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q})
     on_gpu = cupy_runtime.is_array(like)
     with cupy_runtime.device_context(like):
-        trees = _parents(parents, batch, on_gpu)
+        trees = _parents(parents, batch, on_gpu, reverse=other_layout({"layout": layout}) is not None)
         shapes = Intervals(number=(batch, trees.shape[0]), first=(batch, keys), last=(batch, keys))
         found = Intervals(*(cupy_runtime.new_result(like, shape, np.dtype(np.int32)) for shape in shapes))
         if on_gpu:
@@ -93,28 +100,29 @@ def tree_mask(
     return {"mask_mod": tree, "tensors": tensors, **more}
 
 
-def _parents(given: Any, batch: int, on_gpu: bool) -> Any:
+def _parents(given: Any, batch: int, on_gpu: bool, *, reverse: bool) -> Any:
     """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are."""
     on_device = cupy_runtime.is_array(given)
     if on_device and not on_gpu:
         raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")
     array = given if on_device else np.asarray(given)
+    array = array.T if reverse else array
     if array.dtype == bool:
         if on_device:
             raise TypeError("parents is a bool CuPy array; pass it as a numpy array, or pass the parents of the tokens")
         if array.ndim not in (2, 3) or array.shape[0] != array.shape[1] or array.shape[2:] not in ((), (1,), (batch,)):
             raise ValueError(f"parents is bool and has shape {array.shape}; it must be (Sq, Sq) or (Sq, Sq, {batch})")
         array = parents_of(array)
-    if array.ndim not in (1, 2) or not array.shape[0] or array.shape[1:] not in ((), (1,), (batch,)):
-        raise ValueError(f"parents has shape {array.shape}; it must be (Sq,) or (Sq, {batch}), with one token or more")
-    if array.dtype.kind not in "iu" or (on_device and array.dtype != np.int32):
+    if array.ndim not in (1, 2) or array.shape[1:] not in ((), (1,), (batch,)):
+        raise ValueError(f"parents has shape {array.shape}; it must be (Sq,) or (Sq, {batch})")
+    if (array.dtype.kind not in "iu" and array.size) or (on_device and array.dtype != np.int32):
         raise TypeError(
             f"parents is {in_words(given)} of {array.dtype}; it must be {'int32' if on_device else 'integers'}, the index of "
             "each token's parent, or bool: convert with .astype('int32')"
         )
     if array.shape[0] > MAX_TOKENS:
         raise ValueError(f"parents has {array.shape[0]} tokens; a tree has at most {MAX_TOKENS}: split the draft")
-    array = array.reshape((array.shape[0], -1))
+    array = array[:, None] if array.ndim == 1 else array
     if on_device:
         return cupy_runtime.cupy().asfortranarray(array)
     for token, b in np.argwhere((array < -1) | (array >= np.arange(len(array))[:, None])).tolist():
@@ -138,7 +146,7 @@ def parents_of(visible: Any) -> Any:
     >>> parents_of(np.array([[1, 1, 1], [0, 1, 0], [0, 0, 1]], bool)).T
     array([[-1,  0,  0]], dtype=int32)
     """
-    visible = visible.reshape((*visible.shape[:2], -1))
+    visible = visible[..., None] if visible.ndim == 2 else visible
     tokens, _, batch = visible.shape
     parents = np.full((tokens, batch), -1, np.int32)
     for b, i in np.ndindex(batch, tokens):

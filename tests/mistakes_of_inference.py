@@ -120,7 +120,7 @@ ROWS += [
     row("tree_mask", "a parent of -2", treed([-2]), ValueError, "the parent of token 0 is -2", "or -1"),
     row("tree_mask", "parents in float", treed([0.5, 1]), TypeError, "parents is a list of float64", "integers"),
     row("tree_mask", "parents of other sequences", treed(np.zeros((4, 2), int)), ValueError, "parents has shape (4, 2)", "(Sq, 3)"),
-    row("tree_mask", "no parents", treed([]), ValueError, "parents has shape (0,)", "one token or more"),
+    row("tree_mask", "a tree for each of three axes", treed(np.zeros((1, 1, 3), int)), ValueError, "parents has shape (1, 1, 3)", "(Sq, 3)"),
     row("tree_mask", "a tree of 3000 tokens", treed([*range(-1, 2999)]), ValueError, "3000 tokens", "at most 2048"),
     row("tree_mask", "queries before keys", treed(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)), ValueError, "not the mask of a tree", "pass parents.T"),
     row("tree_mask", "a mask without an ancestor", treed(np.array([[1, 1, 0], [0, 1, 1], [0, 0, 1]], bool)), ValueError,

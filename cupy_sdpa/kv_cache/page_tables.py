@@ -200,11 +200,9 @@ class Pages:
         moved = [(start + old, start + new) for new, old in enumerate(path) if old != new]
         if not moved:
             return change, [], []
-        before, after, owners = self.by_sequence[b], list(change.by_sequence[b]), dict(change.owners)
+        size, before, after, owners = self.size, self.by_sequence[b], list(change.by_sequence[b]), dict(change.owners)
         copied = [
-            place
-            for place in range(moved[0][1] // self.size, len(after))
-            if owners.get(after[place], self.owners[after[place]]) > 1
+            place for place in range(moved[0][1] // size, len(after)) if owners.get(after[place], self.owners[after[place]]) > 1
         ]
         if len(copied) > len(self.free):
             raise OutOfPages(
@@ -216,9 +214,8 @@ class Pages:
             owners[after[place]] = owners.get(after[place], self.owners[after[place]]) - 1
             owners[own], after[place] = 1, own
         room = change.room.copy()
-        room[b] = min(len(after) * self.size, self.max_length)
-        rows = [tuple(own[at // self.size] * self.size + at % self.size for own, at in ((before, old), (after, new)))
-                for old, new in moved]  # fmt: skip
+        room[b] = min(len(after) * size, self.max_length)
+        rows = [(before[old // size] * size + old % size, after[new // size] * size + new % size) for old, new in moved]
         change = change._replace(room=room, by_sequence={b: after}, owners=owners, kept=kept)
         return change, [Entry(b, place, after[place]) for place in copied], rows
 

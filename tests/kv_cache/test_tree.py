@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 from engines import numbers
+from planner import plan_problem
 
-from cupy_sdpa import KVCache, attention, reference, tree_mask
+import cupy_sdpa
+from cupy_sdpa import KVCache, attention, explain, reference, tree_mask, zoo
+from cupy_sdpa.check.draw import GPUS, draw_options
+from cupy_sdpa.check.planned import problems
 
 
 def draw(rng, tokens, batch):
@@ -38,7 +42,7 @@ def test_random_trees_on_pages(seed, engine):
     rng = np.random.default_rng(seed)
     tokens, batch, size = int(rng.choice([1, 2, 5, 9])), int(rng.integers(1, 4)), int(rng.choice([4, 16]))
     cache = KVCache(16, 2, pages=40, batch=batch, page_size=size, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
-    before, parents, visible = rng.integers(0, 30, batch), *draw(rng, tokens, batch)
+    before, (parents, visible) = rng.integers(0, 30, batch), draw(rng, tokens, batch)
     total = int(before.max()) + tokens
     k, v = (engine.normal(seed + i, 16, 2, total, batch) for i in (1, 2))
     q = engine.normal(seed, 16, 4, tokens, batch)
@@ -56,6 +60,69 @@ def test_random_trees_on_pages(seed, engine):
     wanted = reference.attention(engine.get(q).astype(float), *dense, mask=whole(visible, lengths, total), seq_lens_kv=lengths)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(engine.get(one).astype(float), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("number", numbers(12, quick=4))
+@pytest.mark.parametrize("names", ["tree", "tree paged", "tree cache", "tree paged score_mod sinks"])
+def test_random_problems(names, number, engine):
+    """Trees with other options agree with the reference, in calls, prepared calls and gradients."""
+    engine.agrees(engine.draw({*names.split()}, number), refused=True)
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", sorted({*GPUS}))
+def test_trees_are_planned(gpu, planner):
+    """The real cuDNN accepts trees over paged keys with lengths, for every described GPU."""
+    for tokens, page, more in ((2, 16, {}), (9, 64, {"sinks": True}), (70, 16, {"score_mod": zoo.softcap(3.0)})):
+        lengths = np.zeros(2, np.int32)
+        given = {"page_table": np.zeros((4096 // page, 2), np.int32, order="F"), "seq_lens_kv": lengths}
+        pages, q = (np.zeros(shape, np.float16, order="F") for shape in ((64, 2, page, 600), (64, 8, tokens, 2)))
+        more = {name: np.zeros(8, np.float32) if name == "sinks" else x for name, x in more.items()}
+        mask = tree_mask([-1, *range(tokens - 1)], pages, **given)
+        problem = cupy_sdpa.problem(q, pages, pages, **given, **mask, **more)
+        plan = planner.accept(plan_problem, problem, gpu)
+        assert not isinstance(plan, str), f"{problem}: {plan}"
+    for number in range(4):
+        for problem in problems(draw_options({"tree", "paged"}, number, "plan").with_(gpu=gpu, dtype="float16")):
+            plan = problem.trivial or planner.accept(plan_problem, problem, gpu)
+            assert not isinstance(plan, str) or "head dim" in plan, f"{problem}: {plan}"
+
+
+def test_shapes_and_reports(engine):
+    """A report shows the mask, and the problem of shapes, for plans ahead of time, is that of the arrays."""
+    q, k = engine.normal(0, 16, 4, 5, 2), engine.normal(1, 16, 2, 30, 2)
+    mask = tree_mask([-1, 0, 1, 0, 3], k)
+    assert "a mask function" in str(explain(q, k, k, **mask))
+    of_shapes = tree_mask([-1, 0, 1, 0, 3], np.zeros(k.shape, np.float16, order="F"))
+    made = cupy_sdpa.problem(q, k, k, **mask)
+    assert made == cupy_sdpa.problem(q.shape, k.shape, k.shape, dtype=str(q.dtype), **of_shapes)
+    call = cupy_sdpa.prepare(q, k, k, **mask)
+    other = tree_mask([-1, 0, 0, 1, 1], k)
+    found = engine.get(call(q, k, k, tensors=other["tensors"]))
+    np.testing.assert_array_equal(found, engine.get(attention(q, k, k, **other)))
+    engine.forget_plans()
+
+
+def test_a_layout_in_c_order(engine):
+    """With a layout in C order parents, masks and block tables have the batch first, and masks the queries before the keys."""
+    rng = np.random.default_rng(0)
+    parents, visible = draw(rng, 5, 2)
+    q, k = engine.normal(0, 16, 4, 5, 2), engine.normal(1, 16, 2, 8, 9)
+    table, lengths = engine.put(np.asfortranarray([[1, 2], [3, 8], [5, 0]], np.int32)), engine.put(np.int32([20, 7]))
+    given = {"page_table": table, "seq_lens_kv": lengths}
+    wanted = engine.get(attention(q, k, k, **given, **tree_mask(parents, k, **given)))
+    given["page_table"], own = table.T, k.transpose(3, 2, 1, 0)
+    for tree in (parents.T, visible.transpose(2, 1, 0)):
+        mask = tree_mask(tree, own, layout="bshd", **given)
+        found = attention(q.transpose(3, 2, 1, 0), own, own, layout="bshd", **given, **mask)
+        np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
+
+
+def test_no_tokens(engine):
+    """A draft without tokens: the mask has no tree."""
+    q, k = engine.normal(0, 16, 4, 0, 2), engine.normal(1, 16, 2, 8, 2)
+    for empty in ([], np.zeros((0, 2), np.int32), np.zeros((0, 0), bool)):
+        assert attention(q, k, k, **tree_mask(empty, k)).shape == (16, 4, 0, 2)
 
 
 def test_trees_of_some_tokens(engine):
