@@ -122,13 +122,13 @@ class Inputs:
         if self.data.attends is not None:
             found &= self.expand_scores(self.data.attends)
         if self.data.parents is not None:
-            found &= self._tree()
+            found &= self.tree()
         if "mask_mod" in options:
             found &= self.call_function("mask_mod")
         return found
 
-    def _tree(self) -> Array:
-        """Whether each key is before the tree of the newest tokens, or visible within it."""
+    def tree(self) -> Array:
+        """Whether each key is before the tree of the newest tokens, or visible within it, ``(B, 1, 1, Sq, Skv)``."""
         case, pairs = self.case, tree_pairs(self.data.parents)
         found = np.zeros((case.b, 1, 1, case.sq, case.skv), bool)
         for b, (count, length) in enumerate(zip(*self.lengths, strict=True)):
