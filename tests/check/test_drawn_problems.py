@@ -241,6 +241,8 @@ def test_the_oracle_agrees_with_the_reference():
             options["dropout_mask"] = data.keep
         if data.attends is not None:
             options["mask"] = data.attends
+        if data.parents is not None:
+            options["mask"] = options.get("mask", True) & Inputs(data).tree()[:, 0].transpose(3, 2, 1, 0)
         arrays = [{**data.arrays, **data.dense}[name] for name in ("q", "k", "v")]
         found = evaluate(Inputs(data)).values
         wanted = dict(
