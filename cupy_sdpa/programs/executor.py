@@ -17,11 +17,11 @@ from ..boundary.call import (
     Call,
     Fill,
     Found,
+    GivenStats,
     LaunchRecord,
     active_tunings,
     describing,
     for_gpu,
-    given_stats,
     repeats,
     with_plan,
 )
@@ -365,12 +365,11 @@ def _filled(fill: Fill, like: Any) -> Any:
 def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
     """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
     problem = attend.of
-    if not problem.backward or problem.has_score_mod or given_stats.get() == "other":
+    if not problem.backward or problem.has_score_mod or attend.given_stats == "other":
         return None
     if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
         return None
-    whole = attend.whole and given_stats.get() == "whole"
-    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
+    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=attend.given_stats == "whole")
 
 
 def _workspace(plan: Plan) -> Any:
@@ -392,7 +391,7 @@ def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
     on_gpu = for_gpu(call.arrays["q"])
-    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys)
+    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats)
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
         call.captured, call.gradients, call.source_lines,
@@ -401,14 +400,19 @@ def compiled(call: Call) -> ProgramCall:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(
-    problem: Problem, bucket: Rounding | None, on_gpu: bool, full_queries: bool, gradients: Gradients | None, whole: bool
+    problem: Problem,
+    bucket: Rounding | None,
+    on_gpu: bool,
+    full_queries: bool,
+    gradients: Gradients | None,
+    given_stats: GivenStats,
 ) -> tuple[Program, dict[str, View]]:
     """The program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
     views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, has_all_keys=whole)
+    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, given_stats=given_stats)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..boundary.call import Fill
+from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
 from ..problem.problem import Problem
 from ..problem.view import View
@@ -58,7 +58,7 @@ class Attend(NamedTuple):
         problem: the problem that the engine runs.
         arrays: the views of its arrays, by name; empty if nothing runs, because the problem is trivial.
         of: the problem that the caller or a builder asked for.
-        whole: whether gradients get all keys of their statistics, so that these can be checked.
+        given_stats: what the statistics of gradients are, so that they can be checked.
         scalars: the values of by-value scalars that belong to the program; the others are those of the call.
         source_lines: the source line of each operation of the score and mask functions, if they belong to the program.
     """
@@ -66,7 +66,7 @@ class Attend(NamedTuple):
     problem: Problem
     arrays: Mapping[str, View]
     of: Problem
-    whole: bool = False
+    given_stats: GivenStats = "part"
     scalars: Mapping[str, float] = {}
     source_lines: Mapping[str, str] = {}
 
