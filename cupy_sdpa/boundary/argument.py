@@ -168,7 +168,7 @@ def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -
         ValueError: a result is read-only, or overlaps another array.
     """
     for result in results:
-        if not result.address and not result.array.flags.writeable:
+        if isinstance(result.array, np.ndarray) and not result.array.flags.writeable:
             raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
         for other in arguments:
             if other is not result and share_elements(result, other):

@@ -281,6 +281,8 @@ def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
     if not cupy_runtime.is_array(array):
         copy[...] = np.where(np.arange(array.shape[2])[:, None] >= lengths, np.zeros((), array.dtype), array)
         return
+    if not copy.size:
+        return
     rows = memory.rows_of(array, 2)
     if rows is None or rows.address % 16 or rows.pitch % 16:
         copy[...] = array

@@ -12,6 +12,15 @@ from . import memory
 from .device import DEVICE, Work
 
 
+class Flags:
+    """The flags of CuPy's arrays, which have no ``writeable``."""
+
+    __slots__ = ("c_contiguous", "f_contiguous", "owndata")
+
+    def __init__(self, flags: Any) -> None:
+        self.c_contiguous, self.f_contiguous, self.owndata = flags.c_contiguous, flags.f_contiguous, flags.owndata
+
+
 class ndarray:  # noqa: N801
     """An array on the device. As in CuPy, the constructor takes memory."""
 
@@ -44,7 +53,7 @@ class ndarray:  # noqa: N801
     size = property(lambda self: self.view_.size)
     itemsize = property(lambda self: self.view_.itemsize)
     nbytes = property(lambda self: self.view_.nbytes)
-    flags = property(lambda self: self.view_.flags)
+    flags = property(lambda self: Flags(self.view_.flags))
     _f_contiguous = property(lambda self: self.view_.flags.f_contiguous)
     T = property(lambda self: self.transpose())
 

@@ -1,0 +1,88 @@
+"""``engine="cupy"`` against PyTorch's math backend: time and peak memory, both passes, float32 and float64.
+
+    python -m benchmarks engine_cupy [results.csv]
+
+Times are medians over rounds in shuffled order, by CUDA events. Peak memory is counted by the allocator of each library,
+without the inputs. PyTorch's backend stores matrices of size Sq x Skv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cupy
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import cupy_sdpa
+
+from . import runner
+from .device import as_torch, busy_matrix, peak_allocation, random_normal, torch_peak
+from .timing import Events, interleaved, ratio
+
+ROUNDS, SECONDS = 5, 0.4
+LENGTHS = (1024, 4096, 16384)
+D, HEADS = 64, 8
+
+Call = Callable[[], Any]
+
+
+def ours(arrays: Sequence[Any], causal: bool, backward: bool) -> Call:
+    """Attention with ``engine="cupy"``."""
+    q, k, v = arrays
+
+    def call() -> Any:
+        if not backward:
+            return cupy_sdpa.attention(q, k, v, causal=causal, engine="cupy")
+        out, stats = cupy_sdpa.attention(q, k, v, causal=causal, return_stats=True, engine="cupy")
+        return cupy_sdpa.attention_backward(out, q, k, v, out, stats, causal=causal, engine="cupy")
+
+    return call
+
+
+def pytorch(arrays: Sequence[Any], causal: bool, backward: bool) -> Call:
+    """PyTorch's attention on its math backend."""
+    inputs = [as_torch(x).contiguous().requires_grad_(backward) for x in arrays]
+
+    def call() -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(*inputs, is_causal=causal)
+            return torch.autograd.grad(out, inputs, out.detach()) if backward else out
+
+    return call
+
+
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for every contender of every problem."""
+    busy, _ = busy_matrix()
+    for dtype in ("float32", "float64"):
+        for length in LENGTHS:
+            for causal in (False, True):
+                arrays = [random_normal(D, HEADS, length, 1).astype(dtype) for _ in range(3)]
+                for backward in (False, True):
+                    calls = {"ours": ours(arrays, causal, backward), "PyTorch, math": pytorch(arrays, causal, backward)}
+                    for name, call in list(calls.items()):
+                        try:
+                            call()
+                            call()
+                        except torch.OutOfMemoryError:
+                            print(f"{name}: out of memory", flush=True)
+                            del calls[name]
+                    times = interleaved({name: Events([call], busy) for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
+                    for name, call in calls.items():
+                        peak = (torch_peak if name.startswith("PyTorch") else peak_allocation)(call)
+                        yield {
+                            "dtype": dtype, "length": length, "causal": causal, "passes": "both" if backward else "forward",
+                            "contender": name, "ms": round(statistics.median(times[name]), 3),
+                            "of_ours": round(ratio(times[name], times["ours"]), 3), "peak_mib": round(peak / 2**20, 1),
+                        }  # fmt: skip
+                        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the benchmark."""
+    return runner.run("engine_cupy", __doc__, words, rows)
