@@ -390,7 +390,7 @@ def _workspace(plan: Plan) -> Any:
 def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
-    on_gpu = for_gpu(call.arrays["q"])
+    on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
     program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats)
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,

@@ -13,6 +13,7 @@ from engines import Engine, numbers
 import cupy_sdpa
 from cupy_sdpa import (
     BlockMask,
+    KVCache,
     StepError,
     Unsupported,
     attention,
@@ -21,6 +22,7 @@ from cupy_sdpa import (
     attention_vjp,
     explain_function,
     fp8,
+    get_plan_cache,
     shared_prefix_attention,
     validate,
 )  # fmt: skip
@@ -263,6 +265,29 @@ def test_host_work_of_repeated_calls(name, fake):
     assert functions_entered(other) <= OTHER_ADDRESSES
     del kept
     fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+def test_calls_of_a_cache_are_explained(engine):
+    """A shared prefix: the steps, the launches with their plans, and the bytes of temporary arrays."""
+    cache = KVCache(64, 2, pages=40, batch=2, page_size=16, dtype=engine.dtype, numpy=not engine.on_cudnn)
+    k, v = (engine.normal(n, 64, 2, 330) for n in range(2))
+    cache.append(k[:, :, :320], v[:, :, :320], counts=[320, 0])
+    cache.fork(0, 1)
+    cache.append(k[:, :, 320:], v[:, :, 320:], counts=[5, 5])
+    q, options = engine.normal(2, 64, 4, 1, 2), {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    given = q, cache.keys(), cache.values(), cache.shared_prefix()
+    report = explain_function(shared_prefix_attention, *given, **options)
+    assert report
+    assert cache.shared_prefix() == 320
+    assert len(report.launches) == 2
+    assert all(launch.plan for launch in report.launches) == engine.on_cudnn
+    assert [line.split(" ", 2)[0] for line in map(str.strip, report.steps)] == [f"{n + 1}." for n in range(len(report.steps))]
+    assert any("own keys" in line for line in report.steps)
+    assert any("merge" in line for line in report.steps)
+    assert report.temporary_bytes
+    before = get_plan_cache().misses if engine.on_cudnn else 0
+    shared_prefix_attention(*given, **options)
+    assert not engine.on_cudnn or get_plan_cache().misses == before
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSED if "_dtype" in name or "FP8" in name])
