@@ -501,7 +501,8 @@ def run_program(
         build(builder)
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
+    # in an order that does not depend on which results the caller passes
+    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import numbers
 
-from cupy_sdpa import Unsupported, attention, attention_backward, prepare
+from cupy_sdpa import Unsupported, attention, attention_backward, fp8, prepare
 from cupy_sdpa.check.draw import OPTIONS
 from cupy_sdpa.check.execute import CaseRunner
 
@@ -34,10 +34,17 @@ def outcome(runner, memory, forward, backward):
 
 
 def prepared(*arrays, **options):
-    """The results of a forward call that is prepared for its arrays, and called twice."""
+    """The results of a forward call that is prepared for its arrays, and called twice: the second writes into an array."""
     call = prepare(*arrays, **options)
-    call(*arrays)
-    return call(*arrays)
+    results = call(*arrays)
+    out = results[0] if isinstance(results, tuple) else results
+    if isinstance(out, fp8.Fp8Array):
+        return call(*arrays)
+    own = out.copy("K")
+    own.fill(np.nan)
+    again = call(*arrays, out=own)
+    assert (again[0] if isinstance(again, tuple) else again) is own
+    return again
 
 
 def prepared_backward(*arrays, **options):
