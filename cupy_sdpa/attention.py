@@ -124,9 +124,9 @@ def attention(
         mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, whether the query attends to the key. Causal masks and
             windows are recognized. On the GPU a function without ``tensors`` is evaluated once, and only its blocks are
             computed where that pays (:func:`cupy_sdpa.explain` shows it). Default None.
-        tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and constant
-            integers, such as ``bias[h, q_idx, kv_idx]``. On the GPU integers have 32 bits, and int64 arrays raise TypeError.
-            Default None.
+        tensors: a mapping of names to arrays that the functions read; they are indexed by b, h, q_idx, kv_idx and integers,
+            such as ``bias[h, q_idx, kv_idx]``, or by integers that are computed from these, which needs memory for Skv x Sq
+            elements (:doc:`/functions`). On the GPU integers have 32 bits, and int64 arrays raise TypeError. Default None.
         block_mask: a :class:`cupy_sdpa.BlockMask`, which replaces all other masks: only its blocks are computed, in both
             passes. It can be combined with ``scale``, ``softcap``, ``score_mod``, ``tensors``, ``sinks`` and
             ``max_workspace``. Default None.

@@ -204,7 +204,8 @@ def _build(
     own, finish = rounded(builder, {name: views.get(name) for name in _NAMES}, dtype, ("out", "dout"))
     tangents: Tangents | Widened = Tangents(*(own[name] for name in TANGENTS))
     if any(name in views for name in _WIDENED):
-        tangents = Widened(*map(views.get, _WIDENED), form=form)
+        made: dict[str, Any] = dict(zip(Widened._fields, [*map(views.get, _WIDENED), form], strict=True))
+        tangents = Widened(**made)
     scaled = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
     of_call = Arrays(*(own[name] for name in Arrays._fields))
     derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(deterministic))
