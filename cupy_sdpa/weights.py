@@ -9,7 +9,7 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
-from .boundary.conversion import needs_conversion
+from .boundary.conversion import convert, needs_conversion
 from .boundary.layouts import other_layout
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
@@ -76,6 +76,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse(options)
+    if "engine" in options:
+        return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
     if needs_conversion(q, {}):
         raise TypeError(
