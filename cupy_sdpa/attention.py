@@ -340,7 +340,7 @@ def attention_backward(
             return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
             deterministic=deterministic,
         )  # fmt: skip
-        read.has_all_keys = True
+        read.given_stats = "whole"
         call = compiled(read)
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)

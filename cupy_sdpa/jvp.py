@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -169,18 +170,46 @@ def _run(
     if with_stats and arrays["stats"] is None:
         arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
     inputs = Inputs(arrays, kept_options(q, options))
-    wide = dict(zip(Widened._fields, [*inputs.of(_WIDENED), form], strict=True)) if len(names) > len(_NAMES) else None
-    scaled = {**inputs.options, "scale": read_scale(inputs.options.get("scale"), form.head_dim)}
-
-    def build(builder: Builder) -> None:
-        own, finish = rounded(builder, dict(zip(_NAMES, inputs.of(_NAMES), strict=True)), dtype, ("out", "dout"))
-        tangents = Tangents(*(own.pop(name) for name in TANGENTS)) if wide is None else Widened(**wide)
-        of_call = Arrays(*(own[name] for name in Arrays._fields))
-        derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(flags["deterministic"]))
-        finish()
-
+    build = functools.partial(
+        _build,
+        views=inputs.views,
+        options=inputs.options,
+        form=form,
+        mask=mask,
+        dtype=dtype,
+        deterministic=flags["deterministic"],
+    )
     results = ["out", "dout", *(["stats"] if with_stats else [])]
     return run_program(kind, names, given, options, inputs, results, build)
+
+
+def _build(
+    builder: Builder,
+    views: Mapping[str, View],
+    options: Mapping[str, Any],
+    form: Form,
+    mask: BlockMask | None,
+    dtype: str | None,
+    *,
+    deterministic: bool,
+) -> None:
+    """Add the steps of a derivative.
+
+    Args:
+        builder: collects the steps.
+        views: the arrays by name: q, k, v, out and dout; stats if it is returned; and tangents, or the wider arrays.
+        options: the options, with views in place of arrays, and without the block mask.
+        form, mask, dtype, deterministic: as for :func:`_run`.
+    """
+    own, finish = rounded(builder, {name: views.get(name) for name in _NAMES}, dtype, ("out", "dout"))
+    tangents: Tangents | Widened = Tangents(*(own[name] for name in TANGENTS))
+    if any(name in views for name in _WIDENED):
+        made: dict[str, Any] = dict(zip(Widened._fields, [*map(views.get, _WIDENED), form], strict=True))
+        tangents = Widened(**made)
+    scaled = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
+    of_call = Arrays(*(own[name] for name in Arrays._fields))
+    derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(deterministic))
+    finish()
 
 
 def _rounded(name: str, x: Any, dtype: str, *, read: bool) -> Any:
@@ -289,16 +318,13 @@ def _program_of(
         check_mask(**like, mask=mask)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
     form = form_of(head_dim, value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
-    own["scale"] = read_scale(own.get("scale"), head_dim)
-
-    def dense(name: str, shape: tuple[int, ...], dtype: Any = None) -> View:
-        return View.dense(name, shape, dtype or views["q"].dtype, device)
-
-    shape, builder = (value_dim, *views["q"].shape[1:]), Builder(device)
-    made = Tangents(*(dense(name, views[name[1:]].shape) if name in tangents else None for name in TANGENTS))
-    rows = dense("stats", row_stats_shape(views["q"].shape), np.float32) if return_stats else None
-    arrays = Arrays(**views, out=dense("out", shape), dout=dense("dout", shape), stats=rows)
-    derivative(builder, arrays, made, own, form=form, mask=mask, deterministic=deterministic)
+    shapes_of = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
+    shapes_of |= dict.fromkeys(("out", "dout"), (value_dim, *views["q"].shape[1:]))
+    made = {name: View.dense(name, shape, views["q"].dtype, device) for name, shape in shapes_of.items()}
+    if return_stats:
+        made["stats"] = View.dense("stats", row_stats_shape(views["q"].shape), np.float32, device)
+    builder = Builder(device)
+    _build(builder, views | made, own, form, mask, None, deterministic=deterministic)
     return builder.build(), views
 
 

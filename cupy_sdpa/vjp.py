@@ -7,7 +7,6 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
-from .boundary.call import stats_are
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
 from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
@@ -97,8 +96,7 @@ def attention_vjp(
         out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
 
         def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            with stats_are("other"):
-                return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
+            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
 
         return out, Pullback(backward, (*in_fp8[:3], out, stats), rest, outputs)
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:

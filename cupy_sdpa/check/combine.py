@@ -58,7 +58,7 @@ def is_valid(names: set[str]) -> bool:
     """
     if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
         return False
-    if {"weight_sums", "packed", "paged"} <= names or {"block_mask", "mask", "mask_mod"} <= names:
+    if {"weight_sums", "packed", "paged"} <= names or ({"block_mask", "mask"} <= names and names & {"mask_mod", "tree"}):
         return False
     if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
         return False

@@ -209,8 +209,8 @@ class CaseRunner:
 
         # A prepared call accepts only a dense preallocated output.
         preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
-        # Some calls cannot be prepared.
-        other = {"fp8", "shared_prefix", "merge", "cache"} & self.case.options.keys()
+        # A call of another function.
+        other = {"shared_prefix", "merge", "cache"} & self.case.options.keys()
         function = forward_function(self.case) if other else prepare_and_call
         return self.forward(function, memory, options | preallocated, 1)
 

@@ -232,7 +232,8 @@ class ContextParallel:
     ) -> ParallelReport:
         """Which method :meth:`attention` would use and why, the calls of this member, its memory, and the bytes that it sends.
 
-        Nothing is computed or exchanged. Arguments are those of :meth:`attention`.
+        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
+        :meth:`attention`.
         """
         if needs_conversion(q, options) or other_layout(options):
             conversion = Conversion(q, options)
@@ -245,7 +246,7 @@ class ContextParallel:
             return self.explain(**own, method=method, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **rest)
         options = dense_options(q, None, options)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
-        return report(config, self._agreement.requested(method))
+        return report(config, self._agreement.requested(method), q, options)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Description, Found, describing, repeats
+from ..boundary.call import Call, Description, Found, describing, repeats
 from ..boundary.layouts import from_own, other_layout, to_own
 from ..graph import graph_of
 from ..problem.problem import Problem, row_stats_shape
@@ -21,7 +21,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
 from ..support.why_not import workarounds
 from .block_mask_calls import without_keys
-from .executor import ProgramCall
+from .executor import ProgramCall, compiled
 
 
 def program_of(
@@ -72,6 +72,11 @@ def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: M
             array = cupy_runtime.new_result(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
             made[name] = array if layout is None else from_own(name, array, layout)
     return made
+
+
+def report_of_views(call: Call, like: Any) -> Report:
+    """:func:`report_of` a call whose arrays are views, on the engine and the device of an array."""
+    return report_of(dataclasses.replace(compiled(call), arrays={"q": like, "v": like}))
 
 
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:

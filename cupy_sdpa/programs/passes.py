@@ -12,7 +12,7 @@ from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import SUPPORTED, check, check_arrays, method_of
 from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import Call
+from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
@@ -140,6 +140,7 @@ def attend_backward(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: Any = False,
+    given_stats: GivenStats = "whole",
 ) -> list[Any]:
     """:func:`cupy_sdpa.attention_backward` as a program.
 
@@ -151,10 +152,11 @@ def attend_backward(
         result: the dtype of dout, dq, dk and dv, if q, k, v and out are those that :func:`attend` kept. Default None: that of
             q.
         deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        given_stats: what ``stats`` is, without a block mask, whose calls always get a part of the keys. Default: of all keys.
     """
     outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
-    kind = ("backward program", dtype, result, *map(repr, flags.values()), mask if mask is None else key_of(mask))
+    kind = ("backward program", dtype, result, given_stats, *map(repr, flags.values()), mask if mask is None else key_of(mask))
     q = arrays[1]
     results = run_cached(kind, arrays, options)
     named = dict(zip(Gradients._fields, arrays, strict=True))
@@ -172,7 +174,7 @@ def attend_backward(
 
         def build(builder: Builder) -> None:
             with of_caller(named, options):
-                backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
+                backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, given_stats=given_stats, **flags)
 
         with cupy_runtime.device_context(q):
             results = run_program(kind, Gradients._fields, arrays, options, inputs, list(wanted), build, gradients)
@@ -311,6 +313,7 @@ def backward(
     mask: BlockMask | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
+    given_stats: GivenStats = "whole",
     **outputs: Any,
 ) -> None:
     """Add the steps of the gradients.
@@ -319,12 +322,12 @@ def backward(
         builder: collects the steps.
         views: dout, q, k, v, out, stats and the results.
         options: the options, with views in place of arrays, in the layout of this package.
-        mask, dtype, deterministic, outputs: as for :func:`attend_backward`.
+        mask, dtype, deterministic, given_stats, outputs: as for :func:`attend_backward`.
     """
     own, finish = rounded(builder, {name: views[name] for name in Gradients._fields}, dtype, ("dq", "dk", "dv"))
     if mask is None:
         call = read_backward(**own, options=options, deterministic=deterministic, **outputs)
-        call.has_all_keys = True
+        call.given_stats = given_stats
         call.arrays |= {name: views[name] for name in call.result_names if name not in call.arrays}
         builder.call("gradients", call)
     else:
