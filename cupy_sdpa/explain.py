@@ -13,7 +13,7 @@ from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.layouts import other_layout
-from .boundary.options import DTensors, Options, takes_options
+from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported
 from .fp8.array import Fp8Array
 from .graph import graph_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are ne
     from .offline.remote_planner import Planner
 
 
-@takes_options
+@takes_options(without=OF_CALLS)
 def problem(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -206,7 +206,7 @@ def explain_function(
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 256, 1), np.float32, order="F")
     >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.sliding_window(64), 256, 256)
-    >>> report = cupy_sdpa.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
+    >>> report = cupy_sdpa.composed.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
     >>> bool(report), len(report.steps) > 1
     (True, True)
     """

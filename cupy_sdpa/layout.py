@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["LAYOUTS", "from_julia", "to_julia"]
+
 #: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
 #: Common layouts, and the libraries that use them.
@@ -88,3 +90,8 @@ def _transpose(array: Any, source: str, target: str) -> Any:
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
     return array.transpose(order(source, target))
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

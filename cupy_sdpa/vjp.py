@@ -10,7 +10,7 @@ from .attention import attention, attention_backward
 from .boundary.call import stats_are
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
-from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
@@ -37,7 +37,7 @@ def attention_vjp(
     return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
 # fmt: on
-@takes_options
+@takes_options(without=PAGES)
 def attention_vjp(
     q: Any = ...,
     k: Any = ...,

@@ -40,8 +40,11 @@ _REFUSED = {
     "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
 }
 
+#: The options that are not taken.
+_NOT_TAKEN = (*_REFUSED, "seed", "offset", "engine")
 
-@takes_options
+
+@takes_options(without=_NOT_TAKEN)
 def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unpack[Options]) -> Any:
     r"""Sum the weights of attention over the queries, for every key: how much attention each key gets.
 
@@ -88,7 +91,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     return results[0]
 
 
-@takes_options
+@takes_options(without=_NOT_TAKEN)
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
 ) -> tuple[Problem, ...]:
@@ -103,7 +106,7 @@ def weight_sums_problems(
     Raises:
         TypeError, ValueError, Unsupported: the arguments are invalid.
 
-    >>> from cupy_sdpa import weight_sums_problems
+    >>> from cupy_sdpa.composed import weight_sums_problems
     >>> for problem in weight_sums_problems((64, 8, 1024, 2), (64, 4, 4096, 2), dtype="bfloat16"):
     ...     print(problem.q.shape, problem.k.shape)
     (64, 8, 1024, 2) (64, 4, 4096, 2)

@@ -13,8 +13,8 @@ from cupy_sdpa import (
     cu_seqlens_with_gaps,
     page_table_from_lists,
     weight_sums,
-    weight_sums_problems,
 )
+from cupy_sdpa.composed import weight_sums_problems
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -126,6 +126,6 @@ ROWS += [
     row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
     row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
-    row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
-    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
+    row("composed.weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
+    row("composed.weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 from mistakes import row
 
 import cupy_sdpa
-from cupy_sdpa import explain_function, prepare, problem, store
+from cupy_sdpa import prepare, problem, store
+from cupy_sdpa.composed import explain_function
 
 SHAPE = (64, 2, 6, 1)
 
@@ -43,10 +44,10 @@ def within_validate(x):
 
 
 ROWS = [
-    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
-    row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
+    row("composed.explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("composed.explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
         "alibi_slopes runs no program"),
-    row("explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
+    row("composed.explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
         "head dim"),
     row("validate", "keys of another head dim in its block", within_validate, ValueError, "head dim"),
     row("problem", "a word in place of a shape", posed(q="q"), TypeError, "q is 'q'; pass a shape"),

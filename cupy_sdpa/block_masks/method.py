@@ -102,7 +102,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or mask.has_its_function else None
+    return found if found is None or mask._has_its_function else None
 
 
 def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:

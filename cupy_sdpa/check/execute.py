@@ -216,13 +216,13 @@ class CaseRunner:
         return {"weights": cupy_sdpa.weight_sums(memory.views["q"], memory.views["k"], per_kv_head=per_kv_head, **own)}
 
     def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
-        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
+        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.composed.widen` before it."""
         views, stats = memory.views, "stats" in self.case.options
         q, k, v = (views[name] for name in "qkv")
         given: dict[str, Any] = {name: views[other] for name, other in self.case.tangents.items()} | self.deterministic
         self.outcome.calls += 1
         if widen:
-            given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
+            given = {"widened": cupy_sdpa.composed.widen(q, k, v, **given, **options)} | self.deterministic
         results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 

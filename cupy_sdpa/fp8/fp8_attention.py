@@ -13,7 +13,7 @@ from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
-from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
+from ..boundary.options import OF_CALLS, Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..problem.tensor_spec import dtype_name, storage_dtype
@@ -49,7 +49,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options
+@takes_options(without=OF_CALLS)
 def attention(
     q: Any = ...,
     k: Any = ...,

@@ -23,12 +23,14 @@ from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 
+#: The options that it takes.
+_TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace")
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
              "layout", "compute_dtype")  # fmt: skip
 
 
-@takes_options
+@takes_options(only=_TAKEN)
 def shared_prefix_attention(
     q: Array,
     k: Array,

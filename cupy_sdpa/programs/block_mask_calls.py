@@ -15,7 +15,7 @@ from ..problem.tensor_spec import dtype_name
 
 def key_of(mask: Any) -> tuple[Any, ...]:
     """What the key of a cached call has of a mask: its number, and whether its function has not changed."""
-    return (mask.number, mask.has_its_function) if isinstance(mask, BlockMask) else (None, None)
+    return (mask.number, mask._has_its_function) if isinstance(mask, BlockMask) else (None, None)
 
 
 def check_return_stats(return_stats: Any) -> None:
