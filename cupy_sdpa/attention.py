@@ -8,10 +8,11 @@ from ._typing import Array, ArrayT, StatsT
 from .boundary.arguments import read_backward, read_forward
 from .boundary.compute import read_compute_dtype
 from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
-from .boundary.layouts import other_layout, results_in
+from .boundary.layouts import in_default, other_layout, results_in
 from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import attend as attend_in_fp8
+from .layout import default_layout
 from .programs.executor import compiled
 from .programs.passes import attend, attend_backward, blocks_of
 from .replay.replay_cache import cache_call, run_cached
@@ -107,7 +108,10 @@ def attention(
     """
     if positional or v is ...:
         refuse_arguments(attention, positional, options)
-    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options:
+    if default_layout() is not None:
+        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic, "out": out, "stats": stats}
+        return in_default(attention, q, k, v, **flags, **options)
+    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options or q.ndim == 3:
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
             return tuple(made) if len(made) > 1 else made[0]
@@ -217,10 +221,16 @@ def attention_backward(
     """
     if positional or stats is ...:
         refuse_arguments(attention_backward, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors, "dq": dq, "dk": dk, "dv": dv,
+        }  # fmt: skip
+        return in_default(attention_backward, dout, q, k, v, out, stats, **flags, **options)
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
-    if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options) and needs_conversion(q, options):
+    if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options or q.ndim == 3) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         gradients: tuple[Any, ...] = convert(
             attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,

@@ -12,7 +12,7 @@ from ._typing import Array, ArrayT
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
 from .boundary.conversion import Conversion
-from .boundary.layouts import other_layout
+from .boundary.layouts import other_layout, takes_default
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import MAX_GROUPS, Parts
@@ -57,6 +57,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     return np.concatenate([lower_slopes, higher_slopes[::2]])[:heads].astype(np.float32)
 
 
+@takes_default
 def dropout_mask(
     q: Array,
     k: Array,
@@ -163,7 +164,7 @@ def merge(
         stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
             ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
             float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
-        sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value. Pass sinks here, and not to the
+        sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value. Pass sinks here, and not to the
             calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
         return_stats: also return L, of the dtype of the statistics. Default False.
@@ -242,7 +243,13 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
     like = outs[0]
-    table = expected_arrays(like, like, like, stats="float64" if stats[0].dtype == dtype == np.float64 else "float32")
+    table = expected_arrays(
+        like,
+        like,
+        like,
+        stats="float64" if stats[0].dtype == dtype == np.float64 else "float32",
+        of_heads="float64" if dtype == np.float64 == getattr(sinks, "dtype", None) else "float32",
+    )
     legend = f"the shape and dtype of outs[0], {shape} {dtype}"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, len(outs))]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(len(stats))]

@@ -6,9 +6,12 @@ package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory lay
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["LAYOUTS", "from_julia", "to_julia"]
+__all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
 
 #: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
@@ -21,6 +24,49 @@ LAYOUTS = {
     "dhsb": "NNlib.jl, CUDA.jl, this package",
     "dht": "packed sequences of this package",
 }
+
+
+#: The layout of calls without ``layout=``, in this thread and context; None for that of this package.
+_default: ContextVar[str | None] = ContextVar("default_layout", default=None)
+#: This layout; a function of C, because every call calls it.
+default_layout = _default.get
+
+
+@contextlib.contextmanager
+def default(layout: str) -> Iterator[None]:
+    """In a ``with`` block, the layout of every call without ``layout=``.
+
+    It holds for the calls of this thread. Packed sequences are ``"thd"``, with ``"dhsb"`` ``"dht"``. Functions that have no
+    ``layout=`` and take arrays with a head dim raise TypeError in the block. A pullback and a prepared call keep the layout of
+    the call that made them.
+
+    Args:
+        layout: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"dhsb"``.
+
+    Raises:
+        ValueError: it is another layout.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((2, 100, 8, 64), np.float32)                 # (batch, seq, heads, head_dim)
+    >>> with cupy_sdpa.layout.default("bshd"):
+    ...     cupy_sdpa.attention(x, x, x, causal=True).shape
+    (2, 100, 8, 64)
+    """
+    known = [name for name in LAYOUTS if len(name) == 4]
+    if layout not in known:
+        raise ValueError(f"the default layout is {layout!r}; it must be {', '.join(map(repr, known))}")
+    with default_is(layout):
+        yield
+
+
+@contextlib.contextmanager
+def default_is(layout: str | None) -> Iterator[None]:
+    """Set the default in a ``with`` block; None for the layout of this package."""
+    token = _default.set(layout)
+    try:
+        yield
+    finally:
+        _default.reset(token)
 
 
 def to_julia(array: Any, layout: str) -> Any:

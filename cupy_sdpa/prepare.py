@@ -10,7 +10,7 @@ from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
 from .boundary.call import tuning_enabled
 from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
-from .boundary.layouts import other_layout, results_in
+from .boundary.layouts import has_own_axes, other_layout, results_in
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
@@ -176,6 +176,7 @@ class Prepared(Generic[ResultT]):
         self._key = object()  # in the replay cache: every call with it has been compared with the problem
         self._results = _RESULTS[2:] if "dout" in inputs else _RESULTS[:2]
 
+    @has_own_axes
     def __call__(
         self,
         *arrays: Array,

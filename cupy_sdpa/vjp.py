@@ -10,11 +10,13 @@ from .attention import attention, attention_backward
 from .boundary.call import stats_are
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
+from .boundary.layouts import has_own_axes, in_default
 from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
+from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import refuse_gradients
@@ -74,6 +76,12 @@ def attention_vjp(
     """
     if positional or v is ...:
         refuse_arguments(attention_vjp, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }  # fmt: skip
+        return in_default(attention_vjp, q, k, v, **flags, **options)  # type: ignore[no-any-return]
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(
@@ -169,6 +177,7 @@ class Pullback(Generic[GradientsT]):
         #: The conversion of dout and of the gradients; None for arrays of numpy and CuPy.
         self.conversion: Conversion | None = None
 
+    @has_own_axes
     def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         gradients: Any

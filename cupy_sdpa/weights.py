@@ -9,8 +9,8 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
-from .boundary.conversion import needs_conversion
 from .boundary.layouts import other_layout
+from .boundary.libraries import library_of
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
@@ -80,7 +80,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse(options)
     others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
-    if needs_conversion(q, {}):
+    if library_of(q) is not None:
         raise TypeError(
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )

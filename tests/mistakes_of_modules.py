@@ -416,8 +416,8 @@ INTEGRATIONS = [
     row("integrations.torch.attention", "(B, S, H, D)", torch_call(layout="bshd"), ValueError, "(3, 4, 6, 8)"),
     row("integrations.torch.attention", "a mask of this package", torch_call(mask=lambda x, libraries: libraries.torch(
         np.ones((7, 6, 4, 3), bool))), ValueError, "mask.T"),
-    row("integrations.torch.attention", "a sequence of a fused projection", torch_call(positional=lambda x, libraries: [libraries.torch(x.pq.T)] * 3),
-        ValueError, "3 axes"),
+    row("integrations.torch.attention", "a sequence of a fused projection", torch_call(positional=lambda x, libraries: [libraries.torch(x.pq.T[:, 0])] * 3),
+        ValueError, "2 axes"),
     row("integrations.thinc.fused_attention", "heads that do not divide the width", thinc_call(heads=5), ValueError, "24", "15"),
     row("integrations.thinc.fused_attention", "no heads", thinc_call(heads=0), ValueError, "heads"),
     row("integrations.thinc.fused_attention", "lengths of another batch", thinc_call(lengths=(2, 5)), ValueError, "7", "6"),

@@ -13,10 +13,11 @@ import numpy as np
 
 from .._typing import Array, Layout
 from ..errors import in_words
+from ..layout import default_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
-from .layouts import check_layout
+from .layouts import check_layout, in_default, refuse_default
 
 #: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
 DTensors = bool | str | Sequence[str]
@@ -177,16 +178,23 @@ def _with_signature(function: Any, only: Sequence[str] = (), without: Sequence[s
     parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
     returned = _Annotation(signature.return_annotation)
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    result: Any = function if takes_more else _with_remedies(function)
+    result: Any = function if takes_more else _with_remedies(function, any(p.name == "layout" for p in parameters))
     result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
     return result
 
 
-def _with_remedies(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
+    """The function; a call that does not fit its signature raises an error with a remedy, if there is one.
+
+    Args:
+        function: the function.
+        takes_layout: whether it takes ``layout``, also that of :func:`cupy_sdpa.layout.default`.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if default_layout() is not None:
+            return in_default(call, *args, **kwargs) if takes_layout else refuse_default(function.__name__)
         try:
             return function(*args, **kwargs)
         except TypeError as error:

@@ -11,11 +11,12 @@ from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
-from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
 from ..boundary.options import OF_CALLS, Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
 from ..kernels.fp8_kernels import FACTOR_STEP
+from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
 from ..programs.executor import Inputs, run_program
@@ -106,6 +107,12 @@ def attention(
     """
     if positional or q is ... or k is ... or v is ...:
         refuse_arguments(attention, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale,
+            "stats": stats,
+        }  # fmt: skip
+        return in_default(attention, q, k, v, **flags, **options)
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
         raise TypeError(f"q is a {type(q).__name__}; {_ALL}")
