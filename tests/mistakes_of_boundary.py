@@ -184,7 +184,7 @@ NNLIB = [
     row(f"nnlib.{name}", mistake, lambda _, call=call: call(), error, *words)
     for name, mistake, call, error, *words in [
         ("dot_product_attention", "another batch", lambda: dot(N, N[..., :1], N), ValueError,
-         "Batch dimensions have to be the same: q is (4, 3, 2)"),
+         "the batch dimensions must be the same"),
         ("dot_product_attention", "other features", lambda: dot(N, N[:2], N), ValueError,
          "q and k must have the same first dimension"),
         ("dot_product_attention", "one axis", lambda: dot(N[:, 0, 0], N, N), ValueError,

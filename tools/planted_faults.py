@@ -188,14 +188,16 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{fault.name}\n    {fault.file}\n    {command}")
         print(f"{len(faults)} faults")
         return 0
-    for command in dict.fromkeys(commands):
-        result, _, output = run(command, None, arguments.limit)
-        if result != "survived":
-            print(f"{command}: {'fails' if result == 'caught' else 'exceeds --limit'} without a fault\n{output[-2000:]}")
-            return 2
     found = {}
     with ThreadPoolExecutor(arguments.jobs) as threads:
+        without = {command: threads.submit(run, command, None, arguments.limit) for command in dict.fromkeys(commands)}
         tasks = [threads.submit(run, command, fault, arguments.limit) for fault, command in zip(faults, commands, strict=True)]
+        for command, task in without.items():
+            result, _, output = task.result()
+            if result != "survived":
+                threads.shutdown(wait=False, cancel_futures=True)
+                print(f"{command}: {'fails' if result == 'caught' else 'exceeds --limit'} without a fault\n{output[-2000:]}")
+                return 2
         for fault, task in zip(faults, tasks, strict=True):
             result, seconds, _ = task.result()
             found[fault.name] = {"result": result, "seconds": round(seconds, 1)}

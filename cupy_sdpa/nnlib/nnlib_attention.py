@@ -138,14 +138,16 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
     """Check q, k and v; returns them as ``(d, nheads, len, B)``, and their batch dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x)
-    shapes = f"q is {q.shape}, k is {k.shape}, v is {v.shape}"
-    if min(q.ndim, k.ndim, v.ndim) < 2:
-        raise ValueError(f"{shapes}; they must be (features, len, batch...)")
     batch = q.shape[2:]
-    if not batch == k.shape[2:] == v.shape[2:]:
-        raise ValueError(f"Batch dimensions have to be the same: {shapes}")
-    if q.shape[0] != k.shape[0] or k.shape[1] != v.shape[1]:
-        raise ValueError(f"{shapes}; q and k must have the same first dimension, k and v the same length")
+    rule = ""
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        rule = "they must be (features, len, batch...)"
+    elif not batch == k.shape[2:] == v.shape[2:]:
+        rule = "the batch dimensions must be the same"
+    elif q.shape[0] != k.shape[0] or k.shape[1] != v.shape[1]:
+        rule = "q and k must have the same first dimension, k and v the same length"
+    if rule:
+        raise ValueError(f"q is {q.shape}, k is {k.shape}, v is {v.shape}; {rule}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_features(name, x)
     return [fold(x, nheads) for x in (q, k, v)], batch
