@@ -14,7 +14,7 @@ from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.layouts import other_layout
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
-from .errors import CudnnError, Unsupported
+from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import TANGENTS, attention_jvp, given_by
@@ -226,7 +226,7 @@ def explain_function(
 def _check_fp8(q: Any, k: Any, *, backward: bool, jvp: bool) -> None:
     """Refuse gradients and derivatives of FP8 arrays."""
     if jvp:
-        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
+        raise TypeError(f"q is {in_words(q)} and k {in_words(k)}; {Fp8Array.not_an_array}")
     if backward:
         raise Unsupported(NO_FP8_GRADIENTS)
 

@@ -164,8 +164,8 @@ def merge(
         stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
             ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
             float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
-        sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value. Pass sinks here, and not to the
-            calls of the parts, so that they count once. Default None.
+        sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
+            Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
         return_stats: also return L, of the dtype of the statistics. Default False.
 

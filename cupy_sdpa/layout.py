@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from .errors import in_words
+
 __all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
 
 #: The axis of each letter.
@@ -131,7 +133,7 @@ def _julia_layout(layout: str) -> str:
 
 def _transpose(array: Any, source: str, target: str) -> Any:
     if not hasattr(array, "shape"):
-        raise TypeError(f"the array is a {type(array).__name__}; convert it with numpy.asarray or cupy.asarray")
+        raise TypeError(f"the array is {in_words(array)}; convert it with numpy.asarray or cupy.asarray")
     shape = tuple(array.shape)
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")

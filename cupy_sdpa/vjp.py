@@ -81,7 +81,7 @@ def attention_vjp(
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
             "return_dtensors": return_dtensors,
         }  # fmt: skip
-        return in_default(attention_vjp, q, k, v, **flags, **options)  # type: ignore[no-any-return]
+        return in_default(attention_vjp, q, k, v, **flags, **options)
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(

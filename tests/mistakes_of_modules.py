@@ -35,10 +35,10 @@ FP8 = [
     row("fp8.quantize_qkv", "arrays of two dtypes", lambda x: fp8.quantize_qkv(x.q, x.k.astype("f2"), x.v), TypeError, "float16",
         "float32"),
     row("fp8.quantize_qkv", "rotate by position", lambda x: fp8.quantize_qkv(*x.qkv, True), TypeError, "True", "float8_e4m3fn"),
-    row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a ndarray", "fp8.quantize"),
+    row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a numpy.ndarray", "fp8.quantize"),
     row("fp8.attention", "elements in place of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
         TypeError, "factors", "fp8.quantize"),
-    row("fp8.attention", "q alone in FP8", lambda x: attention(fp8.quantize(x.q), x.k, x.v), TypeError, "k is a ndarray",
+    row("fp8.attention", "q alone in FP8", lambda x: attention(fp8.quantize(x.q), x.k, x.v), TypeError, "k is a numpy.ndarray",
         "fp8.quantize"),
     row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
         fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),

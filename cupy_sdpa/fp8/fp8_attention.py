@@ -15,6 +15,7 @@ from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layou
 from ..boundary.libraries import check_one_library
 from ..boundary.options import OF_CALLS, Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
+from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
@@ -115,7 +116,7 @@ def attention(
         return in_default(attention, q, k, v, **flags, **options)
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
-        raise TypeError(f"q is a {type(q).__name__}; {_ALL}")
+        raise TypeError(f"q is {in_words(q)}; {_ALL}")
     results = attend(
         q, k, v, options, return_stats=return_stats, return_amax=return_amax, out_dtype=out_dtype, out_scale=out_scale,
         stats=stats,
@@ -327,10 +328,10 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
     """Raise TypeError for arrays that are not FP8 arrays, if k or v is one of them."""
     if type(q) is not Fp8Array and type(k) is Fp8Array:
         _dtype_of(q)
-        raise TypeError(f"k is an FP8 array and v is a {type(v).__name__}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
+        raise TypeError(f"k is an FP8 array and v is {in_words(v)}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is not Fp8Array:
-            raise TypeError(f"{name} is a {type(x).__name__}; {_ALL}")
+            raise TypeError(f"{name} is {in_words(x)}; {_ALL}")
 
 
 def _dtype_of(q: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from .._typing import Array, Layout
 from ..boundary.layouts import check_layout, check_strides_of, from_own, other_layout, takes_default, to_own
 from ..boundary.options import read_flag
+from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from ..runtime import cupy_runtime
@@ -268,7 +269,7 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
     on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
-            f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
+            f"x is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
             "with numpy.asarray(x) or cupy.from_dlpack(x)"
         )
     name = dtype_name(x.dtype)
