@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ._typing import Array, ArrayT
+from ._typing import Array, ArrayT, Layout
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
 from .boundary.conversion import Conversion
-from .boundary.layouts import other_layout, takes_default
+from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import MAX_GROUPS, Parts
@@ -130,25 +130,27 @@ def dropout_mask(
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: Literal[False] = False,
+    layout: Layout | None = None, return_stats: Literal[False] = False,
 ) -> ArrayT: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: Literal[True],
+    layout: Layout | None = None, return_stats: Literal[True],
 ) -> tuple[ArrayT, Any]: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: bool,
+    layout: Layout | None = None, return_stats: bool,
 ) -> Any: ...
 # fmt: on
+@takes_default
 def merge(
     outs: Sequence[Array],
     stats: Sequence[Array],
     *,
     sinks: Array | None = None,
     out: Array | None = None,
+    layout: Layout | None = None,
     return_stats: bool = False,
 ) -> Any:
     r"""Merge the results of attention over disjoint sets of keys into the result over all keys.
@@ -167,6 +169,8 @@ def merge(
         sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
             Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
+        layout: the axes of ``outs`` and ``out``, as for :func:`cupy_sdpa.attention`; statistics are then ``(B, Hq, Sq)``,
+            packed ``(Tq, Hq)``. Default None: the shapes above.
         return_stats: also return L, of the dtype of the statistics. Default False.
 
     Returns:
@@ -191,6 +195,13 @@ def merge(
     (True, True)
     """
     return_stats = read_flag("return_stats", return_stats)
+    check_layout(layout)
+    if (other := other_layout({"layout": layout})) and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)):
+        wide = [to_own("out", x, other) for x in outs], [to_own("stats", x, other) for x in stats]
+        own = None if out is None else to_own("out", out, other)
+        found, *rows = merge(*wide, sinks=sinks, out=own, return_stats=True)
+        merged = from_own("out", found, other) if out is None else out
+        return (merged, from_own("stats", rows[0], other)) if return_stats else merged
     _check_parts(outs, stats, sinks, out)
     return merge_unchecked(outs, stats, sinks, out, return_stats=return_stats)
 

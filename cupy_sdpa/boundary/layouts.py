@@ -63,7 +63,9 @@ def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function that takes ``layout`` with :func:`cupy_sdpa.layout.default`; calls inside it have no default."""
     layout = default_layout()
     if kwargs.get("layout") is None and not (args and isinstance(args[0], Problem)):
-        if any(kwargs.get(name) is not None for name in (*_PACKING, "cu_seqlens")):
+        of_parts = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else None
+        packed = any(kwargs.get(name) is not None for name in (*_PACKING, "cu_seqlens"))
+        if packed or getattr(of_parts, "ndim", 0) == 3:
             layout = "dht" if layout == "dhsb" else "thd"
         kwargs["layout"] = layout
     with default_is(None):
