@@ -65,7 +65,7 @@ FUNCTIONS = {
     "attention": lambda x, options: cupy_sdpa.attention(*x, **options),
     "attention_backward": backward,
     "attention_vjp": lambda x, options: cupy_sdpa.attention_vjp(*x, **options),
-    "attention_jvp": lambda x, options: cupy_sdpa.attention_jvp(*x, x[0], **options),
+    "attention_jvp": lambda x, options: cupy_sdpa.attention_jvp(x[0], x[1], x[2], x[0], **options),
     "explain": lambda x, options: cupy_sdpa.explain(*x, **options),
     "prepare": lambda x, options: cupy_sdpa.prepare(*x, **options),
     "problem": lambda x, options: cupy_sdpa.problem(*x, **options),
@@ -73,7 +73,7 @@ FUNCTIONS = {
     "weight_sums": lambda x, options: cupy_sdpa.weight_sums(*x[:2], **options),
     "composed.jvp_problems": lambda x, options: composed.jvp_problems(*x, **options),
     "composed.weight_sums_problems": lambda x, options: composed.weight_sums_problems(*x[:2], **options),
-    "composed.widen": lambda x, options: composed.widen(*x, x[0], **options),
+    "composed.widen": lambda x, options: composed.widen(x[0], x[1], x[2], x[0], **options),
     "fp8.attention": lambda x, options: fp8.attention(*(fp8.quantize(a, layout=options.get("layout")) for a in x), **options),
 }  # fmt: skip
 
