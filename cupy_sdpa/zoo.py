@@ -62,6 +62,9 @@ __all__ = [
     "squared_relu",
     "streaming",
     "strided",
+    "swin",
+    "t5",
+    "t5_bucket",
     "temperature",
     "valid_keys",
     "with_global",
@@ -111,6 +114,64 @@ def relative_causal(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
     """``s + bias_hij``, ``bias`` (Hq, Sq, Skv): a learned relative position bias; Raffel et al. 2020, "T5", section 2.1."""
     return score + bias[h, q_idx, kv_idx]
+
+
+def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Any:
+    """The bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
+
+    The logarithms are thresholds, computed with integers: the buckets are the same on every engine.
+
+    Args:
+        distance: ``kv_idx - q_idx``, traced or an integer array.
+        bidirectional: whether half of the buckets is for later keys; otherwise these have bucket 0. Default True.
+        buckets: the number of buckets. Default 32.
+        max_distance: the distance from which on all keys have the last bucket. Default 128.
+
+    Raises:
+        ValueError: there are no logarithmic buckets.
+
+    >>> t5_bucket(np.array([-1000, -9, -8, -3, 0, 3, 1000]))
+    array([15,  8,  8,  3,  0, 19, 31])
+    """
+    side = buckets // 2 if bidirectional else buckets
+    exact = side // 2
+    if not 0 < exact < max_distance:
+        least = 4 if bidirectional else 2
+        raise ValueError(
+            f"buckets is {buckets} and max_distance {max_distance}; there must be at least {least} buckets, and max_distance "
+            f"must be above {exact}, the number of exact buckets of a side"
+        )
+    n = abs(distance) if bidirectional else np.maximum(-distance, 0)
+    bucket = np.minimum(n, exact) + (np.where(distance > 0, side, 0) if bidirectional else 0)
+    logarithmic, threshold = side - exact, exact
+    for i in range(1, logarithmic):  # the least n with log(n / exact) / log(max_distance / exact) >= i / logarithmic
+        while threshold**logarithmic * exact**i < max_distance**i * exact**logarithmic:
+            threshold += 1
+        bucket = bucket + np.where(n >= threshold, 1, 0)
+    return bucket
+
+
+def t5(bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Function:
+    """``s + table_{bucket(j - i) h}``, ``table`` (buckets, Hq); :func:`t5_bucket` has the arguments. T5 has ``scale=1``."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+        return score + table[t5_bucket(kv_idx - q_idx, bidirectional, buckets, max_distance), h]
+
+    return score_mod
+
+
+def swin(height: int, width: int) -> Function:
+    """``s + table_{p h}``, ``table`` ((2 height - 1) (2 width - 1), Hq), p from the distances of two pixels in a window.
+
+    Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
+    """
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+        down = q_idx // width - kv_idx // width + (height - 1)
+        across = q_idx % width - kv_idx % width + (width - 1)
+        return score + table[down * (2 * width - 1) + across, h]
+
+    return score_mod
 
 
 def head_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:

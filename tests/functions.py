@@ -77,6 +77,8 @@ ZOO = [
     Functions("quadratic", zoo.quadratic(0.3)),
     Functions("squared_relu", zoo.squared_relu),
     Functions("root", zoo.root),
+    Functions("t5", zoo.t5(), None, lambda rng, h, q, kv, b: {"table": _float(rng.standard_normal((32, h)))}),
+    Functions("t5_causal", zoo.t5(False, 8, 40), zoo.causal, lambda rng, h, q, kv, b: {"table": _float(rng.random((8, h)))}),
     Functions(
         "same_segment", zoo.same_segment(1.5), zoo.causal, lambda rng, h, q, kv, b: {"segment": _documents(rng, max(q, kv), b)}
     ),
@@ -171,7 +173,7 @@ def _table(*axes):
 LEARNED = [
     functions
     for functions in ZOO
-    if functions.name in {"alibi_causal", "bias", "head_bias", "key_bias", "temperature", "kerple"}
+    if functions.name in {"t5", "t5_causal", "alibi_causal", "bias", "head_bias", "key_bias", "temperature", "kerple"}
 ]
 LEARNED += [
     Functions(name, function, None, _table(*axes))

@@ -529,7 +529,7 @@ ZOO = [
     row(f"zoo.{name}", "the maker in place of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
     for option, name in [
         *(("score_mod", name) for name in ("softcap", "alibi_by_index", "length_scaled", "gaussian", "decayed", "periodic")),
-        *(("score_mod", name) for name in ("clipped", "quadratic", "same_segment")),
+        *(("score_mod", name) for name in ("clipped", "quadratic", "same_segment", "t5", "swin")),
         *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "block_sparse", "image_window", "fixed")),
         *(("mask_mod", name) for name in ("with_global", "streaming", "strided")),
     ]
@@ -553,6 +553,10 @@ ZOO = [
     row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(
         x.s, x.s, x.s, allowed=causal(6, 6) & ~causal(6, 6, -3))),
     row("zoo.natten", "a window larger than the image", lambda x: zoo.natten(2, 3, 3), ValueError, "at most 2", "2 rows"),
+    row("zoo.t5_bucket", "no logarithmic buckets", lambda x: zoo.t5_bucket(x.s, buckets=2), ValueError, "buckets is 2", "at least 4"),
+    row("zoo.t5", "a table (Hq, buckets)", with_zoo(score_mod=zoo.t5(), table=np.zeros((4, 32))), IndexError, "32", "4"),
+    row("zoo.swin", "the table of another window", with_zoo(score_mod=zoo.swin(2, 3), table=np.zeros((9, 4))), IndexError,
+        "length 9", "from 0 to 14"),
     row("zoo.chunked", "chunks of 0", with_zoo(zoo.chunked(0)), ZeroDivisionError, "divided by 0"),
     row("zoo.alibi", "the slopes of other heads", with_zoo(score_mod=zoo.alibi, slopes=alibi_slopes(8)), IndexError, "8", "4"),
 ]  # fmt: skip

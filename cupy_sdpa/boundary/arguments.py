@@ -10,7 +10,7 @@ import numpy as np
 
 from ..problem.bucket import Rounding, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, numpy_dtype
+from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, dtype_name, numpy_dtype
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
@@ -116,7 +116,7 @@ def _read_own(
     if functions:
         if on_gpu:
             user_functions.check_scalars(functions.scalars)
-        arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
+        arguments |= {name: read_array(name, array) for name, array in (functions.arrays | functions.tables).items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     found = {name: argument.array for name, argument in arguments.items()}
     if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
@@ -128,7 +128,7 @@ def _read_own(
     bucket = _rounding(options.get("bucket"), problem)
     call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
     if functions:
-        call.captured, call.identities = functions.captured, functions.identities
+        call.captured, call.table_reads, call.identities = functions.captured, functions.table_reads, functions.identities
     return call
 
 
@@ -192,6 +192,8 @@ def _define_problem(
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
         captured = {name: read_array(name, array).signature for name, array in functions.arrays.items()}
+        made = functions.table_reads.items()
+        captured |= {name: dense_signature(dtype_name(read.dtype), read.shape) for name, read in made}
         problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from ..kernels.table_reads import TableRead
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..runtime import cupy_runtime, driver
@@ -129,6 +130,7 @@ class Call:
         fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
             them, no query is padding.
         captured: how each captured array is indexed, by its name in ``arrays``.
+        table_reads: the captured arrays that a step makes, by name; what it reads is in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
         has_all_keys: whether a backward pass gets all keys of its statistics, so that these can be checked.
     """
@@ -142,6 +144,7 @@ class Call:
     gradients: Gradients | None = None
     fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
     captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
+    table_reads: Mapping[str, TableRead] = dataclasses.field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
     has_all_keys: bool = False
 

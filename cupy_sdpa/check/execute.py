@@ -33,6 +33,14 @@ SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
 WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
+#: The options of cases whose sequences are also computed alone, those of them with an element for each sequence, and the
+#: results that are compared.
+WITH_BITS_ALONE = {
+    "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "alibi_slopes", "softcap", "sinks", "stats",
+    "deterministic", "preallocated", "max_workspace", "return_dbias", "return_dsinks",
+}  # fmt: skip
+PER_ENTRY = ("mask", "bias", "seq_lens_q", "seq_lens_kv")
+ALONE = ("out", "stats", "max", "sum_exp", "dq", "dk", "dv")
 #: The options that select additional gradients.
 GRADIENT_OPTIONS = ("return_dbias", "return_dsinks", "return_dtensors")
 
@@ -109,6 +117,8 @@ class CaseRunner:
             results = self.call(memory, index)
             results |= {name: memory.views[name] for name in results if name in RESULTS and name in memory.views}
             if not self.check_results(results, index, f"call {number}") or not self.check_memory(memory, inputs):
+                return self.outcome
+            if number == len(sequence) and not self.check_alone(memory, results, index):
                 return self.outcome
             results.clear()  # allows the next call's results to have the same addresses
         memory = self.allocate()
@@ -294,6 +304,48 @@ class CaseRunner:
         if messages:
             self.outcome.set("wrong", f"{call}: {'; '.join(messages.values())}", ", ".join(messages))
         return not messages
+
+    def check_alone(self, memory: Memory, results: dict[str, Any], index: int) -> bool:
+        """Check that the first and the last sequence have the same bits alone, where the package states it.
+
+        Args:
+            memory: the arrays of the call.
+            results: its results.
+            index: the set of values.
+        """
+        case = self.case
+        if case.b < 2 or case.layouts or not case.options.keys() <= WITH_BITS_ALONE:
+            return True
+        given, options = {name: x for name, x in memory.views.items() if name in "qkv"}, self.options(memory, index)
+        flags = self.deterministic | {"return_stats": case.options.get("stats", case.backward)}
+        reports = [cupy_sdpa.explain(**given, **options, **flags)]
+        if case.backward:
+            reports.append(cupy_sdpa.explain(**given, **options, **self.backward_options, backward=True))
+        for entry in (0, case.b - 1):
+
+            def part(x: Any, entry: int = entry) -> Any:
+                return x[..., entry : entry + 1].copy(order="F") if x.shape[-1] > 1 else x
+
+            q, k, v = (part(given[name]) for name in "qkv")
+            of_batch = {name: part(x) for name, x in results.items() if name in ALONE}
+            of_entry = {name: part(x) if name in PER_ENTRY else x for name, x in options.items()}
+            found: dict[str, Any] = {}
+            if reports[0].batch_dependence == "":
+                self.outcome.calls += 1
+                returned = cupy_sdpa.attention(q, k, v, **of_entry, **flags)
+                found = dict(zip(ALONE, returned if isinstance(returned, tuple) else (returned,), strict=False))
+            if case.backward and reports[1].batch_dependence == "":
+                self.outcome.calls += 1
+                options_of_both = of_entry | self.backward_options
+                dout, out, stats = part(memory.views["dout"]), of_batch["out"], of_batch["stats"]
+                gradients = cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options_of_both)
+                found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+            for name, x in found.items():
+                alone, beside = (y if isinstance(y, np.ndarray) else y.get() for y in (x, of_batch[name]))
+                if alone.tobytes("F") != beside.tobytes("F"):
+                    self.outcome.set("wrong", f"the bits of {name} of sequence {entry} depend on the rest of the batch", name)
+                    return False
+        return True
 
     def check_memory(self, memory: Memory, inputs: dict[str, Any]) -> bool:
         """Check that a call changed no input and nothing around the results; a change is written to the outcome.

@@ -119,5 +119,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "workspace_bytes": report.workspace,
         "workarounds": list(report.workarounds),
         "unverified": list(report.unverified),
+        "batch_dependence": report.batch_dependence,
         "launches": [as_json(launch) for launch in report.launches[1:]],
     }  # fmt: skip

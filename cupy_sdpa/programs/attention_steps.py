@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..boundary.call import Call, Fill
-from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
-from ..kernels import merge, paged, ragged
+from ..boundary.user_functions import Gradients, gradient_name, tensor_name, with_score_axes
+from ..kernels import merge, paged, ragged, table_reads
 from ..problem.bucket import padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
@@ -64,8 +64,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
         call: the call.
         with_values: whether the values of its scalars belong to the program. Default False: they are those of the run.
     """
-    problem, arrays = call.problem, dict(call.arrays)
-    arrays |= {name: steps.filled(fill) for name, fill in call.fills.items() if name not in arrays}
+    problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}
     values: dict[str, Any] = {"scalars": call.scalars, "source_lines": call.source_lines} if with_values else {}
     inputs = {name: view for name, view in arrays.items() if name not in {spec.name for spec in problem.results}}
@@ -76,7 +75,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
         own = {spec.name: _temporary(steps, spec) for spec in part.results if spec.name not in reductions}
         _add_launch(steps, name, call, part, {**inputs, **own, **reductions}, values)
     if call.gradients:
-        _collect(steps, call.gradients, arrays)
+        _collect(steps, call.gradients, call.table_reads, arrays)
 
 
 def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
@@ -96,8 +95,24 @@ def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
     if not engine.settings.split:
         add(steps, name, call, with_values=True)
         return [merge.Parts(results["out"][..., None], results["stats"][..., None])]
-    arrays = call.arrays | {name: steps.filled(fill) for name, fill in call.fills.items()}
+    arrays = _with_inputs(steps, call)
     return split_steps.add(steps, name, call.problem, engine, arrays, {"scalars": call.scalars})
+
+
+def _with_inputs(steps: Steps, call: Call) -> dict[str, View]:
+    """The arrays of a call, and the inputs that the caller did not pass: equal numbers, and elements at computed indices."""
+    arrays = dict(call.arrays)
+    arrays |= {name: steps.filled(fill) for name, fill in call.fills.items() if name not in arrays}
+    for name, read in call.table_reads.items():
+        arrays[name] = target = steps.temporary(read.shape, read.dtype)
+        if target.size and not call.problem.trivial:
+            steps.run(table_reads.read_elements, target, read, _tables(read, arrays), writes=[target])
+    return arrays
+
+
+def _tables(read: table_reads.TableRead, arrays: Mapping[str, View]) -> tuple[View, ...]:
+    """The arrays that elements are read from."""
+    return tuple(arrays[tensor_name(name)] for name in read.access.arrays)
 
 
 def _temporary(steps: Steps, spec: TensorSpec) -> View:
@@ -122,16 +137,25 @@ def _add_launch(
         form.finish()
 
 
-def _collect(steps: Steps, gradients: Gradients, arrays: Mapping[str, View]) -> None:
-    """Write the gradient of each array: the sum over all captured arrays that are views of it, in float32 or float64."""
+def _collect(
+    steps: Steps, gradients: Gradients, reads: Mapping[str, table_reads.TableRead], arrays: Mapping[str, View]
+) -> None:
+    """Write the gradient of each array: the sum over all captured arrays that are read from it, in float32 or float64."""
     for name, (shape, dtype) in gradients.specs.items():
         gradient = arrays[gradient_name(name)]
         accumulates = str(dtype) in ("float32", "float64")
         total = gradient if accumulates else steps.temporary(shape, np.float32)
         steps.fill(total, 0)
         for captured, access in gradients.captured.items():
-            if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
+            if access.name != name or (part := arrays.get(f"d{captured}")) is None:
+                continue
+            if (read := reads.get(captured)) is None:
                 steps.add(with_score_axes(total, access), part)
+            elif part.size and total.size:
+                sums = steps.temporary(shape, np.int64) if steps.on_gpu else None
+                largest = steps.temporary((1,), np.uint32) if steps.on_gpu else None
+                writes = [view for view in (total, sums, largest) if view is not None]
+                steps.run(table_reads.add_to_elements, total, part, read, _tables(read, arrays), sums, largest, writes=writes)
         if total is not gradient:
             steps.copy(gradient, total)
 

@@ -18,6 +18,7 @@ from ..problem.problem import Problem, row_stats_shape
 from ..replay.call_report import Report, explain_on_device, joined
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
+from ..support.batch import batch_dependence
 from ..support.why_not import workarounds
 from .block_mask_calls import without_keys
 from .executor import ProgramCall
@@ -101,7 +102,15 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
         steps=tuple(call.program.lines()),
         temporary_bytes=call.program.memory_bytes,
         scalars=tuple(call.scalars.items()),
+        batch_dependence=_batch_dependence(call, report),
     )
+
+
+def _batch_dependence(call: ProgramCall, report: Report) -> str | None:
+    """Why the bits of a sequence may depend on the rest of the batch; None if it is unknown."""
+    if not isinstance(call.problem, Problem) or report.reasons:
+        return None  # a call of several parts, or one that cannot run
+    return batch_dependence(call.problem, on_cudnn=report.engine == "cuDNN")
 
 
 def _nothing(call: ProgramCall) -> Problem:

@@ -25,17 +25,18 @@ from ..boundary.call import (
     repeats,
     with_plan,
 )
-from ..boundary.user_functions import Gradients, function_identities
+from ..boundary.user_functions import Gradients, function_identities, tensor_name
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
+from ..kernels.table_reads import TableRead
 from ..numpy_engine.interpreter import RowCheck, evaluate
 from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
-from ..problem.view import View, on_device, on_host
-from ..replay.call_key import HOST, read_key, tensor_name
+from ..problem.view import Storage, View, on_device, on_host
+from ..replay.call_key import HOST, read_key
 from ..replay.replay_cache import cache_call
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
@@ -427,23 +428,42 @@ def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
     on_gpu = for_gpu(call.arrays["q"])
-    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys)
+    device = 0 if on_gpu else None
+    names = dict.fromkeys(tensor_name(name) for read in call.table_reads.values() for name in read.access.arrays)
+    tables = tuple(_table(name, call.arrays[name], device) for name in names)
+    reads = tuple(call.table_reads.items())
+    program, results = _compiled(
+        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys, reads, tables
+    )
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
         call.captured, call.gradients, call.source_lines,
     )  # fmt: skip
 
 
+def _table(name: str, array: Any, device: int | None) -> View:
+    """The view of an array that kernels read, with any alignment."""
+    return View(Storage(name, 16, device), array.dtype, array.shape, array.strides)
+
+
 @functools.lru_cache(maxsize=1024)
 def _compiled(
-    problem: Problem, bucket: Rounding | None, on_gpu: bool, full_queries: bool, gradients: Gradients | None, whole: bool
+    problem: Problem,
+    bucket: Rounding | None,
+    on_gpu: bool,
+    full_queries: bool,
+    gradients: Gradients | None,
+    whole: bool,
+    reads: tuple[tuple[str, TableRead], ...],
+    tables: tuple[View, ...],
 ) -> tuple[Program, dict[str, View]]:
     """The program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
-    views = attention_steps.views_of(problem, gradients, builder.device)
+    views = attention_steps.views_of(problem, gradients, builder.device) | {view.storage.name: view for view in tables}
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
     call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, has_all_keys=whole)
+    call.table_reads = dict(reads)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 

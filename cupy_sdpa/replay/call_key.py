@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..boundary.call import LaunchRecord
-from ..boundary.user_functions import FUNCTIONS
+from ..boundary.user_functions import FUNCTIONS, tensor_name
 from ..runtime import cupy_runtime, memory
 from ..score_fn.identity import identity
 
@@ -282,12 +282,3 @@ def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], opt
         elif name == "tensors" and value:
             passed += map(tensor_name, value)
     return passed
-
-
-def tensor_name(name: str) -> str:
-    """The name of an array in ``tensors=`` among the arrays of a call.
-
-    >>> tensor_name("bias")
-    "tensors['bias']"
-    """
-    return f"tensors[{name!r}]"

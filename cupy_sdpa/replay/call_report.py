@@ -17,6 +17,7 @@ from ..numpy_engine.tiles import tile_of
 from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..runtime import cupy_runtime
+from ..support.batch import MEASURED
 from ..support.padding import description as padding_of
 from ..support.why_not import Reason, unverified, workarounds
 
@@ -52,6 +53,8 @@ class Report:
         scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
         steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
+        batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the remedy; empty if they
+            do not, for arrays of equal lengths; None if it is unknown.
     """
 
     engine: str
@@ -69,6 +72,7 @@ class Report:
     scalars: tuple[tuple[str, float], ...] = ()
     steps: tuple[str, ...] = ()
     temporary_bytes: int = 0
+    batch_dependence: str | None = None
 
     @property
     def workspace(self) -> int | None:
@@ -113,6 +117,11 @@ class Report:
             yield from (f"  {reason}" for reason in self.plan.reasons())
         yield from (f"  works around {bug}" for bug in self.workarounds)
         yield from (f"  not verified on this GPU ({CHECK} verifies it): {what}" for what in self.unverified)
+        if self.batch_dependence:
+            yield f"bits of a sequence may depend on the rest of the batch: {self.batch_dependence}"
+        elif self.batch_dependence is not None and self.problem.sizes[-1] > 1:
+            source = f" ({MEASURED})" if self.engine == "cuDNN" else ""
+            yield f"bits of a sequence do not depend on the rest of the batch{source}"
         if len(self.steps) > 1:
             yield f"{len(self.steps)} steps, {self.temporary_bytes} bytes of temporary arrays:"
             yield from self.steps

@@ -45,6 +45,10 @@ class Tracer(Protocol):
         """Record a read of a captured array."""
         ...
 
+    def index(self, index: Value) -> Any:
+        """A computed index of an array."""
+        ...
+
     def read(self, access: Access, element: Value) -> Value:
         """Record that a value is an element of an array."""
         ...
@@ -185,8 +189,8 @@ class CapturedArray:
         element = Value(self._tracer, self._tracer.access(access, self._kind))
         return self._tracer.read(access, element != 0.0 if self.dtype.kind == "b" else element)
 
-    def _index(self, axis: int, part: Any) -> str | int:
-        """Check one index and return it: the name of an axis of the scores, or an integer."""
+    def _index(self, axis: int, part: Any) -> Any:
+        """Check one index and return it: the name of an axis of the scores, an integer, or a computed index."""
         length = self.shape[axis]
         if isinstance(part, numbers.Integral):
             if not -length <= int(part) < length:
@@ -194,12 +198,12 @@ class CapturedArray:
             return int(part) % length
         step = self._tracer.writer.steps[part.step] if isinstance(part, Value) else None
         if step is None:
-            raise IndexError(f"{self!r} is indexed with {part!r}; use b, h, q_idx, kv_idx or integers")
+            raise IndexError(f"{self!r} is indexed with {part!r}; use b, h, q_idx, kv_idx, integers, or what they compute")
         if step.mode != "index":
-            raise IndexError(
-                f"{self!r} is indexed with a computed value along axis {axis}; use b, h, q_idx and kv_idx themselves: "
-                "pass an array with these axes instead, such as table[q[:, None] - kv[None, :] + n]"
-            )
+            try:
+                return self._tracer.index(part)
+            except IndexError as error:
+                raise IndexError(f"{self!r} is indexed with a computed value along axis {axis}: {error}") from None
         if (full := self._tracer.sizes.get(step.name, length)) != length:
             raise IndexError(
                 f"{self!r} has length {length} along axis {axis}, and {step.name} has {full} values: the lengths must be equal"

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import in_words
-from .expression import AXES, LEAVES, Expression, Kind, Step, Writer, normalized
+from .expression import AXES, COMMUTES, LEAVES, OPPOSITE, Expression, Kind, Step, Writer, normalized
 from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
 from .proxy import CapturedArray, Value, as_value
-from .recorded import Access, NumpyCall, Recorded, Result, recorded
+from .recorded import Access, Computed, NumpyCall, Recorded, Result, recorded
 from .ufuncs import FUNCTIONS, line_of_function
 
 #: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score`` and ``f(b, h, q_idx, kv_idx, **tensors) -> bool``, FlexAttention's
@@ -25,6 +25,8 @@ from .ufuncs import FUNCTIONS, line_of_function
 ScoreMod = Callable[..., Any]
 MaskMod = Callable[..., Any]
 
+#: The operations of computed indices, all on integers: they are exact, so every engine reads the same element.
+INDEX_MODES = COMMUTES | OPPOSITE.keys() | {"sub", "neg", "abs", "div", "binary_select"}
 #: Numbers that are constants of the expression; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
 
@@ -64,6 +66,7 @@ class Tracer:
         self.accesses: dict[str, Access] = {}
         self.lines: dict[str, str] = {}
         self.functions = FUNCTIONS
+        self._dtypes = {name: array.dtype for name, array in arrays.items()}
         self.arrays = {name: CapturedArray(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
         self.line = ""  # the source line of the numpy call that is being traced
@@ -159,6 +162,37 @@ class Tracer:
         self.accesses[str(access)] = access
         return self.writer.leaf("captured", str(access), kind)
 
+    def index(self, index: Value) -> Any:
+        """A computed index of an array.
+
+        Raises:
+            IndexError: it is no integer, or it is not computed with integers only.
+        """
+        if index.kind != "int":
+            of_bool = "it is a condition: write np.where(condition, 1, 0)"
+            raise IndexError(of_bool if index.kind == "bool" else f"it is a float{_NOT_EXACT}")
+        steps: list[Step] = []
+        reads: list[Access] = []
+        numbers: dict[int, int] = {}
+        for number in self.writer.reachable(index.step):
+            step = self.writer.steps[number]
+            if step.mode == "number":
+                step = Step("constant", (), "", step.kind, self.numbers[step.name])
+            elif step.mode == "captured":
+                reads.append(self.accesses[step.name])
+                if self._dtypes[reads[-1].name].kind not in "iub":
+                    raise IndexError(f"it depends on {reads[-1].name}, which is not an array of integers or bool{_NOT_EXACT}")
+                step = step._replace(name=str(len(reads) - 1))
+            elif step.mode == "score":
+                raise IndexError("it depends on the score; it must depend on b, h, q_idx and kv_idx only")
+            elif step.mode not in LEAVES and (step.mode not in INDEX_MODES or step.kind == "float"):
+                raise IndexError(f"it is computed with floats ({step.mode}){_NOT_EXACT}")
+            if step.mode == "constant" and not -(2**31) < step.value < 2**31:
+                raise IndexError(f"it is computed with {step.value}, which does not fit into 32 bits")
+            numbers[number] = len(steps)
+            steps.append(step._replace(args=tuple(numbers[arg] for arg in step.args)))
+        return Computed(tuple(steps), tuple(reads))
+
     def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """Call a numpy function with traced values; :meth:`made` notes the call unless it is a part of another one."""
         traced = self.functions[function.__name__]
@@ -209,6 +243,10 @@ class Recorder(Tracer):
         self._results[element.step] = access
         return element
 
+    def index(self, index: Value) -> Any:
+        """A computed index of an array: an operand of a recorded call; it is checked when the function is traced."""
+        return self._operand(index)
+
     def _operand(self, x: Any) -> Any:
         """An operand of a recorded call, see :class:`NumpyCall`."""
         if not isinstance(x, Value) or x.step in self._results:
@@ -219,6 +257,10 @@ class Recorder(Tracer):
         return name or mode  # a parameter
 
 
+_NOT_EXACT = (
+    "; an index is computed with integers, so that every engine reads the same element: use +, -, *, //, %, abs, comparisons, "
+    "np.where, np.minimum and np.maximum. Thresholds take the place of logarithms, see zoo.t5_bucket"
+)
 _SIGNATURES = {
     "score_mod": "f(score, b, h, q_idx, kv_idx, **tensors) -> score",
     "mask_mod": "f(b, h, q_idx, kv_idx, **tensors) -> condition",

@@ -182,3 +182,15 @@ def test_integers_come_out_exactly(engine):
     out = engine.get(attention(*engine.put((q, k, v)), scale=1.0))
     for h, i, n in np.ndindex(wanted.shape):
         np.testing.assert_array_equal(out[:, h, i, n], v[:, h // 2, wanted[h, i, n], n])
+
+
+@every_engine
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("number", numbers(12, quick=3))
+def test_sequences_alone(number, backward, engine):
+    """The bits of a sequence do not depend on the rest of the batch, where the report on the call states it."""
+    names = ["seq_lens_kv", "bias", "mask", "causal", "sinks", "softcap", "alibi_slopes", "window"]
+    first, second = names[number % len(names)], names[(3 * number + 1) % len(names)]
+    case = engine.draw({first, second}, number, most=0)
+    options = case.options | {"deterministic": True}
+    engine.agrees(case.with_(b=3, layouts={}, backward=backward, options=options), refused=True)

@@ -256,6 +256,25 @@ def test_results_that_are_not_deterministic_are_found(name, replaced):
     assert all(flags)
 
 
+@pytest.mark.parametrize("function", ["attention", "attention_backward"])
+@pytest.mark.parametrize("entry", [0, 2])
+def test_a_sequence_with_other_bits_alone_is_found(entry, function, replaced):
+    """The first and the last sequence are also computed alone; one different bit is a finding."""
+    case = Case(sq=5, skv=7, b=3, backward=True, options={"bias": ("kqhb", "float32", "normal"), "seq_lens_kv": "random"})
+    assert execute(case).kind == "passed"
+    calls = itertools.count()
+
+    def spoiled(real, *arrays, **options):
+        results = real(*arrays, **options)
+        if arrays[1].shape[-1] == 1 and next(calls) == min(entry, 1):
+            first_bit(results, 0)
+        return results
+
+    replaced(function, spoiled)
+    name = "out" if function == "attention" else "dq"
+    assert f"bits of {name} of sequence {entry} depend on the rest of the batch" in execute(case).message
+
+
 @pytest.mark.parametrize("option", ["deterministic", "num_splits"])
 def test_moved_pages_must_give_the_same_bits(option, replaced):
     """A result that depends on the places of the pages is a finding if the call is reproducible."""
