@@ -12,6 +12,7 @@ from .block_masks.automatic import decide
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
+from .boundary.engine import refuse_fp8
 from .boundary.layouts import other_layout
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported, in_words
@@ -147,6 +148,9 @@ def explain(
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
+    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
+        refuse_fp8(options)
+        _check_fp8(q, k, backward=backward, jvp=jvp)
     copied = jvp or options.get("compute_dtype") is not None
     if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
@@ -157,8 +161,6 @@ def explain(
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
             }
             return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
-        _check_fp8(q, k, backward=backward, jvp=jvp)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     arrays = {"q": q, "k": k, "v": v, **results}

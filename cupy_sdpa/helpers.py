@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ._typing import Array, ArrayT, Layout
+from ._typing import Array, ArrayT, Engine, Layout
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
-from .boundary.conversion import Conversion
+from .boundary.conversion import OUTPUTS, Conversion
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
@@ -71,7 +71,7 @@ def dropout_mask(
     max_seqlen_kv: int | None = None,
     bucket: Bucket = None,
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
-    engine: Literal["numpy", "cudnn", "cupy"] | None = None,
+    engine: Engine = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
@@ -130,17 +130,17 @@ def dropout_mask(
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    layout: Layout | None = None, return_stats: Literal[False] = False,
+    layout: Layout | None = None, return_stats: Literal[False] = False, engine: Engine = None,
 ) -> ArrayT: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    layout: Layout | None = None, return_stats: Literal[True],
+    layout: Layout | None = None, return_stats: Literal[True], engine: Engine = None,
 ) -> tuple[ArrayT, Any]: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    layout: Layout | None = None, return_stats: bool,
+    layout: Layout | None = None, return_stats: bool, engine: Engine = None,
 ) -> Any: ...
 # fmt: on
 @takes_default
@@ -152,6 +152,7 @@ def merge(
     out: Array | None = None,
     layout: Layout | None = None,
     return_stats: bool = False,
+    engine: Engine = None,
 ) -> Any:
     r"""Merge the results of attention over disjoint sets of keys into the result over all keys.
 
@@ -172,6 +173,7 @@ def merge(
         layout: the axes of ``outs`` and ``out``, as for :func:`cupy_sdpa.attention`; statistics are then ``(B, Hq, Sq)``,
             packed ``(Tq, Hq)``. Default None: the shapes above.
         return_stats: also return L, of the dtype of the statistics. Default False.
+        engine: as for :func:`cupy_sdpa.attention`; ``"cupy"`` computes as the CPU does. Default None: the engine of the arrays.
 
     Returns:
         ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row that no part attends to has output 0 and L -inf, or
@@ -199,9 +201,17 @@ def merge(
     if (other := other_layout({"layout": layout})) and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)):
         wide = [to_own("out", x, other) for x in outs], [to_own("stats", x, other) for x in stats]
         own = None if out is None else to_own("out", out, other)
-        found, *rows = merge(*wide, sinks=sinks, out=own, return_stats=True)
+        found, *rows = merge(*wide, sinks=sinks, out=own, return_stats=True, engine=engine)
         merged = from_own("out", found, other) if out is None else out
         return (merged, from_own("stats", rows[0], other)) if return_stats else merged
+    if engine is not None and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)) and outs:
+
+        def of_own(sinks: Any, out: Any, **parts: Any) -> Any:
+            own = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
+            return merge(*own, sinks=sinks, out=out, return_stats=return_stats)
+
+        parts = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
+        return Conversion(outs[0], {"engine": engine}).run(of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS)
     _check_parts(outs, stats, sinks, out)
     return merge_unchecked(outs, stats, sinks, out, return_stats=return_stats)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
+from .boundary.conversion import convert
 from .boundary.layouts import other_layout
 from .boundary.libraries import library_of
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
@@ -41,7 +42,7 @@ _REFUSED = {
 }
 
 #: The options that are not taken.
-_NOT_TAKEN = (*_REFUSED, "seed", "offset", "engine")
+_NOT_TAKEN = (*_REFUSED, "seed", "offset")
 
 
 @takes_options(without=_NOT_TAKEN)
@@ -79,6 +80,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse(options)
+    if "engine" in options:
+        return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
     if library_of(q) is not None:
         raise TypeError(
@@ -91,7 +94,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     return results[0]
 
 
-@takes_options(without=_NOT_TAKEN)
+@takes_options(without=(*_NOT_TAKEN, "engine"))
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
 ) -> tuple[Problem, ...]:

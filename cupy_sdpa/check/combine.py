@@ -14,9 +14,9 @@ SHARES = {
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
-#: compute neither FP8 nor what has no option ``engine``.
+#: compute neither FP8 nor groups.
 LEFT_OUT: dict[str, set[str]] = {
-    "cpu": set(), "gpu": {"parallel"}, "cupy": {"fp8", "parallel", "shared_prefix", "merge", "cache", "weight_sums"},
+    "cpu": set(), "gpu": {"parallel"}, "cupy": {"fp8", "parallel"},
     "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
 }  # fmt: skip
 #: The described GPUs that problems in FP8 are planned for.

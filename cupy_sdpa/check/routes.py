@@ -84,7 +84,7 @@ def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, s
         outs.append(out)
         stats.append(log_sum_exp)
         begin = end
-    return cupy_sdpa.merge(outs, stats, sinks=sinks, return_stats=return_stats)
+    return cupy_sdpa.merge(outs, stats, sinks=sinks, return_stats=return_stats, engine=options.get("engine"))
 
 
 def in_group(

@@ -11,6 +11,7 @@ from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
+from ..boundary.engine import refuse_fp8
 from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
 from ..boundary.options import OF_CALLS, Options, read_flag, refuse_arguments, takes_options
@@ -184,6 +185,7 @@ def _run(
         arrays: q, k and v.
         options, return_stats, return_amax, out_dtype, out_scale: of the call.
     """
+    refuse_fp8(options)
     q, k, v = arrays
     named = dict(zip(_NAMES, given, strict=True))
     out_dtype = _check(q, k, v, options, out_dtype, out_scale)
@@ -246,6 +248,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
     results = run_cached(kind, given, options)
     if results is None:
+        refuse_fp8(options)
         allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
         if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
             raise TypeError(

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..problem.problem import MASKED_SCORE
 from ..runtime import cupy_runtime, memory
+from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
@@ -422,9 +423,3 @@ def _sum_kernel(dtype: str, out_dtype: str) -> Any:
         }}""",
         "cupy_sdpa_sum",
     )
-
-
-@functools.cache
-def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
-    """An element-wise kernel of CuPy."""
-    return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")

@@ -92,6 +92,12 @@ def stream() -> int:
     return int(cupy().cuda.get_current_stream().ptr)
 
 
+@functools.cache
+def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    """An elementwise kernel of CuPy."""
+    return cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
+
+
 def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
     pointer, runtime = stream(), cupy().cuda.runtime
