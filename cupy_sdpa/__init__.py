@@ -21,6 +21,7 @@ from .programs.watch import validate
 from .replay.call_report import Report
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
+from .tree import tree_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
 from .weights import weight_sums
@@ -56,6 +57,7 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "tree_mask",
     "validate",
     "weight_sums",
 ]

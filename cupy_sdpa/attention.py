@@ -120,13 +120,14 @@ def attention(
             return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        mask, rest = blocks_of(q, k, options, automatic=return_stats != "max_sumexp")
+        mask, rest = blocks_of(q, k, options, return_stats=return_stats)
         if dtype is not None or mask is not None:
             made = attend(
                 q, k, v, rest, mask=mask, dtype=dtype, return_stats=return_stats, deterministic=deterministic, out=out,
                 stats=stats,
             )  # fmt: skip
             return tuple(made) if len(made) > 1 else made[0]
+        options = rest
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
@@ -239,16 +240,16 @@ def attention_backward(
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        requested = return_dbias or return_dsinks or (return_dtensors is not None and return_dtensors is not False)
-        mask, rest = blocks_of(q, k, options, automatic=not requested)
+        outputs: dict[str, Any] = {
+            "return_dbias": return_dbias,
+            "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }
+        mask, rest = blocks_of(q, k, options, outputs=outputs)
         if dtype is not None or mask is not None:
             every = (dout, q, k, v, out, stats, dq, dk, dv)
-            return tuple(
-                attend_backward(
-                    every, rest, mask=mask, dtype=dtype, deterministic=deterministic, return_dbias=return_dbias,
-                    return_dsinks=return_dsinks, return_dtensors=return_dtensors,
-                )
-            )  # fmt: skip
+            return tuple(attend_backward(every, rest, mask=mask, dtype=dtype, deterministic=deterministic, **outputs))
+        options = rest
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
     arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)

@@ -21,7 +21,7 @@ from .graph import graph_of
 from .jvp import TANGENTS, attention_jvp, given_by
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
-from .programs.block_mask_calls import description
+from .programs.block_mask_calls import dense_description, description, of_call, reasons_for_dense
 from .programs.derivative_form import form_of
 from .programs.describe import program_of, report_of, with_missing
 from .replay.call_report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
@@ -182,7 +182,8 @@ def explain(
         tangents = [name for name in TANGENTS if own[name] is not None]
         form = form_of(*_head_dims(q, v), given_by(tangents), options, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
-    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), refused=any(outputs.values()))
+    requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
+    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
 
@@ -256,17 +257,35 @@ def _head_dims(q: Any, v: Any) -> tuple[int, int]:
 
 
 def _notes(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], report: Report, *, on_gpu: bool, refused: bool
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    report: Report,
+    *,
+    on_gpu: bool,
+    outputs: Mapping[str, Any],
+    return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show."""
+    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show.
+
+    Args:
+        arrays, options: of the call.
+        report: the report on its program.
+        on_gpu: whether it is described for a GPU.
+        outputs, return_stats: as for :func:`.block_mask_calls.of_call`.
+    """
     q, k, v = (arrays[name] for name in "qkv")
     conversion, text = "", ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
         conversion = f"{q.dtype} to {kind} before the call, and back after it"
-    mask = options.get("block_mask")
+    rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype", "layout", "engine")}
+    if (mask := options.get("block_mask")) is not None:
+        reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
+        if reasons := [*["FP8 arrays"] * isinstance(k, Fp8Array), *reasons]:
+            return conversion, dense_description(mask, reasons)
+        mask, _ = of_call(q, k, mask, rest)
     if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
         decision = decide(q.shape, k.shape, {name: x for name, x in options.items() if name != "compute_dtype"})
-        mask = None if refused else decision.mask
+        mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask
         text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
     if mask is not None:
         native = any(launch.problem.block_bits for launch in report.launches or (report,))

@@ -25,7 +25,7 @@ from .programs.derivative import Arrays, Tangents, derivative
 from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .programs.derivative_form import Form, Widened, form_of
 from .programs.executor import Inputs, run_program
-from .programs.passes import rounded
+from .programs.passes import blocks_of, rounded
 from .programs.program import Builder, Program
 from .replay.replay_cache import run_cached
 from .runtime import cupy_runtime
@@ -77,9 +77,9 @@ def attention_jvp(
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
         stats: float32 array ``(Sq, Hq, B)`` to write the log-sum-exp into; implies ``return_stats``.
-        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. With ``block_mask`` all passes
-            compute its blocks only. The derivative is that at constant options: their arrays, such as ``bias``, ``sinks`` and
-            ``tensors``, have no tangents. Dropout drops the same weights from the output and its derivative.
+        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
+            constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
+            same weights from the output and its derivative.
 
     Returns:
         ``(out, dout)`` or ``(out, dout, stats)``. New arrays are in Fortran order. out and dout are 0 in fully masked rows
@@ -113,8 +113,8 @@ def attention_jvp(
         if type(value) is not bool:
             read_flag(name, value)
     given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
-    others: dict[str, Any] = {**options}
-    mask = others.pop("block_mask", None)
+    mask, others = blocks_of(q, k, options, automatic=False)
+    of_form = {**others, "block_mask": mask}
     names: tuple[str, ...] = _NAMES
     kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
     if widened is not None and isinstance(widened, Widened):
@@ -128,7 +128,7 @@ def attention_jvp(
                 check_converted({**own, "out": out, "dout": dout})
             own = {name: _rounded(name, x, dtype, read=widened is not None) for name, x in own.items()}
         tangents = own["dq"], own["dk"], own["dv"]
-        form = read_form(own["q"], own["k"], own["v"], tangents, widened, options, deterministic=deterministic)
+        form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
         check_results(out, dout, stats, q, v)
         with cupy_runtime.device_context(q):
             try:
@@ -279,16 +279,16 @@ def _program_of(
     shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
     if not all(shapes):
         raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
-    mask, device = options.get("block_mask"), 0 if on_gpu else None
-    others = {name: value for name, value in options.items() if name != "block_mask"}
+    mask, others = blocks_of(q, k, options, automatic=False)
+    device = 0 if on_gpu else None
     if mask is None:
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu)  # checks the arguments
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, device=device)
     if mask is not None:
         like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
-        check_mask(**like, mask=mask, options=others)
+        check_mask(**like, mask=mask)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
-    form = form_of(head_dim, value_dim, given_by(tangents), options, deterministic=deterministic)
+    form = form_of(head_dim, value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
     own["scale"] = read_scale(own.get("scale"), head_dim)
 
     def dense(name: str, shape: tuple[int, ...], dtype: Any = None) -> View:

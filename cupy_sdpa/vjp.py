@@ -19,7 +19,7 @@ from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
-from .programs.block_mask_calls import refuse_gradients
+from .programs.block_mask_calls import dense_options
 from .programs.passes import attend, attend_backward, blocks_of
 
 GradientsT = TypeVar("GradientsT")
@@ -97,12 +97,10 @@ def attention_vjp(
     for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
         if requested is not False and read_flag(f"return_d{name}", requested) and options.get(name) is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
-    if options.get("block_mask") is not None:
-        refuse_gradients(others)
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {**kept}
+        rest: Any = {**(dense_options(q, k, kept) if "block_mask" in kept else kept)}
         del rest["compute_dtype"]
         out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
 
@@ -143,12 +141,13 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
             return found
 
         return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
-    mask, others = blocks_of(q, k, rest, automatic=True)
+    mask, others = blocks_of(q, k, rest)
     flags: dict[str, Any] = {"return_stats": True, "deterministic": outputs["deterministic"]}
     out, stats, *rounded = attend(q, k, v, others, mask=mask, dtype=dtype, kept=True, **flags)
     kept = (*rounded, stats)
     if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
-        mask, others = blocks_of(q, k, rest, automatic=False)
+        requested = {name: x for name, x in outputs.items() if name != "deterministic"}
+        mask, others = blocks_of(q, k, rest, outputs=requested)
 
     def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
         every = (dout, *kept, dq, dk, dv)

@@ -19,6 +19,7 @@ from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import placeholder
 from .problem.view import View
+from .programs.block_mask_calls import dense_options
 from .programs.executor import Inputs, run_program
 from .programs.program import Builder
 from .programs.steps import Constant
@@ -32,7 +33,6 @@ _SAME = ("scale", "softcap", "tensors", "bucket", "max_workspace", "layout")
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_kv"}
 #: The options that weights are not summed with, and what to do.
 _REFUSED = {
-    "block_mask": "pass its function as mask_mod=",
     "bias": "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
     "dropout_mask": "weights are those before dropout: omit it",
     "dropout_p": "weights are those before dropout: omit it, with seed= and offset=",
@@ -58,8 +58,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     Args:
         q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
         per_kv_head: sum over the query heads that share a key/value head, too. Default False.
-        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``block_mask``, ``num_splits``, ``layout`` and
-            ``compute_dtype``.
+        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout`` and ``compute_dtype``;
+            ``block_mask`` is computed as a dense mask.
 
     Returns:
         float32 ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed sequences ``(Hq, Tkv)`` or
@@ -87,6 +87,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
         raise TypeError(
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )
+    others = dense_options(q, k, others)
     kind, given = ("weight sums", per_kv_head), (q, k)
     if (results := run_cached(kind, given, others)) is None:
         with cupy_runtime.device_context(q):
@@ -117,6 +118,7 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
     _refuse(options)
+    options = dense_options(q, k, options)
     read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
     own = kept_options(placeholder(views["q"].shape, views["q"].dtype), own) if has_functions(own) else own

@@ -75,8 +75,8 @@ ROWS = [
       for options in ({}, {"compute_dtype": "float8_e4m3fn"})],
     row("attention_backward", "elements of FP8", lambda x: cupy_sdpa.attention_backward(*[elements(x)] * 5, np.ones((6, 4, 3), "f4")), Unsupported,
         "compute_dtype"),
-    row("explain", "FP8 arrays and a block mask", converted(explain, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 6, 7)), TypeError,
-        "does not take block_mask"),
+    row("attention", "FP8 arrays and a block mask on the GPU", on_gpu(lambda x: attention(x, x, x, block_mask=cupy_sdpa.block_mask(
+        lambda b, h, q, k: q >= k, 16, 16))), Unsupported, "mask or block_mask is not supported with FP8 arrays", "pass bfloat16", engine="fake"),
     row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "Fp8Array", "dequantize()"),
     row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is an Fp8Array", "dequantize()"),
     row("parallel.ContextParallel.attention", "FP8 arrays", lambda x: run_threads(

@@ -133,8 +133,8 @@ BACKWARD = [
         np.zeros((6, 4, 3), "f4"), **x.paged), Unsupported, "page_table", "dense"),
     row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
         np.zeros((6, 4, 3), "f4")), TypeError, "q is an Fp8Array", "dequantize"),
-    row("attention_backward", "sinks' gradient with a block mask", backward(
-        {}, block_mask=block_mask(zoo.causal, 6, 7), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks", "only dq, dk and dv"),
+    row("attention_backward", "gradients of a bias that is not passed with a block mask", backward(
+        {}, block_mask=block_mask(zoo.causal, 6, 7), return_dbias=True), ValueError, "return_dbias", "pass bias="),
     row("attention_backward", "the layout only in the forward pass", lambda x: attention_backward(
         x.dout, *x.qkv, *attention(*(a.T for a in x.qkv), layout="bshd", return_stats=True)), ValueError, "out", "(3, 6, 4, 16)"),
     row("attention_backward", "float32 statistics of float64 arrays", lambda x: double_gradients(x), lambda x: right(x)),

@@ -232,8 +232,8 @@ PARALLEL = [
     row("parallel.ContextParallel.attention", "pages", grouped(lambda x, cp: cp.attention(
         x.q, x.pages_k, x.pages_v, **x.paged)), Unsupported, "page_table", "cupy_sdpa.attention"),
     row("parallel.ContextParallel.attention", "a bucket", grouped(lambda x, cp: attend(x, cp, bucket=8)), Unsupported, "bucket"),
-    row("parallel.ContextParallel.attention", "a block mask", grouped(lambda x, cp: attend(
-        x, cp, block_mask=block_mask(zoo.causal, 6, 6))), TypeError, "block_mask"),
+    row("parallel.ContextParallel.attention", "a block mask of a part", grouped(lambda x, cp: attend(
+        x, cp, block_mask=block_mask(zoo.causal, 3, 6))), ValueError, "mask has shape (6, 3, 1, 1)", "(6, 6, 4, 3)"),
     row("parallel.ContextParallel.attention", "a mask that was cut", grouped(lambda x, cp: attend(
         x, cp, mask=np.ones((6, 3, 1, 1), bool))), ValueError, "mask", "(6, 6, 4, 3)"),
     row("parallel.ContextParallel.attention", "an unknown method", grouped(lambda x, cp: attend(x, cp, method="p2p")), ValueError,

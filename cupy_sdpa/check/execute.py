@@ -21,7 +21,7 @@ from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planned import plan
-from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
+from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, with_tree, wrong_scale
 from .tolerances import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
@@ -151,13 +151,15 @@ class CaseRunner:
         """The options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
         options = call_options(self.case, memory.views, tensors, index)
+        if not self.case.cache:
+            options = with_tree(self.case, self.data[index], memory.views["k"], options, self.xp)
         return options | named_layout(self.case) | ({} if self.block_mask is None else {"block_mask": self.block_mask})
 
     @functools.cached_property
     def block_mask(self) -> Any:
         """The block mask of the case; None without one."""
         attends, case = self.data[0].attends, self.case
-        if attends is None:
+        if "block_mask" not in case.options:
             return None
         if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch entry
             attends = np.zeros((*attends.shape[:2], 1, 1), bool)
@@ -214,7 +216,7 @@ class CaseRunner:
         # A prepared call accepts only a dense preallocated output.
         preallocated = {"out": form.array(views["out"])} if "out" in views and "out" not in self.case.layouts else {}
         # Some calls cannot be prepared.
-        other = {"block_mask", "fp8", "shared_prefix", "merge", "cache"} & self.case.options.keys()
+        other = {"fp8", "shared_prefix", "merge", "cache"} & self.case.options.keys()
         function = forward_function(self.case) if other else prepare_and_call
         return self.forward(function, memory, options | preallocated, 1, form)
 
@@ -256,6 +258,7 @@ class CaseRunner:
             cache = filled_cache(self.case, self.data[index], self.xp)
             q, k, v = rotated_queries(self.case, self.data[index], q, cache, self.xp), cache.keys(1), cache.values(1)
             options = options | {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+            options = with_tree(self.case, self.data[index], k, options, self.xp)
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
         returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)

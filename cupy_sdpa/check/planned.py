@@ -17,6 +17,7 @@ from .case import Case
 from .data import build, call_options
 from .drawn_memory import memory_of
 from .outcome import Outcome
+from .routes import with_tree
 
 #: Part of the planner's result if a problem ended the process.
 _CRASHED = "ended the process inside cuDNN"
@@ -49,8 +50,8 @@ def problems(case: Case) -> list[Any]:
     """The problems of the passes of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
     table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
-    options = call_options(case, data.arrays | table, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
+    options = with_tree(case, data, k, call_options(case, data.arrays | table, data.tensors, 0), np)
     stats = case.options.get("stats", case.backward)
     if "deterministic" in case.options:
         options["deterministic"] = True

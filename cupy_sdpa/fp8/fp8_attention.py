@@ -14,13 +14,14 @@ from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.engine import refuse_fp8
 from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
-from ..boundary.options import OF_CALLS, Options, read_flag, refuse_arguments, takes_options
+from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
+from ..programs.block_mask_calls import dense_options
 from ..programs.executor import Inputs, run_program
 from ..programs.passes import add_results, wanted_results
 from ..programs.program import Builder
@@ -52,7 +53,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options(without=OF_CALLS)
+@takes_options(without=("compute_dtype", "engine"))
 def attention(
     q: Any = ...,
     k: Any = ...,
@@ -148,6 +149,8 @@ def attend(
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     if not type(k) is type(v) is Fp8Array:
         _refuse_others(q, k, v)
+    if "block_mask" in options:
+        options = dense_options(q if converts else q.data, k.data, options)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
         "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,

@@ -15,7 +15,7 @@ from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_rope
 from ..runtime import cupy_runtime
-from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, tokens_of
+from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_path, tokens_of
 from .fp8_pages import Fp8Pages
 from .state import CacheState
 
@@ -420,6 +420,38 @@ class KVCache(CacheState):
         lengths = self._pages.lengths.copy()
         lengths[sequence] = length
         self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
+
+    def keep(self, sequence: int, path: Sequence[int] | NDArray[Any]) -> None:
+        """Keep some of the tokens that the last step added to a sequence, such as the accepted tokens of a draft.
+
+        The others are removed. The kept tokens become contiguous, in every layer, and pages beyond the new length are free.
+        Keys keep the rotation with which they were written. If the path is 0, 1, 2, ..., nothing is copied.
+
+        Args:
+            sequence: the sequence.
+            path: positions in the tokens of the last step, ascending, numbers on the host; for example the path from the root
+                of a tree of drafts to the last accepted token. Empty: all are removed.
+
+        Raises:
+            TypeError, ValueError: the sequence is not in the batch, or the path is not ascending positions of tokens that the
+                last step added and that are still there.
+            OutOfPages: not enough pages are free to copy shared pages that are written. The cache is unchanged.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=1, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.zeros((8, 2, 5, 1), np.float32, order="F") + np.arange(5, dtype=np.float32)[:, None]
+        >>> cache.append(tokens, tokens)
+        >>> cache.keep(0, [0, 2, 3])
+        >>> cache.keys()[0, 0, : cache.lengths[0], 0].tolist()
+        [0.0, 2.0, 3.0]
+        """
+        sequence = index(sequence, self.batch, "sequence")
+        self._recover()
+        self._check_no_step("keep()")
+        kept = read_path(path, int(self._step.present[sequence]), sequence)
+        length = int(self._pages.lengths[sequence])
+        change, copies, moved = self._pages.keep(sequence, length - int(self._step.present[sequence]), kept)
+        self._set(change, [(self._starts[1] + sequence, length)], copies, moved)
 
     def release(self, sequence: int) -> None:
         """Remove all tokens of a sequence and free its pages; :meth:`truncate` to 0."""

@@ -13,6 +13,7 @@ from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, tak
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..programs.block_mask_calls import dense_options
 from ..runtime import cupy_runtime
 from .agreement import REFUSED, Agreement
 from .channel import Channel, Message, copy
@@ -107,7 +108,7 @@ class ContextParallel:
             seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
                 times P, which must be right for all members: pass them if 2 P does not divide the length.
             options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits`` and ``bucket``;
-                ``dropout_p`` on the CPU only.
+                ``dropout_p`` on the CPU only. ``block_mask``, for whole sequences, is computed as a dense mask.
 
         Returns:
             The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.
@@ -123,6 +124,7 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             call = functools.partial(self.attention, **flags)
             return call_in_compute_dtype(call, {"q": q, "k": k, "v": v}, options, OUTPUTS)
+        options = dense_options(q, None, options)
         config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with cupy_runtime.device_context(q):
             if self.size == 1:
@@ -185,6 +187,7 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             gradients = call_in_compute_dtype(functools.partial(self.attention_backward, **flags), arrays, options, names)
             return gradients
+        options = dense_options(q, None, options)
         config, chosen = self._agreement.configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
@@ -245,6 +248,7 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             own, rest = in_compute_dtype({"q": q, "k": k, "v": v}, options)
             return self.explain(**own, method=method, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **rest)
+        options = dense_options(q, None, options)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
         return report(config, self._agreement.requested(method))
 

@@ -49,7 +49,7 @@ def read_form(
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:
-        check_mask(q, k, v, mask, {name: value for name, value in options.items() if name != "block_mask"})
+        check_mask(q, k, v, mask)
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
         if any(given):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
-from ..block_masks.method import check, check_arrays, method_of
+from ..block_masks.method import SUPPORTED, check, check_arrays, method_of
 from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call
@@ -26,25 +26,42 @@ from ..problem.view import View
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 from . import block_mask_steps
-from .block_mask_calls import check_return_stats, key_of, refuse_gradients
+from .block_mask_calls import key_of, of_call
 from .block_mask_steps import Forward, Gradients, score_function
 from .executor import Inputs, run_program
 from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
+#: The options that the blocks of a mask are computed with, and the flags of a backward pass that returns dq, dk and dv.
+_SUPPORTED = frozenset(SUPPORTED)
+_NO_OUTPUTS = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
 
 
-def blocks_of(q: Any, k: Any, options: Mapping[str, Any], *, automatic: bool) -> tuple[BlockMask | None, dict[str, Any]]:
-    """The block mask of a call, and its other options.
+def blocks_of(
+    q: Any,
+    k: Any,
+    options: Mapping[str, Any],
+    *,
+    automatic: bool = True,
+    return_stats: Any = False,
+    outputs: Mapping[str, Any] | None = None,
+) -> tuple[BlockMask | None, Any]:
+    """The block mask that a call computes by blocks, and its other options, a dictionary.
 
     Args:
         q, k, options: of the call.
-        automatic: whether a mask function may become a block mask.
+        automatic: whether a mask function may become a block mask. Default True.
+        return_stats, outputs: as for :func:`.block_mask_calls.of_call`.
     """
     rest = {**options}
     mask = rest.pop("block_mask", None)
-    if mask is None and automatic and "mask_mod" in options and (mask := automatic_mask(q, k, rest)) is not None:
+    plain = (return_stats is False or return_stats is True) and (outputs is None or outputs == _NO_OUTPUTS)
+    if mask is not None:  # repeated calls enter no function
+        if plain and type(mask) is BlockMask and _SUPPORTED.issuperset(rest):
+            return mask, rest
+        return of_call(q, k, mask, rest, return_stats=return_stats, outputs=outputs)
+    if automatic and plain and "mask_mod" in options and (mask := automatic_mask(q, k, rest)) is not None:
         del rest["mask_mod"]
     return mask, rest
 
@@ -87,8 +104,7 @@ def attend(
             flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
             native = False
             if mask is not None:
-                check_return_stats(return_stats)
-                sizes, with_stats = check(q, k, v, mask, {}), bool(return_stats) or stats is not None
+                sizes, with_stats = check(q, k, v, mask), bool(return_stats) or stats is not None
                 if method_of(mask, sizes).blocks is not None:
                     native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
             wanted, _ = results_of(inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
@@ -150,8 +166,6 @@ def attend_backward(
                 )
         with of_caller(named, options), cupy_runtime.device_context(q):
             inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
-            if mask is not None:
-                refuse_gradients(outputs)
             of_call = {"mask": mask, "dtype": dtype, "result": result, **flags}
             wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, **of_call)
             add_results(inputs, q, wanted)
@@ -181,7 +195,7 @@ def _inputs(
         check_converted(arrays, dtype=result)
     if mask is not None:
         q, k, v = (arrays[name] for name in "qkv")
-        check(q, k, v, mask, rest)
+        check(q, k, v, mask)
         check_arrays(arrays, rest.get("sinks"), results, dtype=result, rounded=dtype is not None)
     kept = kept_options(arrays["q"], rest)
     if mask is not None:

@@ -15,6 +15,7 @@ from ..problem.view import View
 from ..runtime import cupy_runtime
 from .derivative_checks import read_form
 from .derivative_form import Form, Widened
+from .passes import blocks_of
 
 #: The options that select the form, and those that convert the arrays.
 _READ = ("cu_seqlens_q", "softcap", "score_mod", "block_mask", "sinks", "dropout_p", "layout", "compute_dtype", "engine")
@@ -68,8 +69,9 @@ def widen(
     if options.get("compute_dtype") is not None:
         converted, rest = in_compute_dtype({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}, options)
         return widen(**converted, deterministic=deterministic, **rest)
-    check_names({name: value for name, value in options.items() if name != "block_mask"})
-    form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
+    mask, others = blocks_of(q, k, options, automatic=False)
+    check_names(others)
+    form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
         concatenate(wanted)

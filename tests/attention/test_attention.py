@@ -167,7 +167,7 @@ def test_the_public_names_are_these():
         "Rope", "StepError", "Unsupported", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
         "attention_jvp", "attention_vjp", "autotune", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
         "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem",
-        "shared_prefix_attention", "validate", "weight_sums",
+        "shared_prefix_attention", "tree_mask", "validate", "weight_sums",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 

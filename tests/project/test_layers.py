@@ -24,7 +24,7 @@ LAYERS = (
     ("composed", "nnlib", "store", "kv_cache", "parallel", "integrations"),
     ("vjp",),
     ("explain", "prepare"),
-    ("attention", "jvp", "helpers", "rope", "sequences", "weights"),
+    ("attention", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
     ("fp8",),
     ("offline",),
     ("programs",),
