@@ -14,8 +14,8 @@ from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.engine import refuse_fp8
 from .boundary.layouts import other_layout
-from .boundary.options import DTensors, Options, takes_options
-from .errors import CudnnError, Unsupported
+from .boundary.options import OF_CALLS, DTensors, Options, takes_options
+from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import TANGENTS, attention_jvp, given_by
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are ne
     from .offline.remote_planner import Planner
 
 
-@takes_options
+@takes_options(without=OF_CALLS)
 def problem(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -209,7 +209,7 @@ def explain_function(
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 256, 1), np.float32, order="F")
     >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.sliding_window(64), 256, 256)
-    >>> report = cupy_sdpa.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
+    >>> report = cupy_sdpa.composed.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
     >>> bool(report), len(report.steps) > 1
     (True, True)
     """
@@ -229,7 +229,7 @@ def explain_function(
 def _check_fp8(q: Any, k: Any, *, backward: bool, jvp: bool) -> None:
     """Refuse gradients and derivatives of FP8 arrays."""
     if jvp:
-        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
+        raise TypeError(f"q is {in_words(q)} and k {in_words(k)}; {Fp8Array.not_an_array}")
     if backward:
         raise Unsupported(NO_FP8_GRADIENTS)
 

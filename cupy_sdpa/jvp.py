@@ -15,7 +15,7 @@ from .boundary.arguments import read_shapes, views_of_shapes
 from .boundary.compute import cast, check_converted, read_compute_dtype
 from .boundary.conversion import convert, needs_conversion
 from .boundary.layouts import of_caller, options_in_own, other_layout, to_own
-from .boundary.options import Options, read_flag, read_scale, takes_options
+from .boundary.options import PAGES, Options, read_flag, read_scale, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
@@ -38,7 +38,7 @@ _WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 _NAMES = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
 
 
-@takes_options
+@takes_options(without=PAGES)
 def attention_jvp(
     q: ArrayT,
     k: Array,
@@ -71,8 +71,8 @@ def attention_jvp(
         q, k, v: as for :func:`cupy_sdpa.attention`.
         dq, dk, dv: the direction: arrays of the shapes and dtypes of q, k and v, with any strides. None is 0, and takes less
             time; at least one is given.
-        widened: the arrays that :func:`cupy_sdpa.widen` returns, in place of dq, dk and dv: nothing is copied. q, k and v must
-            be the arrays that it was called with. Default None.
+        widened: the arrays that :func:`cupy_sdpa.composed.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
+            and v must be the arrays that it was called with. Default None.
         return_stats: also return the log-sum-exp of the scores, float32. Default False.
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
@@ -231,7 +231,7 @@ def refusal(form: Form, name: str, reason: str) -> str:
     return f"attention_jvp with head dims {form.head_dim} and {form.value_dim} needs {passes}: {reason}. {form.remedy}"
 
 
-@takes_options
+@takes_options(without=(*PAGES, "compute_dtype", "engine"))
 def jvp_problems(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -259,7 +259,7 @@ def jvp_problems(
 
     >>> import cupy_sdpa
     >>> shape = (64, 8, 1024, 2)
-    >>> for problem in cupy_sdpa.jvp_problems(shape, shape, shape, dtype="bfloat16"):
+    >>> for problem in cupy_sdpa.composed.jvp_problems(shape, shape, shape, dtype="bfloat16"):
     ...     print("gradients" if problem.backward else "forward", problem.q.shape[0], problem.v.shape[0])
     forward 64 128
     forward 64 128

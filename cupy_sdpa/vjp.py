@@ -9,11 +9,13 @@ from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
-from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.layouts import has_own_axes, in_default
+from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
+from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
@@ -36,7 +38,7 @@ def attention_vjp(
     return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
 # fmt: on
-@takes_options
+@takes_options(without=PAGES)
 def attention_vjp(
     q: Any = ...,
     k: Any = ...,
@@ -73,6 +75,12 @@ def attention_vjp(
     """
     if positional or v is ...:
         refuse_arguments(attention_vjp, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }  # fmt: skip
+        return in_default(attention_vjp, q, k, v, **flags, **options)
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(
@@ -166,6 +174,7 @@ class Pullback(Generic[GradientsT]):
         #: The conversion of dout and of the gradients; None for arrays of numpy and CuPy.
         self.conversion: Conversion | None = None
 
+    @has_own_axes
     def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         gradients: Any

@@ -9,8 +9,9 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
-from .boundary.conversion import convert, needs_conversion
+from .boundary.conversion import convert
 from .boundary.layouts import other_layout
+from .boundary.libraries import library_of
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
@@ -40,8 +41,11 @@ _REFUSED = {
     "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
 }
 
+#: The options that are not taken.
+_NOT_TAKEN = (*_REFUSED, "seed", "offset")
 
-@takes_options
+
+@takes_options(without=_NOT_TAKEN)
 def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unpack[Options]) -> Any:
     r"""Sum the weights of attention over the queries, for every key: how much attention each key gets.
 
@@ -79,7 +83,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     if "engine" in options:
         return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
-    if needs_conversion(q, {}):
+    if library_of(q) is not None:
         raise TypeError(
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )
@@ -91,7 +95,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     return results[0]
 
 
-@takes_options
+@takes_options(without=(*_NOT_TAKEN, "engine"))
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
 ) -> tuple[Problem, ...]:
@@ -106,7 +110,7 @@ def weight_sums_problems(
     Raises:
         TypeError, ValueError, Unsupported: the arguments are invalid.
 
-    >>> from cupy_sdpa import weight_sums_problems
+    >>> from cupy_sdpa.composed import weight_sums_problems
     >>> for problem in weight_sums_problems((64, 8, 1024, 2), (64, 4, 4096, 2), dtype="bfloat16"):
     ...     print(problem.q.shape, problem.k.shape)
     (64, 8, 1024, 2) (64, 4, 4096, 2)

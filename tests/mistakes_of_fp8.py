@@ -56,7 +56,7 @@ ROWS = [
         fp8.quantize(y, rotate=rotate) for y, rotate in ((x.s, True), (x.s, True), (x.s, False))), layout="bhsd"), ValueError, "axis 0", "'bhsd' head_dim is axis 3"),
     row("fp8.attention", "transposed rotated arrays without layout=", lambda x: fp8.attention(*(
         fp8.quantize(y, rotate=rotate).T for y, rotate in ((x.s, True), (x.s, True), (x.s, False)))), ValueError, "axis 3", "head_dim is axis 0"),
-    row("attention", "values that are not in FP8", lambda x: attention(x.q, fp8.quantize(x.k), x.v), TypeError, "v is a ndarray", "both"),
+    row("attention", "values that are not in FP8", lambda x: attention(x.q, fp8.quantize(x.k), x.v), TypeError, "v is a numpy.ndarray", "both"),
     row("attention", "integer queries with FP8 keys", lambda x: attention(x.q.astype("i8"), *(fp8.quantize(y) for y in (x.k, x.v))), TypeError,
         "q is int64 and k is an FP8"),
     *[row("attention", f"FP8 keys and out: {name}", lambda x, make=make: written(x, make(x)), error, *words)

@@ -5,6 +5,7 @@
 import numpy as np
 from mistakes import row
 
+import cupy_sdpa
 from cupy_sdpa import (
     KVCache,
     OutOfPages,
@@ -16,8 +17,8 @@ from cupy_sdpa import (
     page_table_from_lists,
     tree_mask,
     weight_sums,
-    weight_sums_problems,
 )
+from cupy_sdpa.composed import weight_sums_problems
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -60,7 +61,7 @@ ROWS = [
     row("apply_rope", "offsets with a dense array", applied(cu_seqlens=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),
     row("apply_rope", "a packed array without offsets", lambda x: apply_rope(x.pq, Rope(8)), ValueError, "x has shape (8, 4, 11)", "cu_seqlens="),
     row("apply_rope", "one position per token", applied(start=np.zeros((6, 3), "i4")), ValueError, "start has shape (6, 3)", "(3,)"),
-    row("apply_rope", "ends in int64", applied(end=np.zeros(3, "i8")), TypeError, "end is int64", "int32"),
+    row("apply_rope", "ends in float32", applied(end=np.zeros(3, "f4")), TypeError, "end is float32", "int32"),
     row("apply_rope", "float offsets", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.zeros(4, "f4")), TypeError, "cu_seqlens is float32",
         ".astype('int32')"),
     row("apply_rope", "offsets that fall", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.array([0, 8, 5, 11], "i4")), ValueError,
@@ -188,6 +189,10 @@ ROWS += [
     row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
     row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
-    row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
-    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
+    row("page_table_from_lists", "a page size beyond 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 2], [0, 1], [3],
+        page_size=2**31), ValueError, "page_size is 2147483648", "below 2**31"),
+    row("page_table_from_lists", "more tokens than 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 3], [0, 1, 2], [3],
+        page_size=2**30), ValueError, "2147483651 tokens", "below 2**31"),
+    row("composed.weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
+    row("composed.weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip

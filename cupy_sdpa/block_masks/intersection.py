@@ -45,7 +45,7 @@ def _intersected(mask: BlockMask, band: Band) -> BlockMask:
             bits[n] &= mask.bits[number]
     kinds, bits = with_exact_kinds(kinds, bits, tiles, (mask.sq, mask.skv))
     found = None if mask.segments is None else _segments(mask, first, end, 2 * query_blocks + 2)
-    function = _function(mask, band) if mask.has_its_function else None
+    function = _function(mask, band) if mask._has_its_function else None
     return BlockMask(mask.sq, mask.skv, kinds, bits, found, function, mask.block)
 
 

@@ -102,7 +102,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or mask.has_its_function else None
+    return found if found is None or mask._has_its_function else None
 
 
 def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
@@ -223,7 +223,9 @@ def check_arrays(
     given = {**arrays, "sinks": sinks}
     # gradients of float64 arrays also take float64 statistics
     doubles = not rounded and "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
-    table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
+    wide = not rounded and q.dtype == np.float64 == getattr(sinks, "dtype", None)
+    dtypes = {"stats": "float64" if doubles else "float32", "of_heads": "float64" if wide else "float32"}
+    table = expected_arrays(q, k, v, **dtypes)
     if dtype is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)

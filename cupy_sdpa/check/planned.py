@@ -56,9 +56,11 @@ def problems(case: Case) -> list[Any]:
     if "deterministic" in case.options:
         options["deterministic"] = True
     if case.tangents:
-        return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
+        return list(cupy_sdpa.composed.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     if "weight_sums" in case.options:
-        return list(cupy_sdpa.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"}))
+        return list(
+            cupy_sdpa.composed.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"})
+        )
     if "fp8" in case.options:
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]

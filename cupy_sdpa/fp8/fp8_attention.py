@@ -12,11 +12,13 @@ from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.engine import refuse_fp8
-from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
 from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
+from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
+from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
 from ..programs.block_mask_calls import dense_options
@@ -51,7 +53,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options
+@takes_options(without=("compute_dtype", "engine"))
 def attention(
     q: Any = ...,
     k: Any = ...,
@@ -108,9 +110,15 @@ def attention(
     """
     if positional or q is ... or k is ... or v is ...:
         refuse_arguments(attention, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale,
+            "stats": stats,
+        }  # fmt: skip
+        return in_default(attention, q, k, v, **flags, **options)
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
-        raise TypeError(f"q is a {type(q).__name__}; {_ALL}")
+        raise TypeError(f"q is {in_words(q)}; {_ALL}")
     results = attend(
         q, k, v, options, return_stats=return_stats, return_amax=return_amax, out_dtype=out_dtype, out_scale=out_scale,
         stats=stats,
@@ -326,10 +334,10 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
     """Raise TypeError for arrays that are not FP8 arrays, if k or v is one of them."""
     if type(q) is not Fp8Array and type(k) is Fp8Array:
         _dtype_of(q)
-        raise TypeError(f"k is an FP8 array and v is a {type(v).__name__}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
+        raise TypeError(f"k is an FP8 array and v is {in_words(v)}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is not Fp8Array:
-            raise TypeError(f"{name} is a {type(x).__name__}; {_ALL}")
+            raise TypeError(f"{name} is {in_words(x)}; {_ALL}")
 
 
 def _dtype_of(q: Any) -> str:

@@ -13,6 +13,7 @@ from ..attention import attention
 from ..boundary.argument import as_int32, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.conversion import OUTPUTS, convert
+from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
@@ -24,12 +25,14 @@ from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 
+#: The options that it takes.
+_TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
-             "layout", "compute_dtype")  # fmt: skip
+             "compute_dtype")  # fmt: skip
 
 
-@takes_options
+@takes_options(only=_TAKEN)
 def shared_prefix_attention(
     q: Array,
     k: Array,
@@ -55,7 +58,7 @@ def shared_prefix_attention(
         return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
-            ``num_splits``, ``max_workspace``, ``engine``, and ``causal="bottom_right"``.
+            ``num_splits``, ``max_workspace``, ``layout``, ``engine``, and ``causal="bottom_right"``.
 
     Returns:
         The output ``(Dv, Hq, Sq, B)``, or ``(out, stats)``.
@@ -78,6 +81,15 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
+    if options.get("layout") is not None:
+        named = {"q": q, "k": k, "v": v, "out": out}
+        with of_caller(named, options):
+            own, rest = in_own_layout(named, options)
+            found = shared_prefix_attention(**own, shared_prefix=shared_prefix, return_stats=return_stats, **rest)
+        if layout := other_layout(options):
+            made = results_in(layout, OUTPUTS, found if return_stats else [found], named, options)
+            return tuple(made) if return_stats else made[0]
+        return found
     if "engine" in options:
         _refuse(options)
         arrays = {"q": q, "k": k, "v": v, "out": out}
@@ -173,7 +185,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    check_names({name: value for name, value in options.items() if name not in ("layout", "compute_dtype")})
+    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     _refuse(options)
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")

@@ -63,6 +63,7 @@ class CacheState:
     batch: int
     layers: int
     max_length: int
+    layout: str | None
     table: Any
     _fp8: Fp8Pages | None
     #: Whether the kernel that rotates keys is compiled.
@@ -111,14 +112,17 @@ class CacheState:
         if self._numpy:  # the caller reads these views; writing to them would change the state
             self.full_table, self.lengths = self.full_table[:], self.lengths[:]
             self.full_table.flags.writeable = self.lengths.flags.writeable = False
+        if self.layout is not None:
+            self.full_table = self.full_table.T
         self._fit_table()
 
     def _fit_table(self) -> None:
         """Give ``table`` a power of two of rows, so that a growing sequence needs few plans."""
         longest = max(1, *map(len, self._pages.by_sequence))
         needed = min(1 << (longest - 1).bit_length(), self._width)
-        if "table" not in vars(self) or needed != self.table.shape[0]:
-            self.table = self.full_table[:needed]
+        rows = 0 if self.layout is None else 1
+        if "table" not in vars(self) or needed != self.table.shape[rows]:
+            self.table = self.full_table[:, :needed] if rows else self.full_table[:needed]
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes, without views; arrays have one axis, so that a copy has their memory order."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..attention import attention, attention_backward
 from ..boundary.compute import call_in_compute_dtype, in_compute_dtype
 from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
-from ..boundary.layouts import check_strides_of, other_layout
+from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
@@ -84,6 +84,7 @@ class ContextParallel:
         self.rank, self.size = self._group.rank, self._group.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
 
+    @takes_default
     def attention(
         self,
         q: Any,
@@ -132,6 +133,7 @@ class ContextParallel:
                 out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
         return (out, stats) if return_stats else out
 
+    @takes_default
     def attention_backward(
         self,
         dout: Any,
@@ -200,6 +202,7 @@ class ContextParallel:
                 gradients = (*gradients, sink_gradients(config, self._channel, dout, out, stats, options["sinks"]))
         return gradients
 
+    @takes_default
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
         """Compute attention, and return a function that computes the gradients.
 
@@ -214,11 +217,13 @@ class ContextParallel:
         options = kept_options(q, options)
         out, stats = self.attention(q, k, v, return_stats=True, **options)
 
+        @has_own_axes
         def pullback(dout: Any) -> tuple[Any, ...]:
             return self.attention_backward(dout, q, k, v, out, stats, **options, **backward)
 
         return out, pullback
 
+    @takes_default
     def explain(
         self,
         q: Any,

@@ -155,8 +155,8 @@ def read_key(
                     return None
                 key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
                 passed.append(array)
-        elif hasattr(value_type, "cache_key"):
-            key.append(value.cache_key)
+        elif hasattr(value_type, "_cache_key"):
+            key.append(value._cache_key)
         else:
             return None
     return tuple(key), passed

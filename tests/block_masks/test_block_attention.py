@@ -17,9 +17,9 @@ from cupy_sdpa import (
     block_mask,
     explain,
     get_plan_cache,
-    jvp_problems,
     zoo,
 )
+from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.programs import block_mask_steps as gradients
 
 TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])

@@ -297,7 +297,7 @@ def test_mistakes(fake):
             call(*eighths, engine="cupy")
     with pytest.raises(Unsupported, match=r"engine is 'cupy', which does not compute in FP8: .* dequantize"):
         attention_vjp(half, half, half, compute_dtype="float8_e4m3fn", engine="cupy")
-    with pytest.raises(ValueError, match=r"layout is passed, which shared_prefix_attention does not support"):
+    with pytest.raises(ValueError, match="shared_prefix_attention needs page_table and seq_lens_kv"):
         shared_prefix_attention(half, half, half, 0, layout="bshd", engine="cupy")
     with pytest.raises(TypeError, match=r"arrays are mixed: q is a CuPy array and stats\[1\] is a numpy array"):
         merge([half, half], [half[0], half[0].get()], engine="cupy")

@@ -20,13 +20,13 @@ from cupy_sdpa import (
     attention_backward,
     attention_jvp,
     attention_vjp,
-    explain_function,
     fp8,
     get_plan_cache,
     shared_prefix_attention,
     validate,
 )  # fmt: skip
 from cupy_sdpa.boundary.call import describing
+from cupy_sdpa.composed import explain_function
 from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import executor
 from cupy_sdpa.programs.describe import program_of
