@@ -54,6 +54,8 @@ def evaluate(
     with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
         for tile in run.tiles():
             for node, last_reads in run.steps:
+                if not tile.last and node.outputs[0].name in run.later:
+                    continue
                 tile.last_reads = last_reads
                 RULES[type(node)](node, tile)
                 if check is not None:
@@ -175,15 +177,19 @@ def _norms(matrix: Array, axis: int) -> Array:
 
 def _matmul(node: Matmul, tile: Tile) -> None:
     a, b = tile[node.a], tile[node.b]
+    summed = node.out.name in tile.run.summed  # over the rows of all tiles
     if node.k is not None:
-        length = tile.number(node.k)
+        length = max(0, tile.number(node.k) - (tile.start if summed else 0))
         a, b = a[:, :length], b[:length]
     out = a @ b
     if node.m is not None:
-        out[max(0, tile.number(node.m) - tile.start) :] = 0
+        out[max(0, tile.number(node.m) - (0 if summed else tile.start)) :] = 0
     if node.n is not None:
         out[:, tile.number(node.n) :] = 0
-    tile[node.out] = out
+    if summed:
+        tile.add_to_rows(node.out, out)
+    else:
+        tile[node.out] = out
 
 
 def _paged_load(node: PagedLoad, tile: Tile) -> None:

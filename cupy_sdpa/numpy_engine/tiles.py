@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor
+from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor, Transpose
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
@@ -45,6 +45,7 @@ class Analysis:
         packed: the names of the tensors of packed sequences.
         lengths: the lengths of each batch entry, if only these are computed.
         separable: whether a block of rows can be computed without the other rows.
+        summed: the rows of gradients that are sums over tiles, if a GPU can compute them so; else None.
         shape: batch, heads, rows and columns.
     """
 
@@ -60,6 +61,7 @@ class Analysis:
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
         self.separable = _is_separable(graph, self.right_operands)
+        self.summed = SummedRows.of(graph)
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
         self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
 
@@ -81,7 +83,10 @@ class Evaluation:
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
         exact: whether intermediate results are not rounded.
-        right_operands, packed: as for :class:`Analysis`.
+        right_operands, packed, separable: as for :class:`Analysis`.
+        rows: the number of queries.
+        summed: the products that are summed over the tiles of a head; ``later``: the results of nodes that read such sums.
+        row_sums: unfinished sums over the tiles of a head, by the name of the product.
         steps: every node with the names of the tensors that no later node reads.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
@@ -103,6 +108,12 @@ class Evaluation:
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
         self.steps = analysis.steps if self.xp is np else analysis.fused_steps
+        self.separable, self.rows = analysis.separable, analysis.shape[2]
+        self.summed, self.later = frozenset[str](), frozenset[str]()
+        if self.xp is not np and analysis.summed:
+            self.right_operands, self.summed, self.later, self.rows = analysis.summed
+            self.separable = True
+        self.row_sums: dict[str, Array] = {}
         self.scalars: dict[str, Any] = {}
         for t in analysis.scalars:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
@@ -115,18 +126,19 @@ class Evaluation:
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles, in the order of batch entries, heads and rows."""
-        batch, heads, rows, max_columns = self._analysis.shape
+        batch, heads, _, max_columns = self._analysis.shape
+        rows = self.rows
         lengths, columns = self._analysis.lengths, None
         elements = TILE_ELEMENTS if self.xp is np else GPU_TILE_ELEMENTS
         for b in range(batch):
             if lengths:
                 rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
             width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, elements // width) if self._analysis.separable else rows)
+            step = max(1, min(rows, elements // width) if self.separable else rows)
             for h in range(heads):
                 cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
                 for start in range(0, max(1, rows), step):
-                    yield Tile(self, b, h, start, min(rows, start + step), columns, cache)
+                    yield Tile(self, b, h, start, min(rows, start + step), start + step >= rows, columns, cache)
 
 
 @dataclass
@@ -137,6 +149,7 @@ class Tile:
         run: the evaluation.
         batch, head: the batch entry and the query head.
         start, stop: the rows.
+        last: whether it is the last tile of the head.
         columns: the number of keys of this batch entry; None if it equals that of the tensors.
         cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
         values: the tensors computed or read so far, in ``run.dtype``.
@@ -148,6 +161,7 @@ class Tile:
     head: int
     start: int
     stop: int
+    last: bool
     columns: int | None
     cache: dict[str, Array]
     values: dict[str, Array] = field(default_factory=dict)
@@ -176,7 +190,8 @@ class Tile:
         if tensor.role == "output" and tensor.name not in self.run.packed:
             self.rows_of(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
         elif tensor.role == "output":
-            part = self._sequence(tensor)[self.start : self.start + len(value)]
+            start = 0 if self._has_all_rows(tensor) else self.start
+            part = self._sequence(tensor)[start : start + len(value)]
             part[...] = rounded(value[: len(part)], tensor.dtype) if tensor.dtype in FP8_LARGEST else value[: len(part)]
         if tensor.role == "output" and tensor.name in self.last_reads:  # no later step reads it
             return
@@ -184,6 +199,13 @@ class Tile:
         if not self.run.exact and value.dtype == dtype and tensor.dtype != dtype.name:
             value = rounded(value, tensor.dtype).astype(dtype)
         self.values[tensor.name] = value
+
+    def add_to_rows(self, tensor: Tensor, value: Array) -> None:
+        """Add to a sum over the tiles of a head; the last tile stores the sum."""
+        sums = self.run.row_sums
+        sums[tensor.name] = value if self.start == 0 else sums[tensor.name] + value
+        if self.last:
+            self[tensor] = sums.pop(tensor.name)
 
     def add_to_group(self, tensor: Tensor, value: Array) -> None:
         """Add to a sum over a group of heads; the last head of the group stores the sum."""
@@ -229,7 +251,7 @@ class Tile:
 
     def rows_of(self, tensor: Tensor) -> Array:
         """The part of an array that the tile reads or writes: its rows, or all rows of a right operand."""
-        rows = slice(None) if tensor.name in self.run.right_operands or tensor.shape[2] == 1 else slice(self.start, self.stop)
+        rows = slice(None) if self._has_all_rows(tensor) else slice(self.start, self.stop)
         if tensor.name in self.run.packed:
             matrix = self._sequence(tensor)
             if self.columns is None:
@@ -242,6 +264,11 @@ class Tile:
         b = self.batch if view.shape[0] > 1 else 0
         head = self.head * view.shape[1] // self.run.heads  # as in head_of
         return view[b, head][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+
+    def _has_all_rows(self, tensor: Tensor) -> bool:
+        """Whether a tile reads or writes all rows of a tensor."""
+        run, name = self.run, tensor.name
+        return tensor.shape[2] == 1 or name in run.right_operands or name in run.summed or name in run.later
 
     def _sequence(self, tensor: Tensor) -> Array:
         """The part of a packed tensor that is the sequence of this batch entry."""
@@ -281,7 +308,10 @@ def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
     right, (*_, of, width) = analysis.right_operands, analysis.shape
-    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if analysis.separable else of
+    if analysis.summed:
+        right, of = analysis.summed.right_operands | analysis.summed.products, analysis.summed.rows
+    separable = analysis.separable or analysis.summed
+    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if separable else of
     alive: dict[str, int] = {}
     most = 0
     for node, last_reads in analysis.fused_steps:
@@ -344,6 +374,52 @@ def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
     by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
     results = {t.name for node in graph.nodes if not isinstance(node, PagedLoad) for t in node.outputs}
     return not right_operands & (by_rows | results)
+
+
+class SummedRows(NamedTuple):
+    """How gradients are computed one block of queries at a time: products with a transposed block are summed over the blocks.
+
+    Attributes:
+        right_operands: the right operands of the other products, of which every tile reads all rows.
+        products: the products that are summed, such as ``dV = P^T dO``.
+        later: the results of the nodes that read these sums. They are computed with the last tile of a head.
+        rows: the number of queries.
+    """
+
+    right_operands: set[str]
+    products: frozenset[str]
+    later: frozenset[str]
+    rows: int
+
+    @classmethod
+    def of(cls, graph: Graph) -> SummedRows | None:
+        """The sums of a graph; None if it has none, or a step needs the rows of all tiles at once."""
+        matmuls = [node for node in graph.nodes if isinstance(node, Matmul)]
+        every = {node.b.name for node in matmuls}
+        transposed = {node.out.name: node for node in graph.nodes if isinstance(node, Transpose) and node.x.name not in every}
+        summed = [node for node in matmuls if node.a.name in transposed]
+        products = {node.out.name for node in summed}
+        right = {node.b.name for node in matmuls if node not in summed}
+        later: set[str] = set()
+        for node in graph.nodes:
+            read = {t.name for t in node.inputs}
+            if read & (products | later):
+                if any(t.shape[2] > 1 and t.name not in products | later for t in node.inputs):
+                    return None
+                later |= {t.name for t in node.outputs}
+        for node in graph.nodes:
+            of_all = isinstance(node, PagedLoad) or (isinstance(node, Transpose) and node.x.name in right)
+            product = isinstance(node, Matmul) and node not in summed
+            by_rows = [t.name for t in node.inputs if not (of_all or (product and t.name == node.inputs[1].name))]
+            if right.intersection(by_rows) or (not of_all and right.intersection(t.name for t in node.outputs)):
+                return None
+            if not isinstance(node, Matmul) and transposed.keys() & set(by_rows):
+                return None
+            of_group = isinstance(node, Reduction) and not _sums_over_tiles(node) and node.out.shape[3] > 1
+            if of_group and node.out.name not in later:
+                return None
+        rows = {node.x.shape[2] for node in transposed.values()}
+        return cls(right, frozenset(products), frozenset(later), rows.pop()) if len(rows) == 1 else None
 
 
 def _last_reads(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
