@@ -139,6 +139,10 @@ def attention(
             GPU draw different numbers. offset is 0 by default.
         dropout_mask: bool ``(Skv, Sq, Hq, B)``, True where a weight is kept, in place of random numbers; on the CPU only, see
             :func:`cupy_sdpa.dropout_mask`.
+        batch_invariant: guarantee that the bits of a sequence's output, log-sum-exp and gradients do not depend on the rest of
+            the batch. Where this does not hold or is unknown, the call raises Unsupported with the reason and the option that
+            makes it hold, such as ``deterministic`` or ``num_splits``; otherwise it runs as without this option, but with
+            ``mask_mod`` in place of its blocks (:doc:`/options`). Default False.
         max_workspace: upper bound of cuDNN's workspace in bytes. Default None: no bound.
         bucket: round lengths up, so that different lengths share a plan: to multiples of an integer, to a ``"power_of_two"``,
             or by a function of the length. Arrays are copied into longer ones, and the padding is masked; for packed sequences

@@ -77,6 +77,8 @@ MASKS = [
     row("attention", "a block mask for another batch", call(block_mask=BlockMask.from_blocks(np.ones((1, 1, 1, 2), bool), 6, 6)),
         ValueError, "1 heads and 2 batch entries; q has 4 and 3"),
     row("attention", "a block mask and dropout", call(dropout_p=0.1, seed=1), ValueError, "dropout_p and block_mask"),
+    row("attention", "a block mask in an invariant call", call(batch_invariant=True), Unsupported, "batch_invariant is True",
+        "pass the function of block_mask as mask_mod="),
     row("attention", "a block mask and a mask function", call(mask_mod=zoo.causal), ValueError, "mask_mod and block_mask"),
     row("attention", "a block mask and max_sumexp", call(return_stats="max_sumexp"), ValueError, "max_sumexp", "block_mask"),
     row("attention", "a block mask and a score function that masks", call(
@@ -109,6 +111,7 @@ JVP = [
         ("k of another head dim", derived(k=np.zeros((4, 4, 6, 3), "f4", "F")), ValueError, "the head dims", "8 and 4"),
         ("a list as a tangent", derived(dv=[1.0]), TypeError, "dv is a list; attention takes numpy and CuPy arrays"),
         ("num_splits", derived(num_splits=2), ValueError, "num_splits is 2"),
+        ("batch_invariant=1", derived(batch_invariant=1), TypeError, "batch_invariant is 1; it must be True or False"),
         ("deterministic=1", derived(deterministic=1), TypeError, "deterministic is 1; it must be True or False"),
         ("a number as the wide arrays", derived(dq=None, widened=3), TypeError, "widened is an int"),
         ("the derivative in the memory of q", lambda x: attention_jvp(x.s, x.s, x.s, x.s, dout=x.s), ValueError,

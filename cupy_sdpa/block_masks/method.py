@@ -9,6 +9,7 @@ import numpy as np
 
 from ..boundary import argument
 from ..boundary.layouts import check_strides_of
+from ..boundary.options import read_flag
 from ..kernels.block_rows import BLOCK
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
@@ -17,6 +18,7 @@ from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
+from ..support.batch import not_invariant
 from . import segments
 from .block_mask import BlockMask
 from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Sizes, make_tables, rectangles
@@ -164,6 +166,8 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
             "with cupy_sdpa.block_mask(mask_mod, Sq, Skv), or from FlexAttention's fields with BlockMask.from_kv_blocks; a "
             "bool array (Skv, Sq, Hq, B) is mask="
         )
+    if read_flag("batch_invariant", options.get("batch_invariant", False)):
+        raise not_invariant("the batch size determines how blocks are computed: pass the function of block_mask as mask_mod=")
     for name, value in options.items():
         if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):
             raise ValueError(

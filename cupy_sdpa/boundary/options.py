@@ -50,6 +50,7 @@ class Options(TypedDict, total=False):
     offset: int | Array | None
     dropout_mask: Array | None
     num_splits: int | None
+    batch_invariant: bool
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
     layout: Layout | None
@@ -58,7 +59,7 @@ class Options(TypedDict, total=False):
 
 
 #: The options whose default is not None.
-DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
+DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "batch_invariant": False}
 #: The options that are arrays.
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of options of other libraries.

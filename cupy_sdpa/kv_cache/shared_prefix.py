@@ -25,7 +25,7 @@ from ..runtime import cupy_runtime
 
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
-             "layout", "compute_dtype")  # fmt: skip
+             "layout", "compute_dtype", "batch_invariant")  # fmt: skip
 
 
 @takes_options
