@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from .attention import attention, attention_backward
 from .block_masks.block_mask import BlockMask, block_mask
 from .errors import CudnnError, DiskCacheWarning, OutOfPages, StepError, Unsupported
-from .explain import explain, explain_function, get_plan_cache, problem
+from .explain import explain, get_plan_cache, problem
 from .helpers import alibi_slopes, dropout_mask, merge
-from .jvp import attention_jvp, jvp_problems
+from .jvp import attention_jvp
 from .kv_cache.cache import KVCache
 from .kv_cache.shared_prefix import shared_prefix_attention
 from .prepare import Prepared, autotune, prepare
 from .problem.problem import Problem
 from .programs.watch import validate
-from .programs.widened import widen
 from .replay.call_report import Report
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
+from .tree import tree_mask
 from .version import __version__
 from .vjp import Pullback, attention_vjp
-from .weights import weight_sums, weight_sums_problems
+from .weights import weight_sums
 
 __all__ = [
     "BlockMask",
@@ -51,22 +51,19 @@ __all__ = [
     "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
-    "explain_function",
     "get_plan_cache",
-    "jvp_problems",
     "merge",
     "page_table_from_lists",
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "tree_mask",
     "validate",
     "weight_sums",
-    "weight_sums_problems",
-    "widen",
 ]
 
 #: Public modules, imported on first use.
-_MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+_MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
     "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention",
@@ -74,6 +71,7 @@ _OTHER_FUNCTIONS = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from . import composed as composed
     from . import fp8 as fp8
     from . import layout as layout
     from . import nnlib as nnlib

@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 #: The orders of axes that calls take.
 Layout = Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"]
+#: The option ``engine``.
+Engine = Literal["numpy", "cudnn", "cupy"] | None
 
 
 class Array(Protocol):

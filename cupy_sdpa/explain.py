@@ -12,15 +12,16 @@ from .block_masks.automatic import decide
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
+from .boundary.engine import refuse_fp8
 from .boundary.layouts import other_layout
-from .boundary.options import DTensors, Options, takes_options
-from .errors import CudnnError, Unsupported
+from .boundary.options import OF_CALLS, DTensors, Options, takes_options
+from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import TANGENTS, attention_jvp, given_by
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
-from .programs.block_mask_calls import description
+from .programs.block_mask_calls import dense_description, description, of_call, reasons_for_dense
 from .programs.derivative_form import form_of
 from .programs.describe import program_of, report_of, with_missing
 from .replay.call_report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are ne
     from .offline.remote_planner import Planner
 
 
-@takes_options
+@takes_options(without=OF_CALLS)
 def problem(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -148,6 +149,9 @@ def explain(
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
+    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
+        refuse_fp8(options)
+        _check_fp8(q, k, backward=backward, jvp=jvp)
     copied = jvp or options.get("compute_dtype") is not None
     if needs_conversion(q, options) or (copied and other_layout(options)):
         conversion = Conversion(q, options)
@@ -158,8 +162,6 @@ def explain(
                 name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
             }
             return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
-    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
-        _check_fp8(q, k, backward=backward, jvp=jvp)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     arrays = {"q": q, "k": k, "v": v, **results}
@@ -188,7 +190,8 @@ def explain(
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
-    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), refused=any(outputs.values()))
+    requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
+    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
 
@@ -214,7 +217,7 @@ def explain_function(
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 256, 1), np.float32, order="F")
     >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.sliding_window(64), 256, 256)
-    >>> report = cupy_sdpa.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
+    >>> report = cupy_sdpa.composed.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
     >>> bool(report), len(report.steps) > 1
     (True, True)
     """
@@ -234,7 +237,7 @@ def explain_function(
 def _check_fp8(q: Any, k: Any, *, backward: bool, jvp: bool) -> None:
     """Refuse gradients and derivatives of FP8 arrays."""
     if jvp:
-        raise TypeError(f"q is a {type(q).__name__} and k a {type(k).__name__}; {Fp8Array.not_an_array}")
+        raise TypeError(f"q is {in_words(q)} and k {in_words(k)}; {Fp8Array.not_an_array}")
     if backward:
         raise Unsupported(NO_FP8_GRADIENTS)
 
@@ -262,17 +265,35 @@ def _head_dims(q: Any, v: Any) -> tuple[int, int]:
 
 
 def _notes(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], report: Report, *, on_gpu: bool, refused: bool
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    report: Report,
+    *,
+    on_gpu: bool,
+    outputs: Mapping[str, Any],
+    return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show."""
+    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show.
+
+    Args:
+        arrays, options: of the call.
+        report: the report on its program.
+        on_gpu: whether it is described for a GPU.
+        outputs, return_stats: as for :func:`.block_mask_calls.of_call`.
+    """
     q, k, v = (arrays[name] for name in "qkv")
     conversion, text = "", ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
         conversion = f"{q.dtype} to {kind} before the call, and back after it"
-    mask = options.get("block_mask")
+    rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype", "layout", "engine")}
+    if (mask := options.get("block_mask")) is not None:
+        reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
+        if reasons := [*["FP8 arrays"] * isinstance(k, Fp8Array), *reasons]:
+            return conversion, dense_description(mask, reasons)
+        mask, _ = of_call(q, k, mask, rest)
     if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
         decision = decide(q.shape, k.shape, {name: x for name, x in options.items() if name != "compute_dtype"})
-        mask = None if refused else decision.mask
+        mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask
         text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
     if mask is not None:
         native = any(launch.problem.block_bits for launch in report.launches or (report,))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ._typing import Array, ArrayT
+from ._typing import Array, ArrayT, Engine, Layout
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
-from .boundary.conversion import Conversion
-from .boundary.layouts import other_layout
+from .boundary.conversion import OUTPUTS, Conversion
+from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import MAX_GROUPS, Parts
@@ -57,6 +57,7 @@ def alibi_slopes(heads: int) -> NDArray[np.float32]:
     return np.concatenate([lower_slopes, higher_slopes[::2]])[:heads].astype(np.float32)
 
 
+@takes_default
 def dropout_mask(
     q: Array,
     k: Array,
@@ -70,7 +71,7 @@ def dropout_mask(
     max_seqlen_kv: int | None = None,
     bucket: Bucket = None,
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
-    engine: Literal["numpy", "cudnn", "cupy"] | None = None,
+    engine: Engine = None,
 ) -> Any:
     """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
@@ -129,26 +130,29 @@ def dropout_mask(
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: Literal[False] = False,
+    layout: Layout | None = None, return_stats: Literal[False] = False, engine: Engine = None,
 ) -> ArrayT: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: Literal[True],
+    layout: Layout | None = None, return_stats: Literal[True], engine: Engine = None,
 ) -> tuple[ArrayT, Any]: ...
 @overload
 def merge(
     outs: Sequence[ArrayT], stats: Sequence[Array], *, sinks: Array | None = None, out: Array | None = None,
-    return_stats: bool,
+    layout: Layout | None = None, return_stats: bool, engine: Engine = None,
 ) -> Any: ...
 # fmt: on
+@takes_default
 def merge(
     outs: Sequence[Array],
     stats: Sequence[Array],
     *,
     sinks: Array | None = None,
     out: Array | None = None,
+    layout: Layout | None = None,
     return_stats: bool = False,
+    engine: Engine = None,
 ) -> Any:
     r"""Merge the results of attention over disjoint sets of keys into the result over all keys.
 
@@ -163,10 +167,13 @@ def merge(
         stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
             ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
             float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
-        sinks: float32 ``(Hq,)``, for each head the score of an additional key without a value. Pass sinks here, and not to the
-            calls of the parts, so that they count once. Default None.
+        sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
+            Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
+        layout: the axes of ``outs`` and ``out``, as for :func:`cupy_sdpa.attention`; statistics are then ``(B, Hq, Sq)``,
+            packed ``(Tq, Hq)``. Default None: the shapes above.
         return_stats: also return L, of the dtype of the statistics. Default False.
+        engine: as for :func:`cupy_sdpa.attention`; ``"cupy"`` computes as the CPU does. Default None: the engine of the arrays.
 
     Returns:
         ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row that no part attends to has output 0 and L -inf, or
@@ -190,6 +197,21 @@ def merge(
     (True, True)
     """
     return_stats = read_flag("return_stats", return_stats)
+    check_layout(layout)
+    if (other := other_layout({"layout": layout})) and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)):
+        wide = [to_own("out", x, other) for x in outs], [to_own("stats", x, other) for x in stats]
+        own = None if out is None else to_own("out", out, other)
+        found, *rows = merge(*wide, sinks=sinks, out=own, return_stats=True, engine=engine)
+        merged = from_own("out", found, other) if out is None else out
+        return (merged, from_own("stats", rows[0], other)) if return_stats else merged
+    if engine is not None and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)) and outs:
+
+        def of_own(sinks: Any, out: Any, **parts: Any) -> Any:
+            own = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
+            return merge(*own, sinks=sinks, out=out, return_stats=return_stats)
+
+        parts = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
+        return Conversion(outs[0], {"engine": engine}).run(of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS)
     _check_parts(outs, stats, sinks, out)
     return merge_unchecked(outs, stats, sinks, out, return_stats=return_stats)
 
@@ -242,7 +264,13 @@ def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
     like = outs[0]
-    table = expected_arrays(like, like, like, stats="float64" if stats[0].dtype == dtype == np.float64 else "float32")
+    table = expected_arrays(
+        like,
+        like,
+        like,
+        stats="float64" if stats[0].dtype == dtype == np.float64 else "float32",
+        of_heads="float64" if dtype == np.float64 == getattr(sinks, "dtype", None) else "float32",
+    )
     legend = f"the shape and dtype of outs[0], {shape} {dtype}"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, len(outs))]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(len(stats))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -14,7 +15,7 @@ from .boundary.arguments import read_shapes, views_of_shapes
 from .boundary.compute import cast, check_converted, read_compute_dtype
 from .boundary.conversion import convert, needs_conversion
 from .boundary.layouts import of_caller, options_in_own, other_layout, to_own
-from .boundary.options import Options, read_flag, read_scale, takes_options
+from .boundary.options import PAGES, Options, read_flag, read_scale, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
@@ -25,7 +26,7 @@ from .programs.derivative import Arrays, Tangents, derivative
 from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .programs.derivative_form import Form, Widened, form_of
 from .programs.executor import Inputs, run_program
-from .programs.passes import rounded
+from .programs.passes import blocks_of, rounded
 from .programs.program import Builder, Program
 from .replay.replay_cache import run_cached
 from .runtime import cupy_runtime
@@ -37,7 +38,7 @@ _WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 _NAMES = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
 
 
-@takes_options
+@takes_options(without=PAGES)
 def attention_jvp(
     q: ArrayT,
     k: Array,
@@ -70,16 +71,16 @@ def attention_jvp(
         q, k, v: as for :func:`cupy_sdpa.attention`.
         dq, dk, dv: the direction: arrays of the shapes and dtypes of q, k and v, with any strides. None is 0, and takes less
             time; at least one is given.
-        widened: the arrays that :func:`cupy_sdpa.widen` returns, in place of dq, dk and dv: nothing is copied. q, k and v must
-            be the arrays that it was called with. Default None.
+        widened: the arrays that :func:`cupy_sdpa.composed.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
+            and v must be the arrays that it was called with. Default None.
         return_stats: also return the log-sum-exp of the scores, float32. Default False.
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
         stats: float32 array ``(Sq, Hq, B)`` to write the log-sum-exp into; implies ``return_stats``.
-        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. With ``block_mask`` all passes
-            compute its blocks only. The derivative is that at constant options: their arrays, such as ``bias``, ``sinks`` and
-            ``tensors``, have no tangents. Dropout drops the same weights from the output and its derivative.
+        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
+            constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
+            same weights from the output and its derivative.
 
     Returns:
         ``(out, dout)`` or ``(out, dout, stats)``. New arrays are in Fortran order. out and dout are 0 in fully masked rows
@@ -113,8 +114,8 @@ def attention_jvp(
         if type(value) is not bool:
             read_flag(name, value)
     given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
-    others: dict[str, Any] = {**options}
-    mask = others.pop("block_mask", None)
+    mask, others = blocks_of(q, k, options, automatic=False)
+    of_form = {**others, "block_mask": mask}
     names: tuple[str, ...] = _NAMES
     kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
     if widened is not None and isinstance(widened, Widened):
@@ -128,7 +129,7 @@ def attention_jvp(
                 check_converted({**own, "out": out, "dout": dout})
             own = {name: _rounded(name, x, dtype, read=widened is not None) for name, x in own.items()}
         tangents = own["dq"], own["dk"], own["dv"]
-        form = read_form(own["q"], own["k"], own["v"], tangents, widened, options, deterministic=deterministic)
+        form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
         check_results(out, dout, stats, q, v)
         with cupy_runtime.device_context(q):
             try:
@@ -171,18 +172,46 @@ def _run(
     if with_stats and arrays["stats"] is None:
         arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
     inputs = Inputs(arrays, kept_options(q, options))
-    wide = dict(zip(Widened._fields, [*inputs.of(_WIDENED), form], strict=True)) if len(names) > len(_NAMES) else None
-    scaled = {**inputs.options, "scale": read_scale(inputs.options.get("scale"), form.head_dim)}
-
-    def build(builder: Builder) -> None:
-        own, finish = rounded(builder, dict(zip(_NAMES, inputs.of(_NAMES), strict=True)), dtype, ("out", "dout"))
-        tangents = Tangents(*(own.pop(name) for name in TANGENTS)) if wide is None else Widened(**wide)
-        of_call = Arrays(*(own[name] for name in Arrays._fields))
-        derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(flags["deterministic"]))
-        finish()
-
+    build = functools.partial(
+        _build,
+        views=inputs.views,
+        options=inputs.options,
+        form=form,
+        mask=mask,
+        dtype=dtype,
+        deterministic=flags["deterministic"],
+    )
     results = ["out", "dout", *(["stats"] if with_stats else [])]
     return run_program(kind, names, given, options, inputs, results, build)
+
+
+def _build(
+    builder: Builder,
+    views: Mapping[str, View],
+    options: Mapping[str, Any],
+    form: Form,
+    mask: BlockMask | None,
+    dtype: str | None,
+    *,
+    deterministic: bool,
+) -> None:
+    """Add the steps of a derivative.
+
+    Args:
+        builder: collects the steps.
+        views: the arrays by name: q, k, v, out and dout; stats if it is returned; and tangents, or the wider arrays.
+        options: the options, with views in place of arrays, and without the block mask.
+        form, mask, dtype, deterministic: as for :func:`_run`.
+    """
+    own, finish = rounded(builder, {name: views.get(name) for name in _NAMES}, dtype, ("out", "dout"))
+    tangents: Tangents | Widened = Tangents(*(own[name] for name in TANGENTS))
+    if any(name in views for name in _WIDENED):
+        made: dict[str, Any] = dict(zip(Widened._fields, [*map(views.get, _WIDENED), form], strict=True))
+        tangents = Widened(**made)
+    scaled = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
+    of_call = Arrays(*(own[name] for name in Arrays._fields))
+    derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(deterministic))
+    finish()
 
 
 def _rounded(name: str, x: Any, dtype: str, *, read: bool) -> Any:
@@ -204,7 +233,7 @@ def refusal(form: Form, name: str, reason: str) -> str:
     return f"attention_jvp with head dims {form.head_dim} and {form.value_dim} needs {passes}: {reason}. {form.remedy}"
 
 
-@takes_options
+@takes_options(without=(*PAGES, "compute_dtype", "engine"))
 def jvp_problems(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -232,7 +261,7 @@ def jvp_problems(
 
     >>> import cupy_sdpa
     >>> shape = (64, 8, 1024, 2)
-    >>> for problem in cupy_sdpa.jvp_problems(shape, shape, shape, dtype="bfloat16"):
+    >>> for problem in cupy_sdpa.composed.jvp_problems(shape, shape, shape, dtype="bfloat16"):
     ...     print("gradients" if problem.backward else "forward", problem.q.shape[0], problem.v.shape[0])
     forward 64 128
     forward 64 128
@@ -281,27 +310,24 @@ def _program_of(
     shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
     if not all(shapes):
         raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
-    mask, device = options.get("block_mask"), 0 if on_gpu else None
-    others = {name: value for name, value in options.items() if name != "block_mask"}
+    mask, others = blocks_of(q, k, options, automatic=False)
+    device = 0 if on_gpu else None
     if mask is None:
         # checks the arguments
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu, deterministic=deterministic)
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, device=device)
     if mask is not None:
         like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
-        check_mask(**like, mask=mask, options=others)
+        check_mask(**like, mask=mask)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
-    form = form_of(head_dim, value_dim, given_by(tangents), options, deterministic=deterministic)
-    own["scale"] = read_scale(own.get("scale"), head_dim)
-
-    def dense(name: str, shape: tuple[int, ...], dtype: Any = None) -> View:
-        return View.dense(name, shape, dtype or views["q"].dtype, device)
-
-    shape, builder = (value_dim, *views["q"].shape[1:]), Builder(device)
-    made = Tangents(*(dense(name, views[name[1:]].shape) if name in tangents else None for name in TANGENTS))
-    rows = dense("stats", row_stats_shape(views["q"].shape), np.float32) if return_stats else None
-    arrays = Arrays(**views, out=dense("out", shape), dout=dense("dout", shape), stats=rows)
-    derivative(builder, arrays, made, own, form=form, mask=mask, deterministic=deterministic)
+    form = form_of(head_dim, value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
+    shapes_of = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
+    shapes_of |= dict.fromkeys(("out", "dout"), (value_dim, *views["q"].shape[1:]))
+    made = {name: View.dense(name, shape, views["q"].dtype, device) for name, shape in shapes_of.items()}
+    if return_stats:
+        made["stats"] = View.dense("stats", row_stats_shape(views["q"].shape), np.float32, device)
+    builder = Builder(device)
+    _build(builder, views | made, own, form, mask, None, deterministic=deterministic)
     return builder.build(), views
 
 

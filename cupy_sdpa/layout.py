@@ -6,7 +6,14 @@ package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory lay
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
+
+from .errors import in_words
+
+__all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
 
 #: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
@@ -19,6 +26,49 @@ LAYOUTS = {
     "dhsb": "NNlib.jl, CUDA.jl, this package",
     "dht": "packed sequences of this package",
 }
+
+
+#: The layout of calls without ``layout=``, in this thread and context; None for that of this package.
+_default: ContextVar[str | None] = ContextVar("default_layout", default=None)
+#: This layout; a function of C, because every call calls it.
+default_layout = _default.get
+
+
+@contextlib.contextmanager
+def default(layout: str) -> Iterator[None]:
+    """In a ``with`` block, the layout of every call without ``layout=``.
+
+    It holds for the calls of this thread. Packed sequences are ``"thd"``, with ``"dhsb"`` ``"dht"``. Functions that have no
+    ``layout=`` and take arrays with a head dim raise TypeError in the block. A pullback and a prepared call keep the layout of
+    the call that made them.
+
+    Args:
+        layout: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"dhsb"``.
+
+    Raises:
+        ValueError: it is another layout.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((2, 100, 8, 64), np.float32)                 # (batch, seq, heads, head_dim)
+    >>> with cupy_sdpa.layout.default("bshd"):
+    ...     cupy_sdpa.attention(x, x, x, causal=True).shape
+    (2, 100, 8, 64)
+    """
+    known = [name for name in LAYOUTS if len(name) == 4]
+    if layout not in known:
+        raise ValueError(f"the default layout is {layout!r}; it must be {', '.join(map(repr, known))}")
+    with default_is(layout):
+        yield
+
+
+@contextlib.contextmanager
+def default_is(layout: str | None) -> Iterator[None]:
+    """Set the default in a ``with`` block; None for the layout of this package."""
+    token = _default.set(layout)
+    try:
+        yield
+    finally:
+        _default.reset(token)
 
 
 def to_julia(array: Any, layout: str) -> Any:
@@ -83,8 +133,13 @@ def _julia_layout(layout: str) -> str:
 
 def _transpose(array: Any, source: str, target: str) -> Any:
     if not hasattr(array, "shape"):
-        raise TypeError(f"the array is a {type(array).__name__}; convert it with numpy.asarray or cupy.asarray")
+        raise TypeError(f"the array is {in_words(array)}; convert it with numpy.asarray or cupy.asarray")
     shape = tuple(array.shape)
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
     return array.transpose(order(source, target))
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

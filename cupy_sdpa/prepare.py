@@ -10,7 +10,7 @@ from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
 from .boundary.call import tuning_enabled
 from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
-from .boundary.layouts import other_layout, results_in
+from .boundary.layouts import has_own_axes, other_layout, results_in
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
@@ -146,7 +146,8 @@ def prepare_function(
         with tuning_enabled() as tunings:
             function(**own, **options, **outputs)
         report = report_of(program_of(function, **arrays, **options, **outputs))
-    return Prepared(function, tuple(arrays), call, options, outputs, report, tunings[0] if tunings else None)
+    tuning = tunings[0] if tunings else None
+    return Prepared(function, tuple(arrays), call, options, outputs, report, tuning, _in_words(arrays, options))
 
 
 class Prepared(Generic[ResultT]):
@@ -167,15 +168,17 @@ class Prepared(Generic[ResultT]):
         outputs: dict[str, Any],
         report: Report,
         tuning: Tuning | None,
+        given: Mapping[str, str],
     ) -> None:
         self.problem = _problem(call) or report.problem
         self.report, self.tuning = report, tuning
         self._function, self._inputs, self._options, self._outputs = function, inputs, options, outputs
-        self._problems = _problems(call)
+        self._problems, self._given = _problems(call), given
         self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
         self._key = object()  # in the replay cache: every call with it has been compared with the problem
         self._results = _RESULTS[2:] if "dout" in inputs else _RESULTS[:2]
 
+    @has_own_axes
     def __call__(
         self,
         *arrays: Array,
@@ -205,7 +208,8 @@ class Prepared(Generic[ResultT]):
             named = self._named(arrays, given)
             call = program_of(self._function, **named, **merged, **self._outputs)
             if _problems(call) != self._problems:
-                raise ValueError(_difference(self.problem, _problem(call) or self.problem))
+                of_values = self._given, _in_words(named, merged)
+                raise ValueError(_difference(self.problem, _problem(call) or self.problem, *of_values))
             if not _runs_alone(named["q"], merged):
                 return self._function(**named, **merged, **self._outputs)  # type: ignore[no-any-return]
             results = call.run()
@@ -230,12 +234,25 @@ class Prepared(Generic[ResultT]):
         return f"<prepared: {self.problem}>"
 
 
-def _difference(prepared: Problem, passed: Problem) -> str:
-    """A message that describes how two problems differ."""
+def _in_words(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """The arrays and options of a call by name, for messages."""
+    given = {name: x for name, x in {**arrays, **options}.items() if x is not None}
+    return {
+        name: f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "shape") and hasattr(x, "dtype") else repr(x)
+        for name, x in given.items()
+        if not callable(x) and not isinstance(x, Mapping)
+    }
+
+
+def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -> str:
+    """A message that describes how two problems differ, or the arguments ``given`` if several launches compute the call."""
     one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, passed))
     if one == other:
         one, other = str(prepared), str(passed)
-    values = f"Prepared: {one}. Passed: {other}." if one != other else "Their functions or options differ."
+    if one == other:
+        names = [name for name in {**given[0], **given[1]} if given[0].get(name) != given[1].get(name)]
+        one, other = (", ".join(f"{name} {x.get(name)}" for name in names) for x in given)
+    values = f"Prepared: {one}. Passed: {other}." if one else "Their functions, or the blocks of their masks, differ."
     return f"the arguments define a problem that differs from the prepared one. {values} Prepare a call for each problem"
 
 

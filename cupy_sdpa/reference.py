@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = ["attention", "attention_backward", "diagonal", "exponentials", "scores", "visible"]
+
 
 def attention(
     q: NDArray[Any],
@@ -416,3 +418,8 @@ def _packed_attention_backward(
         if dsinks is not None:
             dsinks += parts[-1]
     return (dq, dk, dv, *(gradient for gradient in (dbias, dsinks) if gradient is not None))
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._typing import Array, ArrayT
-from .boundary.argument import Argument, arrays_on_gpu, read_array
+from ._typing import Array, ArrayT, Layout
+from .boundary.argument import Argument, arrays_on_gpu, as_int32, read_array
 from .boundary.arguments import check_counts, check_offsets
+from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_count, read_flag
 from .kernels import rope_kernel as kernels
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
@@ -139,6 +140,7 @@ def read_rope(rope: Any, head_dim: int) -> Any:
     return rope._record  # type: ignore[attr-defined]
 
 
+@takes_default
 def apply_rope(
     x: ArrayT,
     rope: Rope,
@@ -147,6 +149,7 @@ def apply_rope(
     end: Array | None = None,
     seq_lens: Array | None = None,
     cu_seqlens: Array | None = None,
+    layout: Layout | None = None,
 ) -> ArrayT:
     """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
 
@@ -164,9 +167,11 @@ def apply_rope(
         seq_lens: int32 ``(B,)``, with ``end`` the number of tokens of each sequence of a dense array; as ``seq_lens_q`` of
             :func:`attention`. Default None: S.
         cu_seqlens: int32 or int64 ``(B+1,)``, where each packed sequence begins; as ``cu_seqlens_q`` of :func:`attention`.
+        layout: the order of x's axes, as for :func:`attention`. Default None: the shapes above.
 
     Returns:
-        A new array of the shape and dtype of x in Fortran order. Tokens beyond a sequence have the positions that follow.
+        A new array of the shape and dtype of x; in memory it is dense in the order (D, H, S, B). Tokens beyond a sequence have
+        the positions that follow.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU values that are no lengths or offsets
@@ -185,6 +190,12 @@ def apply_rope(
     >>> bool(np.allclose(out, attention(rotated, apply_rope(k, rope), v), atol=1e-6))
     True
     """
+    check_layout(layout)
+    if other := other_layout({"layout": layout}):
+        own = apply_rope(to_own("q", x, other), rope, start=start, end=end, seq_lens=seq_lens, cu_seqlens=cu_seqlens)
+        return from_own("q", own, other)  # type: ignore[no-any-return]
+    end, seq_lens, cu_seqlens = as_int32("end", end), as_int32("seq_lens", seq_lens), as_int32("cu_seqlens", cu_seqlens)
+    start = as_int32("start", start)
     given = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
     if start is not None and end is not None:
         raise ValueError("start and end are both passed; positions count from start, or up to end: pass one of them")

@@ -53,6 +53,8 @@ def page_table_from_lists(
     array([19, 16], dtype=int32)
     """
     page_size = read_positive("page_size", page_size)
+    if page_size >= 2**31:
+        raise ValueError(f"page_size is {page_size}; it must be below 2**31")
     indptr, indices = as_int32("indptr", indptr), as_int32("indices", indices)
     last_page_len = as_int32("last_page_len", last_page_len)
     shape = read_array("indptr", indptr).signature[1]
@@ -88,8 +90,11 @@ def _table_on_numpy(indptr: Any, indices: Any, last: Any, page_size: int, max_pa
     table = np.zeros((width, counts.size), np.int32, order="F")
     for b, count in enumerate(np.minimum(counts, width).tolist()):
         table[:count, b] = indices[indptr[b] : indptr[b] + count]
-    lengths = np.where(counts > 0, (counts - 1) * page_size + last, 0)
-    return table, np.minimum(lengths, width * page_size).astype(np.int32)
+    lengths = np.where(counts > 0, (counts.astype(np.int64) - 1) * page_size + last, 0)
+    lengths = np.minimum(lengths, width * page_size)
+    if lengths.size and lengths.max() >= 2**31:
+        raise ValueError(f"a sequence has {lengths.max()} tokens, with page_size {page_size}; lengths must be below 2**31")
+    return table, lengths.astype(np.int32)
 
 
 def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:

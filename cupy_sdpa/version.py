@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 #: The minimum cuDNN version: the oldest that was tested.
 MINIMUM_CUDNN = 91900

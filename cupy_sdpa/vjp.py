@@ -7,17 +7,18 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
-from .boundary.call import stats_are
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
-from .boundary.options import DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.layouts import has_own_axes, in_default
+from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
+from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
-from .programs.block_mask_calls import refuse_gradients
+from .programs.block_mask_calls import dense_options
 from .programs.passes import attend, attend_backward, blocks_of
 from .runtime import cupy_runtime
 from .support.batch import NOT_DETERMINISTIC, not_invariant
@@ -39,7 +40,7 @@ def attention_vjp(
     return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
 # fmt: on
-@takes_options
+@takes_options(without=PAGES)
 def attention_vjp(
     q: Any = ...,
     k: Any = ...,
@@ -76,6 +77,12 @@ def attention_vjp(
     """
     if positional or v is ...:
         refuse_arguments(attention_vjp, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }  # fmt: skip
+        return in_default(attention_vjp, q, k, v, **flags, **options)
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(
@@ -91,18 +98,15 @@ def attention_vjp(
     for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
         if requested is not False and read_flag(f"return_d{name}", requested) and options.get(name) is None:
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
-    if options.get("block_mask") is not None:
-        refuse_gradients(others)
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
     if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {**kept}
+        rest: Any = {**(dense_options(q, k, kept) if "block_mask" in kept else kept)}
         del rest["compute_dtype"]
         out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
 
         def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            with stats_are("other"):
-                return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
+            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
 
         return out, Pullback(backward, (*in_fp8[:3], out, stats), rest, outputs)
     if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
@@ -139,12 +143,13 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
             return found
 
         return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
-    mask, others = blocks_of(q, k, rest, automatic=True)
+    mask, others = blocks_of(q, k, rest)
     flags: dict[str, Any] = {"return_stats": True, "deterministic": outputs["deterministic"]}
     out, stats, *rounded = attend(q, k, v, others, mask=mask, dtype=dtype, kept=True, **flags)
     kept = (*rounded, stats)
     if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
-        mask, others = blocks_of(q, k, rest, automatic=False)
+        requested = {name: x for name, x in outputs.items() if name != "deterministic"}
+        mask, others = blocks_of(q, k, rest, outputs=requested)
 
     def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
         every = (dout, *kept, dq, dk, dv)
@@ -173,6 +178,7 @@ class Pullback(Generic[GradientsT]):
         #: The conversion of dout and of the gradients; None for arrays of numpy and CuPy.
         self.conversion: Conversion | None = None
 
+    @has_own_axes
     def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         gradients: Any

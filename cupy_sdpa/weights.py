@@ -9,8 +9,9 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
-from .boundary.conversion import needs_conversion
+from .boundary.conversion import convert
 from .boundary.layouts import other_layout
+from .boundary.libraries import library_of
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
@@ -18,6 +19,7 @@ from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import placeholder
 from .problem.view import View
+from .programs.block_mask_calls import dense_options
 from .programs.executor import Inputs, run_program
 from .programs.program import Builder
 from .programs.steps import Constant
@@ -31,7 +33,6 @@ _SAME = ("scale", "softcap", "tensors", "bucket", "max_workspace", "layout")
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_kv"}
 #: The options that weights are not summed with, and what to do.
 _REFUSED = {
-    "block_mask": "pass its function as mask_mod=",
     "bias": "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
     "dropout_mask": "weights are those before dropout: omit it",
     "dropout_p": "weights are those before dropout: omit it, with seed= and offset=",
@@ -41,8 +42,11 @@ _REFUSED = {
     "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
 }
 
+#: The options that are not taken.
+_NOT_TAKEN = (*_REFUSED, "seed", "offset")
 
-@takes_options
+
+@takes_options(without=_NOT_TAKEN)
 def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unpack[Options]) -> Any:
     r"""Sum the weights of attention over the queries, for every key: how much attention each key gets.
 
@@ -55,8 +59,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     Args:
         q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
         per_kv_head: sum over the query heads that share a key/value head, too. Default False.
-        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``block_mask``, ``num_splits``, ``layout``,
-            ``compute_dtype`` and ``batch_invariant``.
+        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout``, ``compute_dtype`` and
+            ``batch_invariant``; ``block_mask`` is computed as a dense mask.
 
     Returns:
         float32 ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed sequences ``(Hq, Tkv)`` or
@@ -77,11 +81,14 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse(options)
+    if "engine" in options:
+        return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
-    if needs_conversion(q, {}):
+    if library_of(q) is not None:
         raise TypeError(
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )
+    others = dense_options(q, k, others)
     kind, given = ("weight sums", per_kv_head), (q, k)
     if (results := run_cached(kind, given, others)) is None:
         with cupy_runtime.device_context(q):
@@ -89,7 +96,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     return results[0]
 
 
-@takes_options
+@takes_options(without=(*_NOT_TAKEN, "engine"))
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
 ) -> tuple[Problem, ...]:
@@ -104,7 +111,7 @@ def weight_sums_problems(
     Raises:
         TypeError, ValueError, Unsupported: the arguments are invalid.
 
-    >>> from cupy_sdpa import weight_sums_problems
+    >>> from cupy_sdpa.composed import weight_sums_problems
     >>> for problem in weight_sums_problems((64, 8, 1024, 2), (64, 4, 4096, 2), dtype="bfloat16"):
     ...     print(problem.q.shape, problem.k.shape)
     (64, 8, 1024, 2) (64, 4, 4096, 2)
@@ -112,6 +119,7 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
     _refuse(options)
+    options = dense_options(q, k, options)
     read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
     own = kept_options(placeholder(views["q"].shape, views["q"].dtype), own) if has_functions(own) else own

@@ -66,6 +66,7 @@ __all__ = [
     "t5",
     "t5_bucket",
     "temperature",
+    "tree",
     "valid_keys",
     "with_global",
 ]
@@ -454,6 +455,16 @@ def valid_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any, valid: Any) -> Any:
 def images(b: Any, h: Any, q_idx: Any, kv_idx: Any, image: Any) -> Any:
     """``j <= i``, or both in the same image; ``image`` (B, Sq), -1 for text; Zhou et al. 2024, "Transfusion", section 3."""
     return (q_idx >= kv_idx) | ((image[b, q_idx] == image[b, kv_idx]) & (image[b, q_idx] >= 0))
+
+
+def tree(b: Any, h: Any, q_idx: Any, kv_idx: Any, tree_number: Any, tree_first: Any, tree_last: Any) -> Any:
+    """``first_bj <= number_bi <= last_bj``: key j is i or an ancestor of i; :func:`cupy_sdpa.tree_mask` makes the arrays.
+
+    ``tree_number`` (B, Sq) numbers the tokens of a tree in depth-first order, ``tree_first`` and ``tree_last`` (B, Skv) are the
+    range of the numbers of a key's descendants; Miao et al. 2024, "SpecInfer", section 4.2.
+    """
+    number = tree_number[b, q_idx]
+    return (number >= tree_first[b, kv_idx]) & (number <= tree_last[b, kv_idx])
 
 
 def checkered(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -52,6 +52,14 @@ def _documents(rng, length, batch=None):
     return np.sort(rng.integers(0, 4, lengths), axis=-1).astype(np.int32)
 
 
+def _tree(rng, q, kv, b):
+    """The descendants of a key are a range of numbers; those of key 0 are all."""
+    first = np.sort(rng.integers(0, q, (b, kv)), axis=1) * (np.arange(kv) > 0)
+    last = np.where(np.arange(kv) > 0, first + rng.integers(0, q, (b, kv)), q)
+    numbers = {"tree_number": rng.permuted(np.tile(np.arange(q), (b, 1)), axis=1), "tree_first": first, "tree_last": last}
+    return {name: x.astype(np.int32) for name, x in numbers.items()}
+
+
 def _float(array):
     return np.asarray(array, np.float32)
 
@@ -106,6 +114,7 @@ ZOO = [
     Functions("permuted", None, zoo.permuted, lambda rng, h, q, kv, b: {"order": rng.permutation(q).astype(np.int32)}),
     Functions("valid_keys", None, zoo.valid_keys, lambda rng, h, q, kv, b: {"valid": rng.random((b, kv)) < 0.7}),
     Functions("images", None, zoo.images, lambda rng, h, q, kv, b: {"image": _documents(rng, q, b) - 1}),
+    Functions("tree", None, zoo.tree, lambda rng, h, q, kv, b: _tree(rng, q, kv, b)),
     Functions("checkered", None, zoo.checkered),
     Functions("checkered_quadratic", zoo.quadratic(-0.2), zoo.checkered),
 ]

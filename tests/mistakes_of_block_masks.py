@@ -14,9 +14,10 @@ from cupy_sdpa import (
     attention_jvp,
     attention_vjp,
     block_mask,
-    widen,
+    weight_sums,
     zoo,
 )
+from cupy_sdpa.composed import widen
 
 
 def of_blocks(x, *groups):
@@ -76,11 +77,16 @@ MASKS = [
         "is 9; it must be at most 7"),
     row("attention", "a block mask for another batch", call(block_mask=BlockMask.from_blocks(np.ones((1, 1, 1, 2), bool), 6, 6)),
         ValueError, "1 heads and 2 batch entries; q has 4 and 3"),
-    row("attention", "a block mask and dropout", call(dropout_p=0.1, seed=1), ValueError, "dropout_p and block_mask"),
-    row("attention", "a block mask in an invariant call", call(batch_invariant=True), Unsupported, "batch_invariant is True",
-        "pass the function of block_mask as mask_mod="),
-    row("attention", "a block mask and a mask function", call(mask_mod=zoo.causal), ValueError, "mask_mod and block_mask"),
-    row("attention", "a block mask and max_sumexp", call(return_stats="max_sumexp"), ValueError, "max_sumexp", "block_mask"),
+    row("attention", "a block mask and two other masks", call(mask=np.ones((6, 1, 1, 1), bool), mask_mod=zoo.causal), ValueError,
+        "mask, mask_mod and block_mask are passed", "create block_mask with the condition of mask_mod"),
+    row("attention", "a block mask and an unknown option", call(caussal=True), TypeError, "did you mean causal"),
+    row("attention", "a block mask for fewer keys, and lengths", call(block_mask=BlockMask.from_blocks(np.ones((1, 1), bool), 6, 5),
+        seq_lens_kv=np.full(3, 4, "i4")), ValueError, "is for 6 queries and 5 keys; q has 6 queries and k 6 keys"),
+    row("attention", "a block mask for shorter packed sequences", lambda x: attention(*[x.s[..., 0]] * 3, cu_seqlens_q=np.array(
+        [0, 6], "i4"), cu_seqlens_kv=np.array([0, 6], "i4"), max_seqlen_q=6, max_seqlen_kv=7, block_mask=of_blocks(x)), ValueError,
+        "max_seqlen_q is 6 and max_seqlen_kv 7"),
+    row("weight_sums", "an array as a block mask", lambda x: weight_sums(x.s, x.s, block_mask=np.ones(3)), TypeError,
+        "block_mask is a numpy.ndarray"),
     row("attention", "a block mask and a score function that masks", call(
         score_mod=lambda s, b, h, i, j: np.where(i > j, s, -np.inf)), ValueError, "score_mod masks keys"),
     row("attention", "a block mask and arrays without a function", call(tensors={"x": np.ones(2)}), ValueError, "tensors has x"),
@@ -90,8 +96,8 @@ MASKS = [
     row("attention_backward", "a block mask and dq over an array of a score function", dq_over_tensors, ValueError,
         "dq overlaps tensors['t']"),
     row("attention", "a block mask and out of another dtype", call(out=np.ones((8, 4, 6, 3), order="F")), TypeError, "out is float64"),
-    row("attention_vjp", "other gradients with a block mask", lambda x: attention_vjp(x.s, x.s, x.s, block_mask=of_blocks(
-        x), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks is True and block_mask is passed"),
+    row("attention_vjp", "the gradient of no bias with a block mask", lambda x: attention_vjp(x.s, x.s, x.s, block_mask=of_blocks(
+        x), return_dbias=True), ValueError, "return_dbias is True and bias is None"),
 ]  # fmt: skip
 
 
@@ -132,7 +138,7 @@ JVP = [
     row("attention_jvp", "float32 on the GPU", lambda x: attention_jvp(*[x.s.astype("f4")] * 4), TypeError, "float32", engine="fake"),
     row("attention_jvp", "head dims that are too large", lambda x: attention_jvp(*[x.normal(136, 1, 4, 1)] * 6), Unsupported,
         "head dims 136 and 136 needs", "Use head dims with D + Dv, 2 D and 2 Dv up to 256 on Hopper", engine="fake"),
-    row("widen", "a softcap in the second call alone", lambda x: attention_jvp(x.s, x.s, x.s, softcap=1.0, widened=widen(
+    row("composed.widen", "a softcap in the second call alone", lambda x: attention_jvp(x.s, x.s, x.s, softcap=1.0, widened=widen(
         x.s, x.s, x.s, x.s)), ValueError, "widened is for"),
 ]  # fmt: skip
 

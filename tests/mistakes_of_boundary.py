@@ -241,6 +241,7 @@ NNLIB = [
         ("join_heads", "a list", lambda: nnlib.join_heads([1.0]), TypeError, "x is a list"),
     ]
 ] + [
+    row("default", "the layout of packed sequences", lambda _: layout.default("thd").__enter__(), ValueError, "'thd'", "'bshd'"),
     row("to_julia", "an unknown letter", lambda _: layout.to_julia(X, "bshx"), ValueError,
         "the layout is 'bshx'; it must have the letters"),
 ]  # fmt: skip

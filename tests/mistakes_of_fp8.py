@@ -56,7 +56,7 @@ ROWS = [
         fp8.quantize(y, rotate=rotate) for y, rotate in ((x.s, True), (x.s, True), (x.s, False))), layout="bhsd"), ValueError, "axis 0", "'bhsd' head_dim is axis 3"),
     row("fp8.attention", "transposed rotated arrays without layout=", lambda x: fp8.attention(*(
         fp8.quantize(y, rotate=rotate).T for y, rotate in ((x.s, True), (x.s, True), (x.s, False)))), ValueError, "axis 3", "head_dim is axis 0"),
-    row("attention", "values that are not in FP8", lambda x: attention(x.q, fp8.quantize(x.k), x.v), TypeError, "v is a ndarray", "both"),
+    row("attention", "values that are not in FP8", lambda x: attention(x.q, fp8.quantize(x.k), x.v), TypeError, "v is a numpy.ndarray", "both"),
     row("attention", "integer queries with FP8 keys", lambda x: attention(x.q.astype("i8"), *(fp8.quantize(y) for y in (x.k, x.v))), TypeError,
         "q is int64 and k is an FP8"),
     *[row("attention", f"FP8 keys and out: {name}", lambda x, make=make: written(x, make(x)), error, *words)
@@ -77,8 +77,8 @@ ROWS = [
       for options in ({}, {"compute_dtype": "float8_e4m3fn"})],
     row("attention_backward", "elements of FP8", lambda x: cupy_sdpa.attention_backward(*[elements(x)] * 5, np.ones((6, 4, 3), "f4")), Unsupported,
         "compute_dtype"),
-    row("explain", "FP8 arrays and a block mask", converted(explain, block_mask=cupy_sdpa.block_mask(lambda b, h, q, k: q >= k, 6, 7)), TypeError,
-        "does not take block_mask"),
+    row("attention", "FP8 arrays and a block mask on the GPU", on_gpu(lambda x: attention(x, x, x, block_mask=cupy_sdpa.block_mask(
+        lambda b, h, q, k: q >= k, 16, 16))), Unsupported, "mask or block_mask is not supported with FP8 arrays", "pass bfloat16", engine="fake"),
     row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "Fp8Array", "dequantize()"),
     row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is an Fp8Array", "dequantize()"),
     row("parallel.ContextParallel.attention", "FP8 arrays", lambda x: run_threads(

@@ -19,12 +19,11 @@ from cupy_sdpa import (
     block_mask,
     explain,
     fp8,
-    jvp_problems,
     prepare,
     problem,
-    widen,
     zoo,
 )
+from cupy_sdpa.composed import jvp_problems, widen
 
 
 def backward(forward=None, replaced=None, **options):
@@ -134,8 +133,8 @@ BACKWARD = [
         np.zeros((6, 4, 3), "f4"), **x.paged), Unsupported, "page_table", "dense"),
     row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
         np.zeros((6, 4, 3), "f4")), TypeError, "q is an Fp8Array", "dequantize"),
-    row("attention_backward", "sinks' gradient with a block mask", backward(
-        {}, block_mask=block_mask(zoo.causal, 6, 7), sinks=np.zeros(4, "f4"), return_dsinks=True), ValueError, "return_dsinks", "only dq, dk and dv"),
+    row("attention_backward", "gradients of a bias that is not passed with a block mask", backward(
+        {}, block_mask=block_mask(zoo.causal, 6, 7), return_dbias=True), ValueError, "return_dbias", "pass bias="),
     row("attention_backward", "the layout only in the forward pass", lambda x: attention_backward(
         x.dout, *x.qkv, *attention(*(a.T for a in x.qkv), layout="bshd", return_stats=True)), ValueError, "out", "(3, 6, 4, 16)"),
     row("attention_backward", "float32 statistics of float64 arrays", lambda x: double_gradients(x), lambda x: right(x)),
@@ -310,7 +309,7 @@ JVP = [
     row("attention_jvp", "wide arrays for another softcap", lambda x: attention_jvp(*x.qkv, softcap=2.0, widened=widen(
         *x.qkv, x.q, x.k)), ValueError, "widen", "softcap="),
     row("attention_jvp", "a tuple as the wide arrays", lambda x: attention_jvp(*x.qkv, widened=x.qkv), TypeError, "tuple",
-        "cupy_sdpa.widen"),
+        "cupy_sdpa.composed.widen"),
     row("attention_jvp", "out of q's shape", lambda x: derived(x, out=x.q.copy()), ValueError, "out", "(16, 4, 6, 3)"),
     row("attention_jvp", "the output as its derivative", lambda x: one_output(x), ValueError, "overlaps"),
     row("attention_jvp", "FP8 arrays", lambda x: attention_jvp(*fp8.quantize_qkv(*x.qkv), x.q), TypeError, "Fp8Array",
@@ -329,24 +328,24 @@ JVP = [
         "t": t[:7, 0, 0, 0]}, score_mod=lambda s, b, h, i, j, t: s + t[j]), ValueError, "out overlaps tensors['t']"),
     row("attention_jvp", "stats over the sinks", lambda x: derived(x, stats=(t := np.zeros((6, 4, 3), "f4", "F")), sinks=t[0, :, 0]),
         ValueError, "stats overlaps sinks"),
-    row("widen", "a misspelled option", lambda x: widen(*x.qkv, x.q, casual=True), TypeError, "did you mean causal"),
-    row("widen", "no tangents", lambda x: widen(*x.qkv), ValueError, "pass at least one"),
-    row("widen", "a tangent of another shape", lambda x: widen(*x.qkv, x.k), ValueError, "dq", "(8, 2, 7, 3)"),
-    row("widen", "one array", lambda x: widen(x.q), TypeError, "k"),
-    row("widen", "integers", lambda x: widen(*(a.astype("i4") for a in x.qkv), x.q), TypeError, "int32", ".astype"),
-    row("widen", "pages", lambda x: widen(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
-    row("widen", "another q in the second call", lambda x: attention_jvp(x.q * 2, x.k, x.v, widened=widen(*x.qkv, *x.qkv)),
+    row("composed.widen", "a misspelled option", lambda x: widen(*x.qkv, x.q, casual=True), TypeError, "did you mean causal"),
+    row("composed.widen", "no tangents", lambda x: widen(*x.qkv), ValueError, "pass at least one"),
+    row("composed.widen", "a tangent of another shape", lambda x: widen(*x.qkv, x.k), ValueError, "dq", "(8, 2, 7, 3)"),
+    row("composed.widen", "one array", lambda x: widen(x.q), TypeError, "k"),
+    row("composed.widen", "integers", lambda x: widen(*(a.astype("i4") for a in x.qkv), x.q), TypeError, "int32", ".astype"),
+    row("composed.widen", "pages", lambda x: widen(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
+    row("composed.widen", "another q in the second call", lambda x: attention_jvp(x.q * 2, x.k, x.v, widened=widen(*x.qkv, *x.qkv)),
         ValueError, "q differs", "call widen again"),
-    row("widen", "another v in the second call", lambda x: attention_jvp(x.q, x.k, x.v * 2, widened=widen(*x.qkv, x.q)),
+    row("composed.widen", "another v in the second call", lambda x: attention_jvp(x.q, x.k, x.v * 2, widened=widen(*x.qkv, x.q)),
         ValueError, "v differs", "call widen again"),
-    row("widen", "wide arrays for two calls", lambda x: widened_twice(x), lambda x: tangent(x)),
-    row("widen", "causal only in the second call", lambda x: attention_jvp(*x.qkv, widened=widen(*x.qkv, *x.qkv), causal=True),
+    row("composed.widen", "wide arrays for two calls", lambda x: widened_twice(x), lambda x: tangent(x)),
+    row("composed.widen", "causal only in the second call", lambda x: attention_jvp(*x.qkv, widened=widen(*x.qkv, *x.qkv), causal=True),
         lambda x: tangent(x, causal(6, 7))),
-    row("jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
-    row("jvp_problems", "a text of tangents", lambda x: jvp_problems(*x.qkv, tangents="dq"), TypeError, "tangents", "['dq']"),
-    row("jvp_problems", "no tangents", lambda x: jvp_problems(*x.qkv, tangents=()), ValueError, "tangents is empty"),
-    row("jvp_problems", "shapes without a dtype", lambda x: jvp_problems(*[(64, 8, 10, 2)] * 3), TypeError, "dtype='bfloat16'"),
-    row("jvp_problems", "shapes in C order", lambda x: jvp_problems((2, 10, 8, 64), (2, 12, 8, 64), (2, 12, 8, 64), dtype="float16"),
+    row("composed.jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
+    row("composed.jvp_problems", "a text of tangents", lambda x: jvp_problems(*x.qkv, tangents="dq"), TypeError, "tangents", "['dq']"),
+    row("composed.jvp_problems", "no tangents", lambda x: jvp_problems(*x.qkv, tangents=()), ValueError, "tangents is empty"),
+    row("composed.jvp_problems", "shapes without a dtype", lambda x: jvp_problems(*[(64, 8, 10, 2)] * 3), TypeError, "dtype='bfloat16'"),
+    row("composed.jvp_problems", "shapes in C order", lambda x: jvp_problems((2, 10, 8, 64), (2, 12, 8, 64), (2, 12, 8, 64), dtype="float16"),
         ValueError, "10", "12"),
 ]  # fmt: skip
 

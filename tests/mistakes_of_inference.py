@@ -5,16 +5,20 @@
 import numpy as np
 from mistakes import row
 
+import cupy_sdpa
 from cupy_sdpa import (
     KVCache,
+    OutOfPages,
     Rope,
     Unsupported,
     apply_rope,
+    attention,
     cu_seqlens_with_gaps,
     page_table_from_lists,
+    tree_mask,
     weight_sums,
-    weight_sums_problems,
 )
+from cupy_sdpa.composed import weight_sums_problems
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -57,7 +61,7 @@ ROWS = [
     row("apply_rope", "offsets with a dense array", applied(cu_seqlens=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),
     row("apply_rope", "a packed array without offsets", lambda x: apply_rope(x.pq, Rope(8)), ValueError, "x has shape (8, 4, 11)", "cu_seqlens="),
     row("apply_rope", "one position per token", applied(start=np.zeros((6, 3), "i4")), ValueError, "start has shape (6, 3)", "(3,)"),
-    row("apply_rope", "ends in int64", applied(end=np.zeros(3, "i8")), TypeError, "end is int64", "int32"),
+    row("apply_rope", "ends in float32", applied(end=np.zeros(3, "f4")), TypeError, "end is float32", "int32"),
     row("apply_rope", "float offsets", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.zeros(4, "f4")), TypeError, "cu_seqlens is float32",
         ".astype('int32')"),
     row("apply_rope", "offsets that fall", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.array([0, 8, 5, 11], "i4")), ValueError,
@@ -89,7 +93,66 @@ def lists(**changed):
     return make
 
 
+def treed(parents=(-1, 0, 0, 2), **changed):
+    """The mask of a tree for six pages of 4 keys, three sequences."""
+
+    def make(x):
+        given = {"k": x.pages_k, "v": x.pages_v, **x.paged, **changed}
+        return tree_mask(parents(x) if callable(parents) else parents, **given)
+
+    return make
+
+
+def after(path, *, sequence=0, pages=6, change=lambda cache: None):
+    """A cache that keeps a path of a draft of 4 tokens."""
+
+    def make(x):
+        cache = KVCache(8, 2, pages=pages, batch=3, page_size=4, dtype="float32", numpy=x.xp is np)
+        draft = x.xp.asarray(np.ones((8, 2, 4, 3), "f4", order="F"))
+        cache.append(draft, draft, counts=[4, 2, 0])
+        change(cache)
+        cache.keep(sequence, path(x) if callable(path) else path)
+
+    return make
+
+
 ROWS += [
+    row("tree_mask", "a parent after its child", treed([-1, 2, 0]), ValueError, "the parent of token 1 is 2", "from 0 to 0, or -1", "parents come first"),
+    row("tree_mask", "a parent of -2", treed([-2]), ValueError, "the parent of token 0 is -2", "or -1"),
+    row("tree_mask", "parents in float", treed([0.5, 1]), TypeError, "parents is a list of float64", "integers"),
+    row("tree_mask", "parents of other sequences", treed(np.zeros((4, 2), int)), ValueError, "parents has shape (4, 2)", "(Sq, 3)"),
+    row("tree_mask", "a tree for each of three axes", treed(np.zeros((1, 1, 3), int)), ValueError, "parents has shape (1, 1, 3)", "(Sq, 3)"),
+    row("tree_mask", "a tree of 3000 tokens", treed([*range(-1, 2999)]), ValueError, "3000 tokens", "at most 2048"),
+    row("tree_mask", "queries before keys", treed(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)), ValueError, "not the mask of a tree", "pass parents.T"),
+    row("tree_mask", "a mask without an ancestor", treed(np.array([[1, 1, 0], [0, 1, 1], [0, 0, 1]], bool)), ValueError,
+        "query 2 does not attend to key 0", "[0, 1, 2]"),
+    row("tree_mask", "a mask of all keys", treed(np.ones((24, 4), bool)), ValueError, "bool and has shape (24, 4)", "(Sq, Sq, 3)"),
+    row("tree_mask", "packed keys", treed(k=np.zeros((8, 2, 9), "f4"), page_table=None, seq_lens_kv=None), ValueError, "k has shape (8, 2, 9)"),
+    row("tree_mask", "a page table of one sequence", treed(page_table=np.zeros(2, "i4")), ValueError, "page_table has shape (2,)", "(P, B)"),
+    row("tree_mask", "float lengths", treed(seq_lens_kv=np.zeros(3, "f4")), TypeError, "seq_lens_kv is float32", "int32"),
+    row("tree_mask", "the lengths of two sequences", treed(seq_lens_q=np.zeros(2, "i4")), ValueError, "seq_lens_q has shape (2,)", "(3,)"),
+    row("tree_mask", "a cache", treed(k=KVCache(8, 2, pages=4, batch=2, numpy=True)), TypeError, "k is", "**cache.view(layer)"),
+    row("tree_mask", "int64 parents on the device", treed(lambda x: x.xp.zeros(3, "i8")), TypeError, "parents is", "int32", engine="fake"),
+    row("tree_mask", "a bool mask on the device", treed(lambda x: x.xp.zeros((3, 3), bool)), TypeError, "bool CuPy array", "numpy array", engine="fake"),
+    row("tree_mask", "parents of CuPy and keys of numpy", treed(lambda x: x.xp.zeros(3, "i4"), k=np.zeros((8, 2, 9, 3), "f4"), page_table=None, seq_lens_kv=None),
+        TypeError, "parents is a CuPy array", "parents.get()", engine="fake"),
+    row("attention", "a tree of fewer tokens", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, **treed()(x)), IndexError,
+        "tree_number", "(3, 4)", "q_idx has 6 values"),
+    row("KVCache.keep", "a token after the draft", after([0, 4]), ValueError, "path contains 4", "sequence 0 has 4 tokens of the last step"),
+    row("KVCache.keep", "a token that another sequence has", after([2], sequence=1), ValueError, "path contains 2", "sequence 1 has 2 tokens"),
+    row("KVCache.keep", "a negative token", after([-1, 2]), ValueError, "path contains -1", "from 0"),
+    row("KVCache.keep", "a path that does not ascend", after([0, 2, 1]), ValueError, "1 after 2", "sorted(path)"),
+    row("KVCache.keep", "a token twice", after([0, 2, 2]), ValueError, "2 after 2", "without duplicates"),
+    row("KVCache.keep", "one number", after(2), ValueError, "path has shape ()", "one axis"),
+    row("KVCache.keep", "fractions", after([0.0, 1.0]), TypeError, "path is [0.0, 1.0]", "integers"),
+    row("KVCache.keep", "whether tokens are accepted", after([True, False]), TypeError, "path is [True, False]", "positions"),
+    row("KVCache.keep", "a path of CuPy", after(lambda x: x.xp.zeros(2, "i4")), TypeError, "path is a CuPy array", "path.get()", engine="fake"),
+    row("KVCache.keep", "a sequence that the cache lacks", after([0], sequence=3), ValueError, "sequence is 3", "from 0 to 2"),
+    row("KVCache.keep", "tokens that were kept before", after([3], change=lambda cache: cache.keep(0, [0, 2])), ValueError, "has 2 tokens of the last step"),
+    row("KVCache.keep", "tokens that were removed", after([1], change=lambda cache: cache.truncate(0, 1)), ValueError, "has 1 tokens"),
+    row("KVCache.keep", "after the next step began", after([0], change=lambda cache: cache.begin_step(1)), RuntimeError, "a step is announced", "before keep()"),
+    row("KVCache.keep", "more shared pages than free ones", after([0, 2], pages=2, change=lambda cache: cache.fork(0, 2)), OutOfPages,
+        "1 pages that sequence 0 shares, but 0 of 2 are free", "release"),
     row("page_table_from_lists", "an array of float32", lists(indices=np.ones(3, "f4")), TypeError, "indices is float32", ".astype('int32')"),
     row("page_table_from_lists", "two axes", lists(indptr=np.zeros((2, 3), "i4")), ValueError, "indptr has shape (2, 3)", "(B + 1,)"),
     row("page_table_from_lists", "the last pages of other sequences", lists(last_page_len=[1]), ValueError, "last_page_len has shape (1,)", "(2,)"),
@@ -127,6 +190,10 @@ ROWS += [
     row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
     row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
-    row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
-    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
+    row("page_table_from_lists", "a page size beyond 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 2], [0, 1], [3],
+        page_size=2**31), ValueError, "page_size is 2147483648", "below 2**31"),
+    row("page_table_from_lists", "more tokens than 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 3], [0, 1, 2], [3],
+        page_size=2**30), ValueError, "2147483651 tokens", "below 2**31"),
+    row("composed.weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
+    row("composed.weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip

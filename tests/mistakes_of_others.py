@@ -540,7 +540,7 @@ ZOO = [
         ("score_mod", "key_bias", "weight"), ("score_mod", "temperature", "temperature"), ("score_mod", "kerple", "r1"),
         ("mask_mod", "prefix_lm", "prefix"), ("mask_mod", "document", "document_id"), ("mask_mod", "head_windows", "size"),
         ("mask_mod", "causal_document", "document_id"), ("mask_mod", "permuted", "order"), ("mask_mod", "valid_keys", "valid"),
-        ("mask_mod", "images", "image"),
+        ("mask_mod", "images", "image"), ("mask_mod", "tree", "tree_number"),
     ]
 ] + [
     row(f"zoo.{name}", "an option of the other kind", with_zoo(**{option: getattr(zoo, name)}), TypeError, option)

@@ -10,7 +10,8 @@ import numpy as np
 from mistakes import row
 
 import cupy_sdpa
-from cupy_sdpa import explain_function, prepare, problem, store
+from cupy_sdpa import prepare, problem, store
+from cupy_sdpa.composed import explain_function
 
 SHAPE = (64, 2, 6, 1)
 
@@ -43,10 +44,15 @@ def within_validate(x):
 
 
 ROWS = [
-    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
-    row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
+    row("prepare", "keys of another length after compute_dtype", lambda x: prepare(x.s, x.s, x.s, compute_dtype="float16")(*x.qkv),
+        ValueError, "Prepared: k (8, 4, 6, 3) float32", "Passed: k (8, 2, 7, 3) float32"),
+    row("prepare", "another block mask of another size", lambda x: prepare(x.s, x.s, x.s, block_mask=cupy_sdpa.block_mask(
+        cupy_sdpa.zoo.causal, 6, 6))(*x.qkv, block_mask=cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 6, 7)), ValueError,
+        "block_mask <BlockMask 6 x 6", "block_mask <BlockMask 6 x 7"),
+    row("composed.explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("composed.explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
         "alibi_slopes runs no program"),
-    row("explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
+    row("composed.explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
         "head dim"),
     row("validate", "keys of another head dim in its block", within_validate, ValueError, "head dim"),
     row("problem", "a word in place of a shape", posed(q="q"), TypeError, "q is 'q'; pass a shape"),

@@ -268,6 +268,10 @@ class BlockMask:
         full = full if mask_mod is not None else None
         return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, block=block, tensors=tensors)
 
+    def __dir__(self) -> list[str]:
+        """The public names."""
+        return [name for name in dir(type(self)) if name[0] != "_"]
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """``(Skv, Sq, heads, batch)``, the shape of :meth:`to_dense`."""
@@ -276,30 +280,30 @@ class BlockMask:
     @property
     def blocks(self) -> int:
         """The number of blocks in which a query attends to a key, for all heads and batch entries of the mask."""
-        return int(np.count_nonzero(self.block_kinds))
+        return int(np.count_nonzero(self._block_kinds))
 
     @property
     def partial(self) -> int:
         """The number of partial blocks."""
-        return int(np.count_nonzero(self.block_kinds == PARTIAL))
+        return int(np.count_nonzero(self._block_kinds == PARTIAL))
 
     @property
     def sparsity(self) -> float:
         """The share of blocks without such queries, from 0 to 1."""
-        return 1 - self.blocks / self.block_kinds.size if self.block_kinds.size else 0.0
+        return 1 - self.blocks / self._block_kinds.size if self._block_kinds.size else 0.0
 
     @property
-    def has_its_function(self) -> bool:
+    def _has_its_function(self) -> bool:
         """Whether there is a mask function, and it has not changed since the mask was created."""
         return self.function is not None and identity(self.function) == self.identity
 
     @property
-    def cache_key(self) -> tuple[int, bool]:
+    def _cache_key(self) -> tuple[int, bool]:
         """What the keys of repeated calls have of the mask: its number, and whether its function has not changed."""
-        return self.number, self.has_its_function
+        return self.number, self._has_its_function
 
     @functools.cached_property
-    def block_kinds(self) -> NDArray[np.uint8]:
+    def _block_kinds(self) -> NDArray[np.uint8]:
         """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""
         found = kinds_of_blocks(self.kinds, self.bits, self.block, self.sq, self.skv)
         found.flags.writeable = False
@@ -332,7 +336,7 @@ class BlockMask:
     def __repr__(self) -> str:
         groups = "".join(f" x {n} {name}" for n, name in ((self.heads, "heads"), (self.batch, "entries")) if n > 1)
         size = "" if self.block == TILE else f" of {self.block.queries} x {self.block.keys}"
-        of = f"{self.blocks} of {self.block_kinds.size} blocks{size}, {self.partial} of them partial"
+        of = f"{self.blocks} of {self._block_kinds.size} blocks{size}, {self.partial} of them partial"
         return f"<BlockMask {self.sq} x {self.skv}{groups}: {of}; sparsity {100 * self.sparsity:.1f} %>"
 
     def _repr_html_(self) -> str:
@@ -349,7 +353,7 @@ class BlockMask:
         for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
             if not -count <= index < count:
                 raise IndexError(f"{name} is {index}; the mask has {count}, from 0 to {count - 1}")
-        kinds = self.block_kinds[:, :, head, entry]
+        kinds = self._block_kinds[:, :, head, entry]
         step = max(1, -(-max(kinds.shape, default=1) // 128))
         cells = []
         for j, i in np.ndindex(*(-(-n // step) for n in kinds.shape)):

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..boundary import argument
 from ..boundary.layouts import check_strides_of
-from ..boundary.options import read_flag
 from ..kernels.block_rows import BLOCK
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
@@ -18,7 +17,6 @@ from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
-from ..support.batch import not_invariant
 from . import segments
 from .block_mask import BlockMask
 from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Sizes, make_tables, rectangles
@@ -104,7 +102,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or mask.has_its_function else None
+    return found if found is None or mask._has_its_function else None
 
 
 def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
@@ -150,30 +148,35 @@ def as_pages(array: Any) -> Any | None:
     return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
 
 
-#: The options that calls with a block mask take besides it.
+#: The options that the blocks of a mask are computed with.
 SUPPORTED = ("scale", "softcap", "score_mod", "tensors", "sinks", "max_workspace")
+#: The options of calls that compute the blocks of a mask: those, a band, with which the mask is intersected, and ``bucket``,
+#: which has no effect. With any other option a call computes all blocks, with a dense mask.
+BY_BLOCKS = frozenset((*SUPPORTED, "causal", "window", "bucket"))
 
 
-def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Sizes:
-    """Check the arguments of a call with a block mask; returns its sizes.
+def is_passed(name: str, value: Any) -> bool:
+    """Whether the value of an option is not that of a call without it."""
+    return value is not None and value is not False and not (name == "dropout_p" and value == 0)
 
-    Raises:
-        TypeError, ValueError: the mask does not fit the arrays, or another option is passed.
-    """
+
+def check_type(mask: Any) -> None:
+    """Raise TypeError for a block mask that is none."""
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
             "with cupy_sdpa.block_mask(mask_mod, Sq, Skv), or from FlexAttention's fields with BlockMask.from_kv_blocks; a "
             "bool array (Skv, Sq, Hq, B) is mask="
         )
-    if read_flag("batch_invariant", options.get("batch_invariant", False)):
-        raise not_invariant("the batch size determines how blocks are computed: pass the function of block_mask as mask_mod=")
-    for name, value in options.items():
-        if name not in SUPPORTED and value is not None and value is not False and not (name == "dropout_p" and value == 0):
-            raise ValueError(
-                f"{name} and block_mask are both passed; with a block mask calls take {', '.join(SUPPORTED)}: put other masks "
-                "into the mask function of block_mask"
-            )
+
+
+def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
+    """Check the arguments of a call with a block mask; returns its sizes.
+
+    Raises:
+        TypeError, ValueError: the mask does not fit the arrays.
+    """
+    check_type(mask)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
@@ -186,13 +189,19 @@ def check(q: Any, k: Any, v: Any, mask: Any, options: Mapping[str, Any]) -> Size
         )
     if (mask.sq, mask.skv) != (sq, skv):
         raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; q has {sq} queries and k {skv} keys")
-    if mask.heads not in (1, hq) or mask.batch not in (1, batch):
-        raise ValueError(
-            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {hq} and {batch}: both must be equal or 1"
-        )
+    check_groups(mask, hq, batch)
     if hkv and hq % hkv:
         raise ValueError(f"q has {hq} heads and k {hkv}; {hq} must be a multiple of {hkv}")
     return Sizes(hq, hkv, batch)
+
+
+def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
+    """Raise ValueError if a mask has other numbers of heads or batch entries than the queries."""
+    if mask.heads not in (1, heads) or mask.batch not in (1, batch):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {heads} and {batch}: both must be equal "
+            "or 1"
+        )
 
 
 def check_arrays(
@@ -214,7 +223,9 @@ def check_arrays(
     given = {**arrays, "sinks": sinks}
     # gradients of float64 arrays also take float64 statistics
     doubles = not rounded and "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
-    table = expected_arrays(q, k, v, stats="float64" if doubles else "float32")
+    wide = not rounded and q.dtype == np.float64 == getattr(sinks, "dtype", None)
+    dtypes = {"stats": "float64" if doubles else "float32", "of_heads": "float64" if wide else "float32"}
+    table = expected_arrays(q, k, v, **dtypes)
     if dtype is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)

@@ -45,7 +45,7 @@ def native_of(mask: BlockMask) -> Native | None:
     if "native" not in mask.tables:
         mask.tables["native"] = _found(mask)
     found: Native | None = mask.tables["native"]
-    if found is not None and "mask_mod" in found.options and not mask.has_its_function:
+    if found is not None and "mask_mod" in found.options and not mask._has_its_function:
         return None  # the function has changed since
     return found
 

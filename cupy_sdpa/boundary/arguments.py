@@ -271,7 +271,12 @@ def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
 # Shapes in place of arrays
 
 
-def read_shapes(
+def read_shapes(q: Any, k: Any, v: Any, options: Mapping[str, Any], **others: Any) -> Problem:
+    """The problem that an engine runs for arrays or shapes; arguments as for :func:`call_of_shapes`."""
+    return call_of_shapes(q, k, v, options, **others).engine_problem
+
+
+def call_of_shapes(
     q: Any,
     k: Any,
     v: Any,
@@ -287,8 +292,8 @@ def read_shapes(
     return_dtensors: Any = False,
     deterministic: bool = False,
     on_gpu: bool = True,
-) -> Problem:
-    """The problem that an engine runs for arrays, or for shapes of dense arrays in Fortran order; no element is read."""
+) -> Call:
+    """The call of views of arrays, or of dense arrays of some shapes in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
     if layout := layouts.other_layout(options):
@@ -300,8 +305,7 @@ def read_shapes(
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    call = _read_own(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
-    return call.engine_problem
+    return _read_own(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
 
 
 def views_of_shapes(

@@ -78,19 +78,9 @@ def for_gpu(q: Any) -> bool:
     return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
 
 
-#: What is known of the statistics that :func:`cupy_sdpa.attention_backward` gets: those of all keys of the call ("whole"), of
-#: these and other keys ("part"), or of other roundings of q and k ("other").
-given_stats: ContextVar[Literal["whole", "part", "other"]] = ContextVar("given_stats", default="whole")
-
-
-@contextlib.contextmanager
-def stats_are(kind: Literal["part", "other"]) -> Iterator[None]:
-    """Set :data:`given_stats` in a ``with`` block; within a block of "other" nothing more is known."""
-    token = given_stats.set("other" if given_stats.get() == "other" else kind)
-    try:
-        yield
-    finally:
-        given_stats.reset(token)
+#: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), of these and other keys ("part"),
+#: or of other roundings of q and k ("other"). On the CPU they are checked accordingly.
+GivenStats = Literal["whole", "part", "other"]
 
 
 class LaunchRecord(NamedTuple):
@@ -132,7 +122,7 @@ class Call:
         captured: how each captured array is indexed, by its name in ``arrays``.
         table_reads: the captured arrays that a step makes, by name; what it reads is in ``arrays``.
         identities: the identities of the score and mask functions when they were traced.
-        has_all_keys: whether a backward pass gets all keys of its statistics, so that these can be checked.
+        given_stats: what the statistics of a backward pass are.
     """
 
     problem: Problem
@@ -146,7 +136,7 @@ class Call:
     captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
     table_reads: Mapping[str, TableRead] = dataclasses.field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
-    has_all_keys: bool = False
+    given_stats: GivenStats = "part"
 
     @functools.cached_property
     def engine_problem(self) -> Problem:

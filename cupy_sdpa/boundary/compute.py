@@ -128,12 +128,12 @@ def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]
         dtype: the new dtype.
         new: creates an array: ``cupy_runtime.temporary`` for one that is used within a call only, else ``new_result``.
     """
-    copy = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
-    write(copy, array)
-    return copy
+    made = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
+    copy(made, array)
+    return made
 
 
-def write(target: Any, source: Any) -> None:
-    """Copy an array into one of the same shape, which may have another dtype."""
+def copy(target: Any, source: Any) -> None:
+    """Copy an array into another one, which may have another dtype; numbers beyond its range become infinite."""
     with np.errstate(over="ignore", under="ignore"):
         target.T[...] = source.T  # CuPy copies arrays in C order at memory speed, others much slower

@@ -1,4 +1,4 @@
-"""Calls whose arrays are converted: those of other libraries, with ``engine``, or with a layout where needed.
+"""Calls whose arrays are converted: of other libraries, without a batch axis, with ``engine``, or with a layout where needed.
 
 A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
 opposite order. Most calls of arrays of numpy and CuPy with ``layout`` do not need one: their arrays are permuted where the call
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.problem import CU_SEQLENS
+from ..problem.problem import CU_SEQLENS, SCORE_INPUTS
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
 from . import layouts
@@ -34,7 +34,7 @@ def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
             return True
         if isinstance(q, np.ndarray) or cupy_runtime.is_array(q):
             OWN_TYPES.add(type(q))
-    if "engine" in options:
+    if "engine" in options or (getattr(q, "ndim", 0) == 3 and type(q) in OWN_TYPES and layouts.is_unbatched(q, options)):
         return True
     return "layout" in options and ("block_mask" in options or "mask_mod" in options)  # their programs permute no axes
 
@@ -61,6 +61,7 @@ class Conversion:
         engine = given.pop("engine", None)
         self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
+        self._is_unbatched = layouts.is_unbatched(q, options)
         self._library: Library | None = library_of(q)
         self._kind = kind_of(q)
         self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
@@ -95,6 +96,9 @@ class Conversion:
             return target
         if self._layout is not None:
             array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
+        if self._is_unbatched:
+            unchanged = name != "dbias" or self._layout is not None or self._bias_axes != 3
+            array = layouts.without_batch(name, array, self._layout) if unchanged else array[..., 0]
         return self._returned(array)
 
     @contextlib.contextmanager
@@ -135,11 +139,15 @@ class Conversion:
         if name == "tensors" and isinstance(value, Mapping):
             return {key: self._shared(f"tensors[{key!r}]", x) for key, x in value.items()}
         value = self._shared(name, value)
+        if self._is_unbatched:
+            value = layouts.with_batch(name, value, self._layout) if name in SCORE_INPUTS else value
         return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
 
     def _own(self, name: str, array: Any) -> Any:
         """An array in the layout of this package."""
         array = self._shared(name, array)
+        if self._is_unbatched:
+            array = layouts.with_batch(name, array, self._layout)
         if self._layout is None:
             return array
         self._shapes |= layouts.shapes_of({name: array}, {})

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..layout import AXES, order
-from ..problem.problem import ROW_STATS, SCORE_INPUTS
+from ..layout import AXES, default_is, default_layout, order
+from ..problem.problem import CU_SEQLENS, ROW_STATS, SCORE_INPUTS, Problem
 from ..problem.tensor_spec import (
     ITEMSIZE,
     CallersAxes,
@@ -31,6 +31,8 @@ from ..problem.tensor_spec import (
 from ..runtime import cupy_runtime
 from .argument import Typed, as_int32, signature_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
 #: The arrays with a head dim. With a group also those of other arrays that have the axes of q.
@@ -51,6 +53,105 @@ def check_layout(layout: Any) -> None:
             f"layout is {layout!r}; it must be one of {known}, or None for 'dhsb'. The letters are b batch, s seq, h heads, "
             "d head_dim, and t all positions of packed sequences"
         )
+
+
+#: The options of packed sequences.
+_PACKING = (*CU_SEQLENS, "max_seqlen_q", "max_seqlen_kv")
+
+
+def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that takes ``layout`` with :func:`cupy_sdpa.layout.default`; calls inside it have no default."""
+    layout = default_layout()
+    if kwargs.get("layout") is None and not (args and isinstance(args[0], Problem)):
+        of_parts = args[0][0] if args and isinstance(args[0], (list, tuple)) and args[0] else None
+        packed = any(kwargs.get(name) is not None for name in (*_PACKING, "cu_seqlens"))
+        if packed or getattr(of_parts, "ndim", 0) == 3:
+            layout = "dht" if layout == "dhsb" else "thd"
+        kwargs["layout"] = layout
+    with default_is(None):
+        return function(*args, **kwargs)
+
+
+def takes_default(function: Callable[P, T]) -> Callable[P, T]:
+    """A function with ``layout=``, whose default is that of :func:`cupy_sdpa.layout.default`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs) if default_layout() is None else in_default(function, *args, **kwargs)
+
+    return call
+
+
+def refuses_default(function: Callable[P, T]) -> Callable[P, T]:
+    """A function without ``layout=`` of arrays with a head dim."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if default_layout() is not None:
+            refuse_default(function.__qualname__)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def refuse_default(name: str) -> NoReturn:
+    """Raise the error of a function without ``layout=`` where there is a default layout."""
+    raise TypeError(
+        f"the default layout is {default_layout()!r}, and {name} has no layout=: call it outside of "
+        "cupy_sdpa.layout.default(...), with arrays (head_dim, heads, seq, batch)"
+    )
+
+
+def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose axes :func:`cupy_sdpa.layout.default` does not change: calls inside it have no default."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if default_layout() is None:
+            return function(*args, **kwargs)
+        with default_is(None):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
+    """Whether q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
+    if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht"):
+        return False
+    return all(options.get(name) is None for name in (*_PACKING, "page_table"))
+
+
+def with_batch(name: str, array: Any, layout: str | None) -> Any:
+    """An array of a call without batch axes with a batch axis of length 1; masks and biases may have one.
+
+    Raises:
+        ValueError: the array has a batch axis, and q has none.
+    """
+    axes = 3 if name in VECTORS else 2
+    if name in SCORE_INPUTS:
+        return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
+    if not hasattr(array, "ndim"):
+        return array
+    if array.ndim != axes:
+        raise ValueError(
+            f"q has 3 axes and {name} has {array.ndim}: {tuple(array.shape)}. Without a batch axis {name} has {axes}; packed "
+            "sequences need cu_seqlens_q=, cu_seqlens_kv=, max_seqlen_q= and max_seqlen_kv="
+        )
+    return array[(slice(None),) * _batch_axis(name, layout, axes) + (None,)]
+
+
+def without_batch(name: str, array: Any, layout: str | None) -> Any:
+    """A result of a call without batch axes, without its batch axis."""
+    if name not in (*VECTORS, *ROW_STATS):
+        return array
+    return array[(slice(None),) * _batch_axis(name, layout, array.ndim - 1) + (0,)]
+
+
+def _batch_axis(name: str, layout: str | None, axes: int) -> int:
+    if layout is None:
+        return axes
+    return layout.index("b") if name in VECTORS else 0
 
 
 def other_layout(options: Mapping[str, Any]) -> str | None:

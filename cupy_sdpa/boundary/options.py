@@ -7,16 +7,17 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import numpy as np
 
 from .._typing import Array, Layout
 from ..errors import in_words
+from ..layout import default_layout
 from ..problem.band import Band
 from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
-from .layouts import check_layout
+from .layouts import check_layout, in_default, refuse_default
 
 #: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
 DTensors = bool | str | Sequence[str]
@@ -60,6 +61,10 @@ class Options(TypedDict, total=False):
 
 #: The options whose default is not None.
 DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "batch_invariant": False}
+#: The options of pages, which only the forward pass reads.
+PAGES = ("page_table", "num_splits")
+#: The options of calls that do not take part in a :class:`Problem`.
+OF_CALLS = ("block_mask", "compute_dtype", "engine")
 #: The options that are arrays.
 ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of options of other libraries.
@@ -140,32 +145,57 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
-def takes_options(function: Function) -> Function:
-    """Give a function with ``**options`` a signature that lists every option, for ``help`` and completion.
+@overload
+def takes_options(function: Function, /) -> Function: ...
+@overload
+def takes_options(*, only: Sequence[str] = (), without: Sequence[str] = ()) -> Callable[[Function], Function]: ...
+def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
+    """Give a function with ``**options`` a signature that lists the options that it takes, for ``help`` and completion.
+
+    Args:
+        function: the function.
+        only: the options that it takes. Default: all.
+        without: the options that it does not take. The function refuses them itself, with a remedy. Default: none.
 
     A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
     :func:`refuse_arguments`; others are wrapped, which takes 0.2 us per call.
     """
+    if function is None:
+        return functools.partial(_with_signature, only=only, without=without)
+    return _with_signature(function)
+
+
+def _with_signature(function: Any, only: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
+    """The function with the signature of :func:`takes_options`."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # a default ... lets a call with other names reach the check of the names
     parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
     for name, annotation in Options.__annotations__.items():
+        if name in without or (only and name not in only):
+            continue
         text = getattr(annotation, "__forward_arg__", annotation)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
     parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
     returned = _Annotation(signature.return_annotation)
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    result: Any = function if takes_more else _with_remedies(function)
+    result: Any = function if takes_more else _with_remedies(function, any(p.name == "layout" for p in parameters))
     result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
-def _with_remedies(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
+    """The function; a call that does not fit its signature raises an error with a remedy, if there is one.
+
+    Args:
+        function: the function.
+        takes_layout: whether it takes ``layout``, also that of :func:`cupy_sdpa.layout.default`.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if default_layout() is not None:
+            return in_default(call, *args, **kwargs) if takes_layout else refuse_default(function.__name__)
         try:
             return function(*args, **kwargs)
         except TypeError as error:

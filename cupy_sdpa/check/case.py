@@ -17,6 +17,8 @@ The options of a case are literals. Their values:
 ``sinks``           ``"normal"`` or ``"high"``
 ``dropout``         the fields of :class:`Dropout`
 ``score_mod``       (name, dtype of the captured arrays), a function of :mod:`.functions`; the same for ``mask_mod``
+``tree``            how the tree of the newest tokens is passed to ``tree_mask``: ``"parents"``, ``"device"`` or ``"mask"``; or
+                    ``"one"``, the parents of one tree for all sequences
 ``block_mask``      (kind, axes): ``"blocks"``, ``"pairs"``, ``"documents"``, ``"prefix"``, ``"segments"`` or ``"window"``;
                     axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``

@@ -9,14 +9,14 @@ from .case import GRADIENTS, REQUIRES
 #: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.
 #: ``"pairs"`` is the next pair of options, ``"few"`` is each option with a probability of 4 %.
 SHARES = {
-    "pairs": 26, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 10, "parallel": 10, "shared_prefix": 4, "merge": 4,
-    "cache": 6, "weight_sums": 4,
+    "pairs": 26, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 8, "parallel": 10, "shared_prefix": 4, "merge": 4,
+    "cache": 6, "weight_sums": 4, "tree": 2,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
-#: compute neither FP8 nor what has no option ``engine``.
+#: compute neither FP8 nor groups.
 LEFT_OUT: dict[str, set[str]] = {
-    "cpu": set(), "gpu": {"parallel"}, "cupy": {"fp8", "parallel", "shared_prefix", "merge", "cache", "weight_sums"},
+    "cpu": set(), "gpu": {"parallel"}, "cupy": {"fp8", "parallel"},
     "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
 }  # fmt: skip
 #: The described GPUs that problems in FP8 are planned for.
@@ -25,29 +25,29 @@ _OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace"}
 _OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
 #: The options that can be combined with a feature; a feature that is not listed has no such limit.
 ONLY_WITH = {
-    "block_mask": {*_OF_SCORES, "score_mod", "jvp", "deterministic", "preallocated"},
     "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged"},
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
     "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
-    "cache": {*_OF_PAGES, "deterministic", "preallocated"},
+    "cache": {*_OF_PAGES, "tree", "deterministic", "preallocated"},
     "weight_sums": {
         "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
-        "paged", "alibi_slopes", "score_mod", "mask_mod", "bucket",
+        "paged", "alibi_slopes", "score_mod", "mask_mod", "block_mask", "bucket",
     },
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
-        "score_mod", "mask_mod", "deterministic", "return_dsinks",
+        "score_mod", "mask_mod", "block_mask", "deterministic", "return_dsinks",
     },
 }  # fmt: skip
 _EXCLUDED = {
-    "packed": ("seq_lens_q", "seq_lens_kv"), "paged": ("seq_lens_kv", "bucket", "jvp", *GRADIENTS), "jvp": tuple(GRADIENTS),
+    "packed": ("seq_lens_q", "seq_lens_kv", "tree"), "tree": ("mask_mod",),
+    "paged": ("seq_lens_kv", "bucket", "jvp", *GRADIENTS), "jvp": tuple(GRADIENTS),
 }  # fmt: skip
 #: Pairs of options that cannot be combined.
 CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
 #: Options that cannot be combined with ``num_splits``.
-NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod"}
+NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask", "tree"}
 #: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
-_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "return_dbias", "return_dtensors"}
+_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "block_mask", "return_dbias", "return_dtensors"}
 
 
 def is_valid(names: set[str]) -> bool:
@@ -58,7 +58,7 @@ def is_valid(names: set[str]) -> bool:
     """
     if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
         return False
-    if {"weight_sums", "packed", "paged"} <= names:
+    if {"weight_sums", "packed", "paged"} <= names or ({"block_mask", "mask"} <= names and names & {"mask_mod", "tree"}):
         return False
     if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
         return False

@@ -40,6 +40,8 @@ FP8_SCALE = 64.0
 _LENGTHS_STREAM = 77
 #: The same for the tangents.
 _TANGENTS_STREAM = 78
+#: The same for the trees.
+_TREES_STREAM = 79
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -70,6 +72,7 @@ class Data:
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
         dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
         attends: the pairs of the block mask, bool, broadcasts to ``(Skv, Sq, Hq, B)``; None without one.
+        parents: the parents of the tokens of the trees, ``(Sq, B)``; None without one.
         keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
     """
 
@@ -80,6 +83,7 @@ class Data:
     starts: tuple[Any, Any] = (None, None)
     dense: dict[str, Any] = field(default_factory=dict)
     attends: Any = None
+    parents: Any = None
     keep: Any = None
 
 
@@ -110,6 +114,8 @@ def build(case: Case, index: int) -> Data:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
     if "block_mask" in case.options:
         data.attends = _attends(case.seed, case.options["block_mask"], (case.sq, case.skv, case.hq, case.b))
+    if "tree" in case.options:
+        data.parents = _parents(case, np.random.default_rng([case.seed, index, _TREES_STREAM]))
     if dropout := case.dropout:
         if dropout.source == "mask":
             data.keep = data.arrays["dropout_mask"] = _random_mask(rng, case, "kqhb", 0.7)
@@ -289,6 +295,25 @@ def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int
     kinds = rng.integers(0, 2 if kind == "blocks" else 3, (-(-skv // 128), -(-sq // 128), *shape[2:]))
     kinds = np.repeat(np.repeat(kinds, 128, axis=0), 128, axis=1)[:skv, :sq]
     return np.where(kinds == 2, rng.random(shape) < 0.5, kinds == 1)
+
+
+def _parents(case: Case, rng: np.random.Generator) -> Any:
+    """The parents of random trees of the newest tokens, ``(Sq, B)``, or ``(Sq, 1)`` for all sequences."""
+    sizes, tokens = (case.sq, 1 if case.options["tree"] == "one" else case.b), np.arange(case.sq)[:, None]
+    random = rng.integers(-1, np.maximum(tokens, 0), sizes)
+    return np.asfortranarray(np.where(rng.random(sizes) < 0.5, tokens - 1, random).astype(np.int32))
+
+
+def tree_pairs(parents: Any) -> Any:
+    """Whether each token of the trees ``(Sq, B)`` is visible to each other one, bool ``(Sq, Sq, B)``, keys before queries."""
+    tokens, batch = parents.shape
+    pairs = np.zeros((tokens, tokens, batch), bool)
+    for query, b in np.ndindex(tokens, batch):
+        ancestor = query
+        while ancestor >= 0:
+            pairs[ancestor, query, b] = True
+            ancestor = int(parents[ancestor, b])
+    return pairs
 
 
 _OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {

@@ -283,7 +283,7 @@ def _parallel(sampler: Sampler) -> tuple[str, int]:
 
 def _stats(sampler: Sampler) -> Any:
     p = sampler.options.get("paged")
-    if sampler.names & {"block_mask", "jvp", "fp8", "parallel", "shared_prefix", "merge"} or (p and Paged(*p).num_splits):
+    if sampler.names & {"jvp", "fp8", "parallel", "shared_prefix", "merge"} or (p and Paged(*p).num_splits):
         return True
     return sampler.pick(True, "max_sumexp")
 
@@ -320,6 +320,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "dropout": _dropout,
     "score_mod": lambda sampler: sampler.function("score_mod"),
     "mask_mod": lambda sampler: sampler.function("mask_mod"),
+    "tree": lambda sampler: sampler.pick("parents", "device", "mask", "one"),
     "block_mask": lambda s: (
         s.pick("blocks", "pairs", "documents", "prefix", "segments", "segments", "window"),
         f"kq{s.pick(*'h1')}{s.pick(*'b1')}",
@@ -417,6 +418,8 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         names = sampler.extended(sampler.extended(names, ["packed"], 1), ["causal", "window"], 1)
     if feature == "block_mask":  # the gradients of blocks are then computed on copies
         names = sampler.extended(names, ["deterministic"], int(sampler.chance(0.3)))
+    if feature == "tree":
+        names = sampler.extended(names, [sampler.pick("paged", "paged", "cache")], 1)
     if feature == "paged" and sampler.chance(0.5):  # as in decoding; the keys can be split
         names = sampler.extended(sampler.extended(names, ["causal", "window"], 1), ["seq_lens_q"], sampler.integer(1))
     return names

@@ -16,11 +16,12 @@ from ..tolerance import compare
 from .case import Case
 from .data import Data, build, call_options, dropout_options, dtype_of
 from .drawn_memory import Memory, memory_of, named_layout
+from .forms import Form
 from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
 from .planned import plan
-from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, wrong_scale
+from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, rotated_queries, with_tree, wrong_scale
 from .tolerances import exact_elements, rounding_floors
 
 #: The set of values of each call on the same memory. On the GPU the third call with the same addresses is captured as a CUDA
@@ -151,13 +152,15 @@ class CaseRunner:
         """The options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
         options = call_options(self.case, memory.views, tensors, index)
+        if not self.case.cache:
+            options = with_tree(self.case, self.data[index], memory.views["k"], options, self.xp)
         return options | named_layout(self.case) | ({} if self.block_mask is None else {"block_mask": self.block_mask})
 
     @functools.cached_property
     def block_mask(self) -> Any:
         """The block mask of the case; None without one."""
         attends, case = self.data[0].attends, self.case
-        if attends is None:
+        if "block_mask" not in case.options:
             return None
         if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch entry
             attends = np.zeros((*attends.shape[:2], 1, 1), bool)
@@ -189,11 +192,16 @@ class CaseRunner:
         return results | self.gradients_by_name(gradients)
 
     def call_alternative(self, memory: Memory) -> dict[str, Any]:
-        """Call :func:`cupy_sdpa.attention_vjp`, or :func:`cupy_sdpa.prepare` if the case has no gradients."""
-        views, options = memory.views, self.options(memory, 1)
-        q, k, v = (views[name] for name in "qkv")
+        """Call :func:`cupy_sdpa.attention_vjp`, or :func:`cupy_sdpa.prepare` if the case has no gradients, in another form."""
+        with Form(self.case) as form:
+            return form.results(self._call_alternative(memory, form))
+
+    def _call_alternative(self, memory: Memory, form: Form) -> dict[str, Any]:
+        """The results of :meth:`call_alternative` in its form."""
+        views, options = memory.views, form.options(self.options(memory, 1))
+        q, k, v = (form.array(views[name]) for name in "qkv")
         if self.case.tangents:
-            return self.derivative(memory, options, widen=True)
+            return self.derivative(memory, options, widen=True, form=form)
         if "weight_sums" in self.case.options:
             return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
@@ -201,17 +209,17 @@ class CaseRunner:
         if self.case.backward:
             self.outcome.calls += 2
             out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
-            return {"out": out} | self.gradients_by_name(pullback(views["dout"]))
+            return {"out": out} | self.gradients_by_name(pullback(form.array(views["dout"])))
 
         def prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
             return cupy_sdpa.prepare(*arrays, **options)(*arrays, out=out)
 
         # A prepared call accepts only a dense preallocated output.
-        preallocated = {"out": views["out"]} if "out" in views and "out" not in self.case.layouts else {}
-        # Some calls cannot be prepared.
-        other = {"block_mask", "fp8", "shared_prefix", "merge", "cache"} & self.case.options.keys()
+        preallocated = {"out": form.array(views["out"])} if "out" in views and "out" not in self.case.layouts else {}
+        # A call of another function.
+        other = {"shared_prefix", "merge", "cache"} & self.case.options.keys()
         function = forward_function(self.case) if other else prepare_and_call
-        return self.forward(function, memory, options | preallocated, 1)
+        return self.forward(function, memory, options | preallocated, 1, form)
 
     def in_group(self, memory: Memory, options: dict[str, Any], *, vjp: bool = False) -> dict[str, Any]:
         """Call :class:`cupy_sdpa.parallel.ContextParallel`."""
@@ -226,25 +234,32 @@ class CaseRunner:
         own = {name: value for name, value in options.items() if name != "num_splits"}
         return {"weights": cupy_sdpa.weight_sums(memory.views["q"], memory.views["k"], per_kv_head=per_kv_head, **own)}
 
-    def derivative(self, memory: Memory, options: dict[str, Any], *, widen: bool = False) -> dict[str, Any]:
-        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
+    def derivative(
+        self, memory: Memory, options: dict[str, Any], *, widen: bool = False, form: Form | None = None
+    ) -> dict[str, Any]:
+        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.composed.widen` before it."""
         views, stats = memory.views, "stats" in self.case.options
-        q, k, v = (views[name] for name in "qkv")
-        given: dict[str, Any] = {name: views[other] for name, other in self.case.tangents.items()} | self.deterministic
+        array = form.array if form else lambda x: x
+        q, k, v = (array(views[name]) for name in "qkv")
+        given: dict[str, Any] = {name: array(views[other]) for name, other in self.case.tangents.items()} | self.deterministic
         self.outcome.calls += 1
         if widen:
-            given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
-        results = cupy_sdpa.attention_jvp(q, k, v, dout=views.get("jvp"), return_stats=stats, **given, **options)
+            given = {"widened": cupy_sdpa.composed.widen(q, k, v, **given, **options)} | self.deterministic
+        results = cupy_sdpa.attention_jvp(q, k, v, dout=array(views.get("jvp")), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
-    def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int) -> dict[str, Any]:
+    def forward(
+        self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form | None = None
+    ) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         in_fp8 = "fp8" in self.case.options
-        q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else (memory.views[name] for name in "qkv")
+        views = (form.array(memory.views[name]) if form else memory.views[name] for name in "qkv")
+        q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else views
         if self.case.cache:
             cache = filled_cache(self.case, self.data[index], self.xp)
             q, k, v = rotated_queries(self.case, self.data[index], q, cache, self.xp), cache.keys(1), cache.values(1)
             options = options | {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+            options = with_tree(self.case, self.data[index], k, options, self.xp)
         stats: Any = self.case.options.get("stats", self.case.backward)
         self.outcome.calls += 1
         returned = function(q, k, v, **self.deterministic, **({"return_stats": stats} if stats else {}), **options)

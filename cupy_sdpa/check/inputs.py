@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..reference import diagonal, visible
-from .data import Data
+from .data import Data, tree_pairs
 from .functions import COMPUTED, function_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -121,8 +121,21 @@ class Inputs:
             found &= self.expand_scores(self.data.arrays["mask"])
         if self.data.attends is not None:
             found &= self.expand_scores(self.data.attends)
+        if self.data.parents is not None:
+            found &= self.tree()
         if "mask_mod" in options:
             found &= self.call_function("mask_mod")
+        return found
+
+    def tree(self) -> Array:
+        """Whether each key is before the tree of the newest tokens, or visible within it, ``(B, 1, 1, Sq, Skv)``."""
+        case, pairs = self.case, tree_pairs(self.data.parents)
+        found = np.zeros((case.b, 1, 1, case.sq, case.skv), bool)
+        for b, (count, length) in enumerate(zip(*self.lengths, strict=True)):
+            start = int(length) - int(count)
+            found[b, ..., : max(start, 0)] = True
+            tokens = np.arange(max(start, 0), length) - start
+            found[b, 0, 0, :, max(start, 0) : length] = pairs[tokens, :, min(b, pairs.shape[2] - 1)].T
         return found
 
     def call_function(self, option: str, scores: Array | None = None, **tensors: Array) -> Array:

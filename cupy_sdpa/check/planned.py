@@ -17,6 +17,7 @@ from .case import Case
 from .data import build, call_options
 from .drawn_memory import memory_of
 from .outcome import Outcome
+from .routes import with_tree
 
 #: Part of the planner's result if a problem ended the process.
 _CRASHED = "ended the process inside cuDNN"
@@ -49,15 +50,17 @@ def problems(case: Case) -> list[Any]:
     """The problems of the passes of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
     table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
-    options = call_options(case, data.arrays | table, data.tensors, 0)
     q, k, v = (memory.views[name] for name in "qkv")
+    options = with_tree(case, data, k, call_options(case, data.arrays | table, data.tensors, 0), np)
     stats = case.options.get("stats", case.backward)
     if "deterministic" in case.options:
         options["deterministic"] = True
     if case.tangents:
-        return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
+        return list(cupy_sdpa.composed.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     if "weight_sums" in case.options:
-        return list(cupy_sdpa.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"}))
+        return list(
+            cupy_sdpa.composed.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"})
+        )
     if "fp8" in case.options:
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]

@@ -16,7 +16,7 @@ import cupy_sdpa
 from .. import fp8
 from ..parallel import Loopback, context_parallel, run_threads
 from .case import Case
-from .data import FORMATS, FP8_SCALE, Data, forked_lengths
+from .data import FORMATS, FP8_SCALE, Data, forked_lengths, tree_pairs
 from .drawn_memory import named_layout
 
 #: Seconds after which a member of a group gives up.
@@ -70,6 +70,23 @@ def _with_shared_prefix(keys: int, q: Any, k: Any, v: Any, **options: Any) -> An
     return cupy_sdpa.shared_prefix_attention(q, k, v, keys, **options)
 
 
+def with_tree(case: Case, data: Data, k: Any, options: dict[str, Any], xp: Any) -> dict[str, Any]:
+    """The options of a call with those of :func:`cupy_sdpa.tree_mask`, if the case has a tree."""
+    if data.parents is None:
+        return options
+    parents: Any = data.parents
+    match case.options["tree"]:
+        case "one":
+            parents = parents[:, 0].tolist()
+        case "device":
+            parents = xp.asarray(parents)
+        case "mask":
+            parents = tree_pairs(parents)
+    pages = {name: options.get(name) for name in ("page_table", "seq_lens_kv", "seq_lens_q")}
+    mask = cupy_sdpa.tree_mask(parents, k, **pages)
+    return options | mask | {"tensors": options.get("tensors", {}) | mask["tensors"]}
+
+
 def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, sinks: Any = None, **options: Any) -> Any:
     """Calls on disjoint parts of the keys, and :func:`cupy_sdpa.merge`."""
     rng = np.random.default_rng([case.seed, _PARTS_STREAM])
@@ -84,7 +101,7 @@ def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, s
         outs.append(out)
         stats.append(log_sum_exp)
         begin = end
-    return cupy_sdpa.merge(outs, stats, sinks=sinks, return_stats=return_stats)
+    return cupy_sdpa.merge(outs, stats, sinks=sinks, return_stats=return_stats, engine=options.get("engine"))
 
 
 def in_group(

@@ -143,6 +143,7 @@ _SIMPLEST = {
     "dropout": (0.5, "seed", 0, 0),
     "score_mod": ("near_key_100", ""),
     "mask_mod": ("key_100", ""),
+    "tree": "parents",
     "stats": True,
     "parallel": ("ring", 2),
     "shared_prefix": 1,

@@ -34,6 +34,7 @@ examples:
   python -m cupy_sdpa demo
   python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
   python -m cupy_sdpa demo --seq 16384 --heads 32 --kv-heads 8   (on a GPU)
+  python -m cupy_sdpa demo --engine cupy --dtype float32         (without cuDNN)
 
 The times of numpy grow with the square of --seq; the command prints an estimate
 and refuses what takes longer than --limit. A small GPT that learns the text and
@@ -94,10 +95,10 @@ def command(arguments: argparse.Namespace) -> int:
     if estimate > SHOWN:
         print_labeled("estimate", f"about {estimate:.0f} s per call on numpy")
     with working("timing"):
-        timing = measure(lambda: attention(*placed.arrays, causal=causal), placed.on_gpu)
+        timing = measure(lambda: attention(*placed.arrays, causal=causal, **placed.options), placed.on_gpu)
     times = f"{milliseconds(timing.median)} per call, the median of {timing.repeats}; first call {milliseconds(timing.first)}"
     print_labeled("time", times)
-    print_labeled("plan", str(placed.plan).split("\n")[0] if placed.plan else "none: numpy evaluates the steps one by one")
+    print_labeled("plan", placed.how)
     result(
         time_ms={"first": 1e3 * timing.first, "median": 1e3 * timing.median},
         plan=None if placed.plan is None else plan_facts(placed.plan),
@@ -164,7 +165,8 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
         text={"tokens": len(words), "different": len(set(words))}, engine=placed.facts(), causal=causal, dtype=str(q.dtype),
         shapes={"q": list(q.shape), "k": list(k.shape), "v": list(k.shape)},
     )  # fmt: skip
-    print_labeled("call", f"cupy_sdpa.attention(q, k, v{', causal=True' if causal else ''})")
+    own = ", engine='cupy'" * bool(placed.options)
+    print_labeled("call", f"cupy_sdpa.attention(q, k, v{', causal=True' if causal else ''}{own})")
 
 
 def _check(out: Array, q: Array, k: Array, v: Array, causal: bool, placed: Placed) -> bool:

@@ -29,24 +29,31 @@ class Placed:
     """Arrays on the device of the selected engine.
 
     Attributes:
-        arrays: q, k and v: CuPy arrays for cuDNN, numpy arrays for numpy.
-        on_gpu: whether the engine is cuDNN.
+        arrays: q, k and v: numpy arrays for numpy, CuPy arrays for the others.
+        engine: ``cuDNN``, ``CuPy`` or ``numpy``.
         why: the reason for the selection.
-        plan: cuDNN's plan; None on numpy.
+        how: how it computes, in one line.
+        plan: cuDNN's plan; None on the others.
     """
 
     arrays: Sequence[Any]
-    on_gpu: bool
+    engine: str
     why: str
+    how: str = "none: numpy evaluates the steps one by one"
     plan: PlanInfo | None = None
 
     def __str__(self) -> str:
         return f"{self.engine} ({self.why})"
 
     @property
-    def engine(self) -> str:
-        """``cuDNN`` or ``numpy``."""
-        return "cuDNN" if self.on_gpu else "numpy"
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on the GPU."""
+        return self.engine != "numpy"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a call that select the engine."""
+        return {"engine": "cupy"} if self.engine == "CuPy" else {}
 
     def facts(self) -> dict[str, str]:
         """The engine and the reason, for ``--json``."""
@@ -67,60 +74,67 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
     parser.add_argument(
         "--engine",
-        choices=("auto", "cudnn", "numpy"),
+        choices=("auto", "cudnn", "cupy", "numpy"),
         default="auto",
-        help="auto (default): cuDNN if it can run, which requires float16 or bfloat16, else numpy",
+        help="auto (default): cuDNN if it can run, which requires float16 or bfloat16, else numpy; cupy: a GPU without cuDNN",
     )
 
 
-def choose(requested: str, dtype: str) -> tuple[bool, str]:
+def choose(requested: str, dtype: str) -> tuple[str, str]:
     """Select the engine.
 
     Args:
-        requested: ``auto``, ``cudnn`` or ``numpy``.
+        requested: ``auto``, ``cudnn``, ``cupy`` or ``numpy``.
         dtype: the dtype of q, k and v.
 
     Returns:
-        Whether the engine is cuDNN, and the reason.
+        The engine, ``cuDNN``, ``CuPy`` or ``numpy``, and the reason.
 
     Raises:
-        CommandError: ``cudnn`` is requested and not available.
+        CommandError: ``cudnn`` or ``cupy`` is requested and not available.
     """
     if requested == "numpy":
-        return False, "requested by --engine numpy"
+        return "numpy", "requested by --engine numpy"
+    if requested == "cupy":
+        if missing := machine.obstacles_of_cupy():
+            raise CommandError(f"--engine cupy cannot run here: {'; '.join(missing)}")
+        return "CuPy", f"{machine.gpus()[cupy_runtime.cupy().cuda.runtime.getDevice()]}, without cuDNN"
     reasons = machine.obstacles()
     if not reasons and dtype not in CUDNN_DTYPES:
         reasons = [f"cuDNN supports {' and '.join(CUDNN_DTYPES)}, not {dtype}; use --dtype bfloat16"]
     if not reasons:
         device = cupy_runtime.cupy().cuda.runtime.getDevice()
-        return True, f"{machine.gpus()[device]}, cuDNN {version_text(library().version)}"
+        return "cuDNN", f"{machine.gpus()[device]}, cuDNN {version_text(library().version)}"
     if requested == "cudnn":
         raise CommandError(f"--engine cudnn cannot run here: {'; '.join(reasons)}")
-    return False, reasons[0]
+    return "numpy", reasons[0]
 
 
 def place(requested: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -> Placed:
     """Select the engine and copy q, k and v to its device.
 
     Args:
-        requested: ``auto``, ``cudnn`` or ``numpy``.
+        requested: ``auto``, ``cudnn``, ``cupy`` or ``numpy``.
         arrays: q, k and v, ``(head_dim, heads, seq, batch)``.
         options: the options of the :func:`cupy_sdpa.attention` call.
 
     Raises:
-        CommandError: ``cudnn`` is requested and cannot run the call.
+        CommandError: ``cudnn`` or ``cupy`` is requested and cannot run the call.
     """
-    on_gpu, why = choose(requested, arrays[0].dtype.name)
-    if not on_gpu:
-        return Placed(arrays, False, why)
+    engine, why = choose(requested, arrays[0].dtype.name)
+    if engine == "numpy":
+        return Placed(arrays, engine, why)
     moved = [cupy_runtime.cupy().asarray(array, order="F") for array in arrays]
+    if engine == "CuPy":
+        how = str(explain(*moved, engine="cupy", **options)).split("\n")[0]
+        return Placed(moved, engine, why, f"none: {how.removeprefix('runs with ')}")
     report = explain(*moved, **options)  # builds the plan that the call uses
     if report:
-        return Placed(moved, True, why, report.plan)
+        return Placed(moved, engine, why, str(report.plan).split("\n")[0], report.plan)
     refusal = one_line("cuDNN cannot run this:\n" + "\n".join(report.reasons))
     if requested == "cudnn":
         raise CommandError(refusal)
-    return Placed(arrays, False, refusal)
+    return Placed(arrays, "numpy", refusal)
 
 
 def check_memory(needed: int, what: str) -> None:

@@ -47,12 +47,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=shape, nargs="?", const=(), metavar="Skv,Sq,H,B",
             help=f"a {name} (default shape: one for all heads and sequences)",
         )  # fmt: skip
+    options.add_argument("--scale", type=float, metavar="TAU", help="scale of the scores (default: 1/sqrt(D))")
     options.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores")
     options.add_argument("--alibi", action="store_true", help="ALiBi slopes")
     options.add_argument("--sinks", action="store_true", help="attention sinks")
     options.add_argument("--dropout", type=float, metavar="P", help="dropout of the weights")
     options.add_argument("--stats", action="store_true", help="the log-sum-exp, which the backward pass needs")
     options.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
+    options.add_argument("--dbias", action="store_true", help="the gradient of the bias, with --backward")
+    options.add_argument("--dsinks", action="store_true", help="the gradient of the sinks, with --backward")
+    options.add_argument("--num-splits", type=positive, metavar="N", help="chunks of the keys of each sequence, with --pages")
+    options.add_argument("--bucket", type=_bucket, metavar="N", help="round lengths up to multiples of N, or to a power_of_two")
     options.add_argument("--max-workspace", type=positive, metavar="BYTES", help="limit of cuDNN's workspace")
 
 
@@ -62,6 +67,10 @@ def shape(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 128,32,4096,1") from None
+
+
+def _bucket(text: str) -> int | str:
+    return text if text == "power_of_two" else positive(text)
 
 
 def _window(text: str) -> tuple[int | None, ...]:
@@ -95,6 +104,11 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     options = dict(_options(arguments, sizes))
     if not backward:
         options["return_stats"] = stats or arguments.stats
+    for name in ("dbias", "dsinks"):
+        if getattr(arguments, name) and not arguments.backward:
+            raise CommandError(f"--{name} is given without --backward: gradients are of the backward pass")
+        if getattr(arguments, name) and backward:
+            options[f"return_{name}"] = True
     shapes = [tuple(x[axis] for axis in _axes(arguments, name, options)) for name, x in zip("qkv", sizes, strict=True)]
     if arguments.layout != "dhsb":
         options["layout"] = "thd" if arguments.packed else arguments.layout
@@ -135,7 +149,7 @@ def _axes(arguments: argparse.Namespace, name: str, options: dict[str, Any]) -> 
 def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
     """The options of the call; adds the lengths of packed and paged axes to the sizes."""
     q, k, v = sizes
-    for name in ("window", "softcap", "max_workspace"):
+    for name in ("window", "scale", "softcap", "num_splits", "bucket", "max_workspace"):
         if (value := getattr(arguments, name)) is not None:
             yield name, value
     if arguments.causal:

@@ -51,7 +51,7 @@ class Launcher:
         scalars: the by-value scalars: (id, dtype, value), with None for a value that is passed to :meth:`launch`.
     """
 
-    __slots__ = ("_addresses", "_buffers", "_count", "_open", "_plan", "_uids", "_workspace")
+    __slots__ = ("_addresses", "_attributes", "_buffers", "_open", "_plan", "_workspace")
 
     def __init__(self, plan: Descriptor, uids: Sequence[int], scalars: Sequence[tuple[int, str, float | None]]) -> None:
         self._plan = plan
@@ -59,10 +59,15 @@ class Launcher:
         self._buffers = [_SCALAR_TYPES[dtype](value or 0) for _, dtype, value in scalars]
         self._open = [buffer for buffer, (_, _, value) in zip(self._buffers, scalars, strict=True) if value is None]
         all_uids = [*uids, *(uid for uid, _, _ in scalars)]
-        self._count = len(all_uids)
-        self._uids = (c_int64 * self._count)(*all_uids)
-        self._addresses = (c_void_p * self._count)(*([0] * len(uids)), *map(ctypes.addressof, self._buffers))
+        count = len(all_uids)
+        self._addresses = (c_void_p * count)(*([0] * len(uids)), *map(ctypes.addressof, self._buffers))
         self._workspace = (c_void_p * 1)()
+        #: The attributes of the variant pack: name, type, count and values.
+        self._attributes = (
+            (AttributeName.VARIANT_PACK_UNIQUE_IDS, AttributeType.INT64, count, (c_int64 * count)(*all_uids)),
+            (AttributeName.VARIANT_PACK_DATA_POINTERS, AttributeType.VOID_PTR, count, self._addresses),
+            (AttributeName.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, 1, self._workspace),
+        )
 
     def launch(self, handle: Handle, addresses: list[Any], scalars: Sequence[float], workspace: int) -> None:
         """Enqueue the plan on the handle's stream.
@@ -83,19 +88,14 @@ class Launcher:
         if DEBUG:
             created("VARIANT_PACK")
         try:
-            self._set(lib, pack, AttributeName.VARIANT_PACK_UNIQUE_IDS, AttributeType.INT64, self._count, self._uids)
-            self._set(lib, pack, AttributeName.VARIANT_PACK_DATA_POINTERS, AttributeType.VOID_PTR, self._count, self._addresses)
-            self._set(lib, pack, AttributeName.VARIANT_PACK_WORKSPACE, AttributeType.VOID_PTR, 1, self._workspace)
+            for attribute in self._attributes:
+                lib.check(lib.cudnnBackendSetAttribute(pack, *attribute), "fill a variant pack")
             lib.check(lib.cudnnBackendFinalize(pack), "finalize a variant pack")
             lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
         finally:
             lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
             if DEBUG:
                 destroyed("VARIANT_PACK")
-
-    @staticmethod
-    def _set(lib: Any, pack: c_void_p, attribute: int, kind: int, count: int, array: Any) -> None:
-        lib.check(lib.cudnnBackendSetAttribute(pack, attribute, kind, count, array), "fill a variant pack")
 
 
 _PACK = DescriptorType.VARIANT_PACK_DESCRIPTOR

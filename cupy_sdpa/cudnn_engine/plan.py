@@ -213,9 +213,8 @@ class Plan:
         if self._scratch_offsets or self._constants:
             scratch = {name: workspace + offset for name, offset in self._scratch_offsets.items()}
             addresses = {**addresses, **scratch, **self._constants}
-        self._launcher.launch(
-            self.target.handle, [addresses[name] for name in self._arrays], [scalars[name] for name in self._scalars], workspace
-        )
+        pointers, values = map(addresses.__getitem__, self._arrays), map(scalars.__getitem__, self._scalars)
+        self._launcher.launch(self.target.handle, [*pointers], [*values], workspace)
 
     def mark_tuned(self) -> None:
         """Record that the plan was chosen by measurement."""

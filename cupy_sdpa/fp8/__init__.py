@@ -5,3 +5,8 @@ from .fp8_attention import attention
 from .quantize import DelayedScaling, quantize, quantize_qkv
 
 __all__ = ["DelayedScaling", "Fp8Array", "attention", "quantize", "quantize_qkv"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

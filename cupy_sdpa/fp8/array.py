@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array
+from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
 from ..runtime import cupy_runtime
@@ -68,7 +69,7 @@ class Fp8Array:
     ) -> None:
         on_gpu = cupy_runtime.is_array(data)
         if not on_gpu and type(data) is not np.ndarray:
-            raise TypeError(f"data is a {type(data).__name__}; an Fp8Array takes a numpy or a CuPy array: use fp8.quantize")
+            raise TypeError(f"data is {in_words(data)}; an Fp8Array takes a numpy or a CuPy array: use fp8.quantize")
         stored = dtype_name(data.dtype)
         if dtype is None:
             dtype = "float8_e4m3fn" if on_gpu else stored

@@ -11,13 +11,17 @@ from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
-from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.engine import refuse_fp8
+from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
 from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
 from ..boundary.user_functions import kept_options
+from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
+from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
+from ..programs.block_mask_calls import dense_options
 from ..programs.executor import Inputs, run_program
 from ..programs.passes import add_results, wanted_results
 from ..programs.program import Builder
@@ -49,7 +53,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options
+@takes_options(without=("compute_dtype", "engine", "batch_invariant"))
 def attention(
     q: Any = ...,
     k: Any = ...,
@@ -106,9 +110,15 @@ def attention(
     """
     if positional or q is ... or k is ... or v is ...:
         refuse_arguments(attention, positional, options)
+    if default_layout() is not None:
+        flags: dict[str, Any] = {
+            "return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale,
+            "stats": stats,
+        }  # fmt: skip
+        return in_default(attention, q, k, v, **flags, **options)
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
-        raise TypeError(f"q is a {type(q).__name__}; {_ALL}")
+        raise TypeError(f"q is {in_words(q)}; {_ALL}")
     results = attend(
         q, k, v, options, return_stats=return_stats, return_amax=return_amax, out_dtype=out_dtype, out_scale=out_scale,
         stats=stats,
@@ -139,6 +149,8 @@ def attend(
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     if not type(k) is type(v) is Fp8Array:
         _refuse_others(q, k, v)
+    if "block_mask" in options:
+        options = dense_options(q if converts else q.data, k.data, options)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
         "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
@@ -176,6 +188,7 @@ def _run(
         arrays: q, k and v.
         options, return_stats, return_amax, out_dtype, out_scale: of the call.
     """
+    refuse_fp8(options)
     q, k, v = arrays
     named = dict(zip(_NAMES, given, strict=True))
     out_dtype = _check(q, k, v, options, out_dtype, out_scale)
@@ -238,6 +251,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
     results = run_cached(kind, given, options)
     if results is None:
+        refuse_fp8(options)
         allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
         if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
             raise TypeError(
@@ -320,10 +334,10 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
     """Raise TypeError for arrays that are not FP8 arrays, if k or v is one of them."""
     if type(q) is not Fp8Array and type(k) is Fp8Array:
         _dtype_of(q)
-        raise TypeError(f"k is an FP8 array and v is a {type(v).__name__}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
+        raise TypeError(f"k is an FP8 array and v is {in_words(v)}; both must be FP8 arrays: use cupy_sdpa.fp8.quantize")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is not Fp8Array:
-            raise TypeError(f"{name} is a {type(x).__name__}; {_ALL}")
+            raise TypeError(f"{name} is {in_words(x)}; {_ALL}")
 
 
 def _dtype_of(q: Any) -> str:

@@ -226,4 +226,4 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
         _, descale = factors_in(views["factors"], i)
         rotation = 1 if name == "v" else rotation_of(elements.shape[0])
         builder.run(dequantize, elements, target, descale, rotation, dtype, writes=(target,))
-    passes.backward(builder, given, options, **flags)
+    passes.backward(builder, given, options, given_stats="other", **flags)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array, Layout
-from ..boundary.layouts import check_layout, check_strides_of, from_own, other_layout, to_own
+from ..boundary.layouts import check_layout, check_strides_of, from_own, other_layout, takes_default, to_own
 from ..boundary.options import read_flag
+from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from ..runtime import cupy_runtime
@@ -23,6 +24,7 @@ SOURCES = ("float16", "bfloat16", "float32")
 _SMALLEST = 1e-30
 
 
+@takes_default
 def quantize(
     x: Array,
     dtype: str = "float8_e4m3fn",
@@ -99,6 +101,7 @@ def quantize_all(
         return prepared.run(arrays, [_contiguous(n) for n in lengths])
 
 
+@takes_default
 def quantize_qkv(
     q: Array,
     k: Array,
@@ -207,6 +210,7 @@ class DelayedScaling:
         """The scale of the next array, float32 ``(1,)``; a copy."""
         return self._state[:1].copy()
 
+    @takes_default
     def quantize(self, x: Array, *, lengths: Array | None = None, layout: Layout | None = None) -> Fp8Array:
         """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
         check_layout(layout)
@@ -265,7 +269,7 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
     on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
-            f"x is a {type(x).__name__}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
+            f"x is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
             "with numpy.asarray(x) or cupy.from_dlpack(x)"
         )
     name = dtype_name(x.dtype)

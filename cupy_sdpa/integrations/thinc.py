@@ -9,6 +9,7 @@ from thinc.api import Model, registry
 from thinc.types import Ragged
 
 from ..attention import attention, attention_backward
+from ..boundary.layouts import has_own_axes
 from ..boundary.options import read_positive
 
 
@@ -40,6 +41,7 @@ def fused_attention(heads: int, *, causal: bool = False, compute_dtype: str | No
     return Model("fused_attention", _forward, attrs={"heads": heads, "options": options})
 
 
+@has_own_axes
 def _forward(model: Any, given: Any, is_train: bool) -> tuple[Any, Callable[[Any], Any]]:
     heads, xp = model.attrs["heads"], model.ops.xp
     total, width = given.dataXd.shape
@@ -58,6 +60,7 @@ def _forward(model: Any, given: Any, is_train: bool) -> tuple[Any, Callable[[Any
     }  # fmt: skip
     out, stats = attention(q, k, v, return_stats=True, **options)
 
+    @has_own_axes
     def backprop(gradient: Any) -> Any:
         gradients = xp.empty_like(parts, order="C")
         targets = {f"d{name}": gradients[:, i] for i, name in enumerate("qkv")}

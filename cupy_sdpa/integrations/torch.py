@@ -75,7 +75,7 @@ def attention(q: Any, k: Any, v: Any, *, layout: str = "bhsd", bias: Any = None,
 
 def _row_shape(q: Any, options: dict[str, Any]) -> tuple[int, ...]:
     """The shape of the log-sum-exp in the caller's layout."""
-    sizes = dict(zip(options["layout"], q.shape, strict=True))
-    if "t" in sizes:
-        return sizes["t"], sizes["h"]
-    return (sizes["b"], sizes["h"], sizes["s"]) if options["layout"][0] != "d" else (sizes["s"], sizes["h"], sizes["b"])
+    letters = options["layout"]
+    sizes = dict(zip(letters.replace("b", "") if q.ndim == 3 and "b" in letters else letters, q.shape, strict=True))
+    axes = "th" if "t" in letters else "shb" if letters[0] == "d" else "bhs"
+    return tuple(sizes[axis] for axis in axes if axis in sizes)

@@ -105,6 +105,56 @@ def _copy_pages_kernel(unit: str) -> Any:
     )
 
 
+def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``.
+
+    Args:
+        storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
+        rows: the rows.
+    """
+    saved = []
+    for storage in storages:
+        dim, _, heads, _, layers = storage.shape
+        saved.append(cupy_runtime.empty((dim, heads, layers, len(rows)), storage.dtype))
+    _copy_rows(storages, saved, list(enumerate(rows)), to_storage=False)
+    return saved
+
+
+def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int], first: int) -> None:
+    """Write rows from those of :func:`read_rows`, of which number ``first`` is the first."""
+    _copy_rows(storages, saved, list(enumerate(rows, first)), to_storage=True)
+
+
+def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[int, int]], *, to_storage: bool) -> None:
+    """Copy between saved rows and those of the storages; pairs of their numbers. One launch for each storage."""
+    for storage, copied, batch in ((*both, part) for both in zip(storages, saved, strict=True) for part in _batches(pairs)):
+        size, heads, layers = storage.shape[1], storage.shape[2], storage.shape[4]
+        unit = math.gcd(storage.strides[1], 16)
+        units = storage.strides[1] // unit
+        numbers = (np.int32(units), np.int32(size), np.int32(heads), np.int64(storage.strides[4] // unit))
+        grid, block = (int(batch["count"]), heads, layers), (min(128, units),)
+        _copy_rows_kernel(UNITS[unit])(grid, block, (storage, copied, batch, *numbers, np.int32(to_storage)))
+
+
+@functools.cache
+def _copy_rows_kernel(unit: str) -> Any:
+    """The kernel of :func:`_copy_rows`; a block copies a row of a head of a layer."""
+    return cupy_runtime.cupy().RawKernel(
+        f"""{_PAIRS_DECLARATION}
+        extern "C" __global__ void cupy_sdpa_copy_rows(
+            {unit}* storage, {unit}* saved, const Pairs pairs, int units, int size, int heads, long long layer, int to_storage
+        ) {{
+            const long long row = pairs.second[blockIdx.x], page = row / size, head = blockIdx.y;
+            {unit}* const inside = storage + blockIdx.z * layer + ((page * heads + head) * size + row % size) * units;
+            {unit}* const outside =
+                saved + (((long long)pairs.first[blockIdx.x] * gridDim.z + blockIdx.z) * heads + head) * units;
+            for (int i = threadIdx.x; i < units; i += blockDim.x)
+                if (to_storage) inside[i] = outside[i]; else outside[i] = inside[i];
+        }}""",
+        "cupy_sdpa_copy_rows",
+    )
+
+
 #: The sequence b of a block, its new tokens from the position ``begin``, and the first of them in a packed array.
 TOKENS = """const int b = blockIdx.y;
             const int* const counts = (const int*)a.counts;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,16 +70,19 @@ def concatenate(wanted: Sequence[Concatenation]) -> None:
     if not wanted:
         return
     if not cupy_runtime.is_array(wanted[0].target):
-        for target, parts in wanted:
-            _concatenate_on_cpu(target, parts)
+        for one in wanted:
+            _concatenate_on_cpu(*one)
         return
-    parts = [part for one in wanted for part in _parts(one)]
     itemsize = wanted[0].target.itemsize
-    size = _VECTOR if all(_is_aligned(part, itemsize) for part in parts) else itemsize
-    rows = max(part.rows for part in parts)
+    parts: list[_Part] = []
+    aligned = True
+    for one in wanted:
+        aligned &= _add_parts(parts, one)
+    rows = max(map(operator.attrgetter("rows"), parts))
     padded = [*parts, *[(0,) * len(_Part._fields)] * (_MAX_PARTS - len(parts))]
     grid = min(-(-rows // _ROWS), _MAX_BLOCKS), len(parts)
-    _concatenate_kernel(size, itemsize)(grid, (_COLUMNS, _ROWS), (np.array((padded,), _PARTS),))
+    kernel = _concatenate_kernel(_VECTOR if aligned else itemsize, itemsize)
+    kernel(grid, (_COLUMNS, _ROWS), (np.array((padded,), _PARTS),))
 
 
 def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
@@ -93,29 +97,28 @@ def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
         start += width
 
 
-def _parts(wanted: Concatenation) -> list[_Part]:
+def _add_parts(parts: list[_Part], wanted: Concatenation) -> bool:
+    """Add the parts of a target to a list; returns whether all of them can be copied 16 bytes at a time."""
     target = wanted.target
     _, heads, length, *batch = target.shape
-    rows = heads * length * (batch[0] if batch else 1)
-    pitch, start = target.shape[0] * target.itemsize, target.data.ptr
-    made = []
+    itemsize, rows = target.itemsize, heads * length * (batch[0] if batch else 1)
+    pitch, start = target.shape[0] * itemsize, target.data.ptr
+    aligned, places = True, pitch
     for part in wanted.parts:
         if isinstance(part, Constant):
-            width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{target.itemsize}"))
-            source = _Array(0, 0, 0, 0, 0)
+            width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{itemsize}"))
+            source = _NONE
         else:
             width, first, source = part.shape[0], 0, _place(part, 0)
-        made.append(_Part(*source, start, pitch, width, heads, length, rows, first))
-        start += width * target.itemsize
-    return [part for part in made if part.width]
-
-
-def _is_aligned(part: _Part, itemsize: int) -> bool:
-    """Whether a part can be copied 16 bytes at a time."""
-    places = [part.target, part.pitch, part.width * itemsize]
-    if part.source:
-        places += [part.source, part.source_h, part.source_s, part.source_b]
-    return all(place % _VECTOR == 0 for place in places) and (not part.source or part.source_d == itemsize)
+        if not width:
+            continue
+        parts.append(_Part(*source, start, pitch, width, heads, length, rows, first))
+        if source.address:
+            aligned &= source.d == itemsize
+            places |= _places(source)
+        places |= start | (width * itemsize)
+        start += width * itemsize
+    return aligned and places % _VECTOR == 0
 
 
 @functools.cache
@@ -207,6 +210,10 @@ class _Array(NamedTuple):
     b: int
 
 
+#: No array.
+_NONE = _Array(0, 0, 0, 0, 0)
+
+
 class _Sizes(NamedTuple):
     """The sizes of the result."""
 
@@ -228,11 +235,12 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
         _place(output, 0), _place(out, 0), _place(dout, 0),
     ]  # fmt: skip
     itemsize = dout.itemsize
-    per_column = [array for array, name in zip(arrays, _ARRAYS, strict=True) if name != "means" and array.address]
-    aligned = width * itemsize % _VECTOR == 0 and all(
-        array.d == itemsize and all(place % _VECTOR == 0 for place in (array.address, array.h, array.s, array.b))
-        for array in per_column
-    )
+    aligned, places = True, width * itemsize
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        if array.address and name != "means":  # a mean is one element of a row
+            aligned &= array.d == itemsize
+            places |= _places(array)
+    aligned &= places % _VECTOR == 0
     arguments = np.array((_Sizes(width, heads, length, rows), *arrays), _TERMS)
     grid = (min(-(-rows // _ROWS), _MAX_BLOCKS),)
     _add_terms_kernel(dout.dtype.name, _VECTOR // itemsize if aligned else 1)(grid, (_COLUMNS, _ROWS), (arguments,))
@@ -240,9 +248,14 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 
 def _place(array: Any, start: int) -> _Array:
     if array is None:
-        return _Array(0, 0, 0, 0, 0)
+        return _NONE
     strides = *array.strides, *(() if array.ndim == 4 else (0,))
     return _Array(array.data.ptr + start * array.strides[0], *strides)
+
+
+def _places(array: _Array) -> int:
+    """The bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
+    return array.address | array.h | array.s | array.b
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
-from .ragged import declaration, elementwise, struct
+from .ragged import declaration, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8

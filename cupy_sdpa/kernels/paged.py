@@ -124,6 +124,12 @@ _PADDED = _struct(("table", _Table), "out", "width")
 def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
     """Copy a page table ``(P, B)`` to ``(width, B)``; entries after the length name the first page of the sequence."""
     width, batch = out.shape
+    if not cupy_runtime.is_array(out):
+        length = np.minimum(lengths, len(table) * page)
+        entries = np.arange(width)[:, None]
+        used = np.where(entries * page < length, entries, 0)
+        out[...] = np.where(length > 0, np.take_along_axis(table, used, axis=0), 0)
+        return
     arguments = np.array((tuple(_table(table, lengths, page)), out.data.ptr, width), _PADDED)
     _padded_table_kernel()((max(1, min(64, -(-width // 256))), batch), (256,), (arguments,))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..problem.problem import MASKED_SCORE
 from ..runtime import cupy_runtime, memory
+from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
@@ -318,14 +319,17 @@ def backward_stats(copy: Any, stats: Any) -> None:
 
 
 def replace_infinite(bias: Any) -> None:
-    """Replace -inf in a float32 array on the GPU by :data:`LOWEST`."""
+    """Replace -inf in a float32 array by :data:`LOWEST`."""
+    if not cupy_runtime.is_array(bias):
+        bias[...] = np.where(bias < np.float32(LOWEST), np.float32(LOWEST), bias)
+        return
     operation = "y = x < lowest ? lowest : x"
     elementwise("float32 x, float32 lowest", "float32 y", operation, "replace_infinite")(bias, LOWEST, bias)
 
 
 def at_least_one(copy: Any, lengths: Any) -> None:
-    """Copy lengths on the GPU, with 1 in place of 0."""
-    cupy_runtime.cupy().maximum(lengths, 1, out=copy)
+    """Copy lengths, with 1 in place of 0."""
+    cupy_runtime.array_module(lengths).maximum(lengths, 1, out=copy)
 
 
 def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
@@ -422,9 +426,3 @@ def _sum_kernel(dtype: str, out_dtype: str) -> Any:
         }}""",
         "cupy_sdpa_sum",
     )
-
-
-@functools.cache
-def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
-    """An element-wise kernel of CuPy."""
-    return cupy_runtime.cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")

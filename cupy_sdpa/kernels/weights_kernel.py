@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..runtime import cupy_runtime
-from .ragged import elementwise
+from ..runtime.cupy_runtime import elementwise
 
 #: The negated number x; -inf of -inf.
 _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"

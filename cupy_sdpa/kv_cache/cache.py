@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._typing import Array
+from .._typing import Array, Layout
+from ..boundary.layouts import check_layout, from_own, other_layout, to_own
 from ..boundary.options import read_flag, read_positive
+from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_rope
 from ..runtime import cupy_runtime
-from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, tokens_of
+from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_path, tokens_of
 from .fp8_pages import Fp8Pages
 from .state import CacheState
 
@@ -55,6 +57,9 @@ class KVCache(CacheState):
         rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. FP8 queries must then be
             rotated as well.
         numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
+        layout: the axes of new tokens, :meth:`keys` and :meth:`values`, as for :func:`cupy_sdpa.attention`: ``"bshd"``,
+            ``"bhsd"`` or ``"sbhd"``; packed tokens are then ``(T, Hkv, D)``, and ``table`` and ``full_table`` have their axes
+            in reverse order. Default None: that of :func:`cupy_sdpa.layout.default`, or the shapes below.
 
     Attributes:
         full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
@@ -99,7 +104,10 @@ class KVCache(CacheState):
         v_scale: float | Sequence[float] | None = None,
         rotate: bool = False,
         numpy: bool = False,
+        layout: Layout | None = None,
     ) -> None:
+        check_layout(layout)
+        self.layout = other_layout({"layout": default_layout() if layout is None else layout})
         self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
         self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
         self.pages, self.batch = read_positive("pages", pages), read_positive("batch", batch)
@@ -180,8 +188,8 @@ class KVCache(CacheState):
 
         Returns:
             A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
-            ``lengths``. Make it after every append, as the table may have grown. For a captured graph use
-            ``cache.view(layer) | {"page_table": cache.full_table}``.
+            ``lengths``; and of ``layout``, if the cache has one. Make it after every append, as the table may have grown. For
+            a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
 
         Raises:
             TypeError, ValueError: the cache has no such layer.
@@ -193,11 +201,14 @@ class KVCache(CacheState):
         >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
         (8, 2, 3, 2)
         """
-        return {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
+        of_layout = {} if self.layout is None else {"layout": self.layout}
+        found = {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
+        return found | of_layout
 
     def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
-        return self._fp8.array(pages, side, layer) if self._fp8 else pages
+        pages = self._fp8.array(pages, side, layer) if self._fp8 else pages
+        return pages if self.layout is None else from_own("kv"[side], pages, self.layout)
 
     def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
         """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
@@ -260,6 +271,9 @@ class KVCache(CacheState):
         array([2, 3], dtype=int32)
         """
         layer = index(layer, self.layers, "layer")
+        if self.layout is not None:
+            letters = "thd" if getattr(k, "ndim", 0) == 3 else self.layout
+            k, v = to_own("k", k, letters), to_own("v", v, letters)
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
         check_new_tokens(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
@@ -406,6 +420,38 @@ class KVCache(CacheState):
         lengths = self._pages.lengths.copy()
         lengths[sequence] = length
         self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
+
+    def keep(self, sequence: int, path: Sequence[int] | NDArray[Any]) -> None:
+        """Keep some of the tokens that the last step added to a sequence, such as the accepted tokens of a draft.
+
+        The others are removed. The kept tokens become contiguous, in every layer, and pages beyond the new length are free.
+        Keys keep the rotation with which they were written. If the path is 0, 1, 2, ..., nothing is copied.
+
+        Args:
+            sequence: the sequence.
+            path: positions in the tokens of the last step, ascending, numbers on the host; for example the path from the root
+                of a tree of drafts to the last accepted token. Empty: all are removed.
+
+        Raises:
+            TypeError, ValueError: the sequence is not in the batch, or the path is not ascending positions of tokens that the
+                last step added and that are still there.
+            OutOfPages: not enough pages are free to copy shared pages that are written. The cache is unchanged.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=1, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.zeros((8, 2, 5, 1), np.float32, order="F") + np.arange(5, dtype=np.float32)[:, None]
+        >>> cache.append(tokens, tokens)
+        >>> cache.keep(0, [0, 2, 3])
+        >>> cache.keys()[0, 0, : cache.lengths[0], 0].tolist()
+        [0.0, 2.0, 3.0]
+        """
+        sequence = index(sequence, self.batch, "sequence")
+        self._recover()
+        self._check_no_step("keep()")
+        kept = read_path(path, int(self._step.present[sequence]), sequence)
+        length = int(self._pages.lengths[sequence])
+        change, copies, moved = self._pages.keep(sequence, length - int(self._step.present[sequence]), kept)
+        self._set(change, [(self._starts[1] + sequence, length)], copies, moved)
 
     def release(self, sequence: int) -> None:
         """Remove all tokens of a sequence and free its pages; :meth:`truncate` to 0."""

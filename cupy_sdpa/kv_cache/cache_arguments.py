@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,34 @@ def read_counts(counts: int | Sequence[int] | NDArray[Any], batch: int) -> NDArr
     if (array < 0).any():
         raise ValueError(f"counts is {counts!r}; it must not be negative, use truncate() to shorten a sequence")
     return array
+
+
+def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -> list[int]:
+    """The kept tokens of the last step.
+
+    Args:
+        path: the argument of the caller.
+        present: the number of tokens of the last step that the sequence has.
+        sequence: the sequence.
+    """
+    if cupy_runtime.is_array(path):
+        raise TypeError("path is a CuPy array; pass host numbers, for example path.get()")
+    array = np.asarray(path)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"path is {path!r}; it must be integers: the positions of the kept tokens in the last step")
+    if array.ndim != 1:
+        raise ValueError(f"path has shape {array.shape}; it must have one axis: the positions of the kept tokens")
+    kept: list[int] = array.astype(np.int64).tolist()
+    for token in kept:
+        if not 0 <= token < present:
+            raise ValueError(
+                f"path contains {token}, but sequence {sequence} has {present} tokens of the last step: pass positions in "
+                "them, from 0, before another step begins"
+            )
+    for one, other in itertools.pairwise(kept):
+        if other <= one:
+            raise ValueError(f"path contains {other} after {one}; positions must ascend: pass sorted(path) without duplicates")
+    return kept
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import in_words
 from ..fp8.array import Fp8Array, made, one_of, rotation_of
 from ..fp8.quantize import SOURCES, factors_of, largest_finite, rotated_values
 from ..kernels import cache_kernels, fp8_append, fp8_kernels
@@ -184,7 +185,7 @@ def _scales(name: str, given: Any, layers: int) -> list[float | None]:
         return [None] * layers
     found: Sequence[Any] = [given] * layers if isinstance(given, (numbers.Real, np.generic)) else given
     if cupy_runtime.is_array(found) or not isinstance(found, (Sequence, np.ndarray)) or isinstance(found, str):
-        raise TypeError(f"{name} is a {type(given).__name__}; pass a number, or a number for each of the {layers} layers")
+        raise TypeError(f"{name} is {in_words(given)}; pass a number, or a number for each of the {layers} layers")
     if len(found) != layers:
         raise ValueError(f"{name} has {len(found)} numbers; the cache has {layers} layers")
     for number in found:

@@ -29,6 +29,22 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
             storage[..., target, :] = storage[..., source, :]
 
 
+def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
+    return [storage[:, *_rows(storage, rows)] for storage in storages]
+
+
+def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int], first: int) -> None:
+    """Write rows from those of :func:`read_rows`, of which number ``first`` is the first."""
+    for storage, copied in zip(storages, saved, strict=True):
+        storage[:, *_rows(storage, rows)] = copied[first : first + len(rows)]
+
+
+def _rows(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
+    pages, places = np.divmod(np.array(rows), storage.shape[1])
+    return places, slice(None), pages
+
+
 def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any = None) -> None:
     """Write the new tokens of one layer to their pages."""
     first = 0

@@ -179,6 +179,46 @@ class Pages:
             room[b] = length if shared else min(len(pages) * self.size, self.max_length)
         return Change(lengths, room, by_sequence, owners, len(self.free), freed)
 
+    def keep(self, b: int, start: int, path: list[int]) -> tuple[Change, list[Entry], list[tuple[int, int]]]:
+        """Keep some of the tokens of a sequence from ``start``, which become contiguous.
+
+        Args:
+            b: the sequence.
+            start: the position of the first of these tokens.
+            path: the kept tokens, counted from ``start``, ascending.
+
+        Returns:
+            The change; the copies of shared pages that will be written, as new entries of the table; and the moved tokens as
+            pairs of rows (from, to). Row r of page p is number ``p * size + r``.
+
+        Raises:
+            OutOfPages: not enough pages are free.
+        """
+        lengths = self.lengths.copy()
+        lengths[b] = start + len(path)
+        change = self.shorten(lengths)
+        moved = [(start + old, start + new) for new, old in enumerate(path) if old != new]
+        if not moved:
+            return change, [], []
+        size, before, after, owners = self.size, self.by_sequence[b], list(change.by_sequence[b]), dict(change.owners)
+        copied = [
+            place for place in range(moved[0][1] // size, len(after)) if owners.get(after[place], self.owners[after[place]]) > 1
+        ]
+        if len(copied) > len(self.free):
+            raise OutOfPages(
+                f"keep() moves tokens to {len(copied)} pages that sequence {b} shares, but {len(self.free)} of "
+                f"{len(self.owners)} are free to copy them; release sequences, or create the cache with more pages="
+            )
+        kept = len(self.free) - len(copied)
+        for place, own in zip(copied, self.free[kept:], strict=True):
+            owners[after[place]] = owners.get(after[place], self.owners[after[place]]) - 1
+            owners[own], after[place] = 1, own
+        room = change.room.copy()
+        room[b] = min(len(after) * size, self.max_length)
+        rows = [(before[old // size] * size + old % size, after[new // size] * size + new % size) for old, new in moved]
+        change = change._replace(room=room, by_sequence={b: after}, owners=owners, kept=kept)
+        return change, [Entry(b, place, after[place]) for place in copied], rows
+
     def shared_prefix(self) -> int:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""
         sequences = zip(self.by_sequence, self.lengths.tolist(), strict=True)

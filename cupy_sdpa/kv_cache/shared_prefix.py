@@ -12,6 +12,8 @@ from .._typing import Array
 from ..attention import attention
 from ..boundary.argument import as_int32, read_array
 from ..boundary.arguments import read_forward
+from ..boundary.conversion import OUTPUTS, convert
+from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
@@ -23,12 +25,14 @@ from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 
+#: The options that it takes.
+_TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
-             "layout", "compute_dtype", "batch_invariant")  # fmt: skip
+             "compute_dtype", "batch_invariant")  # fmt: skip
 
 
-@takes_options
+@takes_options(only=_TAKEN)
 def shared_prefix_attention(
     q: Array,
     k: Array,
@@ -49,12 +53,12 @@ def shared_prefix_attention(
         k, v: pages, as for :func:`cupy_sdpa.attention`.
         shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
             columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
-            keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU this is
-            checked; on the GPU the pages of the first sequence that is long enough are read for all.
+            keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU and with
+            ``engine="cupy"`` this is checked; with cuDNN the pages of the first sequence that is long enough are read for all.
         return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
-            ``num_splits``, ``max_workspace``, and ``causal="bottom_right"``.
+            ``num_splits``, ``max_workspace``, ``layout``, ``engine``, and ``causal="bottom_right"``.
 
     Returns:
         The output ``(Dv, Hq, Sq, B)``, or ``(out, stats)``.
@@ -77,6 +81,20 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
+    if options.get("layout") is not None:
+        named = {"q": q, "k": k, "v": v, "out": out}
+        with of_caller(named, options):
+            own, rest = in_own_layout(named, options)
+            found = shared_prefix_attention(**own, shared_prefix=shared_prefix, return_stats=return_stats, **rest)
+        if layout := other_layout(options):
+            made = results_in(layout, OUTPUTS, found if return_stats else [found], named, options)
+            return tuple(made) if return_stats else made[0]
+        return found
+    if "engine" in options:
+        _refuse(options)
+        arrays = {"q": q, "k": k, "v": v, "out": out}
+        flags: dict[str, Any] = {"shared_prefix": shared_prefix, "return_stats": return_stats}
+        return convert(shared_prefix_attention, arrays, options, OUTPUTS, **flags)
     integers: Any = {
         name: as_int32(name, value) for name in ("page_table", "seq_lens_kv") if (value := options.get(name)) is not None
     }
@@ -167,10 +185,8 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    check_names({name: value for name, value in options.items() if name not in ("layout", "compute_dtype")})
-    for name in _EXCLUDED:
-        if not is_one_of(options.get(name), (None, 0)):
-            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
+    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
+    _refuse(options)
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
@@ -185,6 +201,17 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
         )
     if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
         raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
+
+
+def _refuse(options: Options) -> None:
+    """Check that no option is passed that the parts do not take.
+
+    Raises:
+        ValueError: one is passed.
+    """
+    for name in _EXCLUDED:
+        if not is_one_of(options.get(name), (None, 0)):
+            raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 
 def _check_pages(table: Any, lengths: Any, shared_prefix: int, pages: int) -> None:

@@ -13,7 +13,7 @@ from ..runtime import cupy_runtime
 from . import on_numpy
 from .cache_arguments import tokens_of, uniform
 from .fp8_pages import Fp8Pages
-from .page_tables import Change, Pages
+from .page_tables import Change, Entry, Pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -29,24 +29,27 @@ class Step(NamedTuple):
 
     Attributes:
         counts: the new tokens of each sequence, as on the device; not to be modified.
+        present: those of them that no call has removed; not to be modified.
         needed: :func:`tokens_of` the counts.
         missing: the layers that are not appended; in a graph they may be.
         tokens: S of the arrays of layer 0; None if they are packed, or not known.
     """
 
     counts: NDArray[np.int64]
+    present: NDArray[np.int64]
     needed: tuple[int, int]
     missing: frozenset[int]
     tokens: int | None = None
 
 
 class _Undo(NamedTuple):
-    """What restores a cache: the pages, the step, the known FP8 scales, and places and values of the state array."""
+    """What restores a cache: the pages, the step, the known FP8 scales, places and values of the state array, and tokens."""
 
     change: Change
     step: Step
     known: frozenset[tuple[int, int]]
     values: list[tuple[int, int]]
+    tokens: Callable[[], None]
 
 
 class CacheState:
@@ -60,6 +63,7 @@ class CacheState:
     batch: int
     layers: int
     max_length: int
+    layout: str | None
     table: Any
     _fp8: Fp8Pages | None
     #: Whether the kernel that rotates keys is compiled.
@@ -82,7 +86,7 @@ class CacheState:
         #: Where the table, the lengths, the counts and the numbers of the kernel begin in the state array.
         self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
         self._state = self._engine.zeros((self._starts[-1],), np.dtype(np.int32))
-        self._step = Step(uniform(0, self.batch), (0, 0), frozenset())
+        self._step = Step(uniform(0, self.batch), uniform(0, self.batch), (0, 0), frozenset())
         self._every = frozenset(range(self.layers))
         #: The layers whose append was captured.
         self._captured: frozenset[int] = frozenset()
@@ -108,14 +112,17 @@ class CacheState:
         if self._numpy:  # the caller reads these views; writing to them would change the state
             self.full_table, self.lengths = self.full_table[:], self.lengths[:]
             self.full_table.flags.writeable = self.lengths.flags.writeable = False
+        if self.layout is not None:
+            self.full_table = self.full_table.T
         self._fit_table()
 
     def _fit_table(self) -> None:
         """Give ``table`` a power of two of rows, so that a growing sequence needs few plans."""
         longest = max(1, *map(len, self._pages.by_sequence))
         needed = min(1 << (longest - 1).bit_length(), self._width)
-        if "table" not in vars(self) or needed != self.table.shape[0]:
-            self.table = self.full_table[:needed]
+        rows = 0 if self.layout is None else 1
+        if "table" not in vars(self) or needed != self.table.shape[rows]:
+            self.table = self.full_table[:, :needed] if rows else self.full_table[:needed]
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes, without views; arrays have one axis, so that a copy has their memory order."""
@@ -138,11 +145,11 @@ class CacheState:
         """The change of the host that begins a step, the step, and the work of the device."""
         change, copies = self._pages.extend(counts)
         before, updates = self._step, self._entries(change)
-        step = Step(counts, before.needed, self._every)
+        step = Step(counts, counts, before.needed, self._every)
         if counts is not before.counts:
             changed = np.flatnonzero(counts != before.counts).tolist()
             updates += [(self._starts[2] + b, int(counts[b])) for b in changed]
-            step = Step(counts, tokens_of(counts), self._every)
+            step = Step(counts, counts, tokens_of(counts), self._every)
 
         def work() -> None:
             if copies:
@@ -158,27 +165,67 @@ class CacheState:
 
     def _entries(self, change: Change) -> list[tuple[int, int]]:
         """The new entries of the table as places and values of the state array."""
-        return [(entry.sequence * self._width + entry.place, entry.page) for entry in self._pages.entries(change)]
+        return self._places(self._pages.entries(change))
 
-    def _set(self, change: Change, before: list[tuple[int, int]]) -> None:
-        """Change lengths and pages between two steps; ``before`` are the lengths on the device that change."""
+    def _places(self, entries: Sequence[Entry]) -> list[tuple[int, int]]:
+        return [(entry.sequence * self._width + entry.place, entry.page) for entry in entries]
+
+    def _set(
+        self,
+        change: Change,
+        before: list[tuple[int, int]],
+        copies: Sequence[Entry] = (),
+        moved: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Change lengths and pages between two steps.
+
+        Args:
+            change: the change.
+            before: the lengths on the device that change.
+            copies: pages that are copied, as their new entries of the table.
+            moved: tokens that move to other rows, as pairs of rows (from, to).
+        """
         lengths = [(place, int(change.lengths[place - self._starts[1]])) for place, _ in before]
-        updates = lengths + self._entries(change)
-        self._perform(
-            change, self._step._replace(missing=frozenset()), lambda: self._engine.store(self._state, updates), before
-        )
+        updates = lengths + self._entries(change) + self._places(copies)
+        pages = [(self._pages.by_sequence[entry.sequence][entry.place], entry.page) for entry in copies]
+        targets, count = [to for _, to in moved], len(moved)
+        with self._device():
+            saved = self._engine.read_rows(self._storage, [row for row, _ in moved] + targets) if moved else None
 
-    def _perform(self, change: Change, step: Step, work: Callable[[], None], lengths: Sequence[tuple[int, int]] = ()) -> None:
+        def work() -> None:
+            if pages:
+                self._engine.copy_pages(self._storage, pages)
+            if moved:
+                self._engine.write_rows(self._storage, saved, targets, 0)
+            self._engine.store(self._state, updates)
+
+        def restore() -> None:
+            if moved:
+                self._engine.write_rows(self._storage, saved, targets, count)
+
+        present = self._step.present
+        present = np.clip(present - (self._pages.lengths - change.lengths), 0, present)
+        self._perform(change, self._step._replace(missing=frozenset(), present=present), work, before, restore)
+
+    def _perform(
+        self,
+        change: Change,
+        step: Step,
+        work: Callable[[], None],
+        lengths: Sequence[tuple[int, int]] = (),
+        restore: Callable[[], None] = lambda: None,
+    ) -> None:
         """Change the device and the host, or neither if an exception is raised.
 
         Args:
             change, step: the new values of the host.
             work: enqueues the work of the device.
             lengths: the present values of the lengths that the work changes, as places and values of the state array.
+            restore: enqueues what restores the tokens that the work moves.
         """
         counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
         known = self._fp8.known if self._fp8 else frozenset()
-        undo = _Undo(self._pages.inverse(change), self._step, known, [*lengths, *counts])
+        undo = _Undo(self._pages.inverse(change), self._step, known, [*lengths, *counts], restore)
         try:
             self._undo = undo
             with self._device():
@@ -201,7 +248,7 @@ class CacheState:
                 "the stream is being captured, and an earlier call was interrupted; end the capture: the next call restores "
                 "the cache"
             )
-        change, self._step, known, values = self._undo
+        change, self._step, known, values, tokens = self._undo
         self._pages.make(change)
         self._fit_table()
         for b, pages in change.by_sequence.items():
@@ -210,6 +257,7 @@ class CacheState:
         with self._device():
             if values:
                 self._engine.store(self._state, values)
+            tokens()
             if self._fp8:
                 self._fp8.restore(known)
         self._undo = None

@@ -27,3 +27,8 @@ __all__ = [
     "make_padding_mask",
     "split_heads",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

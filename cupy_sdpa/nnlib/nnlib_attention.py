@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..attention import attention
+from ..boundary.layouts import has_own_axes
 from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
@@ -16,6 +17,7 @@ from .nnlib_arrays import check_array, check_features, fold, to_four_axes, unfol
 from .nnlib_scores import dot_product_attention_scores, weighted_sum
 
 
+@has_own_axes
 def dot_product_attention(
     q: Any,
     k: Any,
@@ -87,6 +89,7 @@ def dot_product_attention(
     return unfold(y, batch), weights.reshape((*weights.shape[:3], *batch), order="F")
 
 
+@has_own_axes
 def dot_product_attention_vjp(
     q: Any,
     k: Any,
@@ -118,6 +121,7 @@ def dot_product_attention_vjp(
     shape = (v.shape[0], *q.shape[1:])
     out, vjp = attention_vjp(q4, k4, v4, **options, return_dbias=bias is not None)
 
+    @has_own_axes
     def pullback(dy: Any) -> tuple[Any, ...]:
         check_array("dy", dy)
         if dy.shape != shape:

@@ -20,6 +20,7 @@ from ..graph.nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad
 from ..kernels.block_rows import BLOCK
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_kernels import erf, philox
+from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .tiles import Evaluation, Tile
 
 if TYPE_CHECKING:
@@ -218,22 +219,27 @@ def _softmax(node: Softmax, tile: Tile) -> None:
             sink = xp.where(valid, sink, -np.inf).astype(tile.run.dtype)
         top = xp.maximum(top, sink)
     # p = exp(x - m); 0 in place of m in a row of -inf, so that exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
-    shift = xp.where(top == -np.inf, 0, top)
-    p = xp.subtract(x, shift, out=tile.reusable(node.x))
-    xp.exp(p, out=p)
+    if xp is np:
+        shift = np.where(top == -np.inf, 0, top)
+        p = np.subtract(x, shift, out=tile.reusable(node.x))
+        np.exp(p, out=p)
+    else:
+        p = exponentials(x, top)
     # l = sum(p), with the sink
     total = p.sum(axis=1, keepdims=True)
     if sink is not None:
-        total += xp.exp(sink - shift)
+        total += np.exp(sink - shift) if xp is np else exponentials(sink, top)
     if node.scale is not None:
         # p = round(scale p), in the units of FP8 from here on
         p *= tile[node.scale]
         p = p if tile.run.exact else rounded(p, node.out.dtype).astype(tile.run.dtype)
-    # p = p / l
-    p /= xp.where(total == 0, 1, total)
-    # stats = m + log(l)
-    if node.stats is not None:
-        tile[node.stats] = shift + xp.log(total)  # log 0 = -inf is the result of a row of -inf
+    # p = p / l, stats = m + log(l); log 0 = -inf is the result of a row of -inf
+    if xp is np:
+        p /= np.where(total == 0, 1, total)
+    else:
+        p = normalized(p, total)
+    if node.stats is not None and tile.is_needed(node.stats):
+        tile[node.stats] = shift + np.log(total) if xp is np else log_sum_exp(top, total)
     for out, value in ((node.max, top), (node.sum_exp, total)):
         if out is not None:
             tile[out] = value
@@ -273,6 +279,18 @@ def _pointwise(node: Pointwise, tile: Tile) -> None:
     tile[node.out] = MODES[node.mode](node, tile)
 
 
+def _fused(node: Fused, tile: Tile) -> None:
+    run, operands = tile.run, [tile[t] for t in node.inputs]
+    shapes = [getattr(x, "shape", ()) for x in operands]
+    for part in node.parts:
+        if part.mode == "gen_index":
+            shapes.append(_index_shape(part, tile))
+    shape = np.broadcast_shapes((1, 1), *shapes)
+    dtypes = (x.dtype.name if hasattr(x, "dtype") else "int64" if isinstance(x, int) else run.dtype.name for x in operands)
+    kernel, dtype = node.kernel(tuple(dtypes), run.dtype.name)
+    tile[node.out] = kernel(*operands, tile.start, shape[1], tile.head, tile.batch, run.xp.empty(shape, dtype))
+
+
 def _reduction(node: Reduction, tile: Tile) -> None:
     x = -tile[node.x] if node.negative else tile[node.x]
     if node.amax:
@@ -289,14 +307,21 @@ def _transpose(node: Transpose, tile: Tile) -> None:
     tile[node.out] = tile[node.x].T
 
 
-def _gen_index(node: Pointwise, tile: Tile) -> Array:
-    # A row or a column of indices, not a matrix: it is broadcast where it is read.
-    xp = tile.run.xp
+def _index_shape(node: Pointwise, tile: Tile) -> tuple[int, int]:
+    """The shape of indices: a row or a column, not a matrix; it is broadcast where it is read."""
+    *_, rows, columns = node.x.shape
     if node.axis == 2:
-        return xp.arange(tile.start, min(tile.stop, node.x.shape[2]), dtype=np.int64)[:, None]  # type: ignore[no-any-return]
+        return min(tile.stop, rows) - tile.start, 1
+    return 1, 1 if node.axis != 3 else columns if tile.columns is None else min(columns, tile.columns)
+
+
+def _gen_index(node: Pointwise, tile: Tile) -> Array:
+    xp, shape = tile.run.xp, _index_shape(node, tile)
+    if node.axis == 2:
+        return xp.arange(tile.start, tile.start + shape[0], dtype=np.int64)[:, None]  # type: ignore[no-any-return]
     if node.axis == 3:
-        return xp.arange(node.x.shape[3], dtype=np.int64)[None, : tile.columns]  # type: ignore[no-any-return]
-    return xp.full((1, 1), tile.batch if node.axis == 0 else tile.head, np.int64)  # type: ignore[no-any-return]
+        return xp.arange(shape[1], dtype=np.int64)[None]  # type: ignore[no-any-return]
+    return xp.full(shape, tile.batch if node.axis == 0 else tile.head, np.int64)  # type: ignore[no-any-return]
 
 
 def _operands(node: Pointwise, tile: Tile) -> list[Any]:
@@ -376,6 +401,7 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Bernoulli: _bernoulli,
     BlockSelect: _block_select,
+    Fused: _fused,
     Matmul: _matmul,
     PagedLoad: _paged_load,
     Pointwise: _pointwise,

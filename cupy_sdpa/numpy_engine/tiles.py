@@ -5,7 +5,7 @@ Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, 
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
+from .fusion import fuse
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -38,6 +39,7 @@ class Analysis:
         scalars: the tensors of the scalars.
         right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
+        fused_steps: the same for the nodes that are computed on CuPy arrays.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         packed: the names of the tensors of packed sequences.
@@ -51,7 +53,8 @@ class Analysis:
         self.constants = {t.name: _constant(t) for t in graph.by_role("constant")}
         self.scalars = graph.by_role("scalar")
         self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-        self.steps = _last_reads(graph)
+        self.steps = _last_reads(graph.nodes)
+        self.fused_steps = _last_reads(fuse(graph))
         self.on_host = {t.name for node in graph.nodes for t in _read_on_host(node)}
         self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
@@ -78,7 +81,8 @@ class Evaluation:
         scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
         exact: whether intermediate results are not rounded.
-        right_operands, packed, steps: as for :class:`Analysis`.
+        right_operands, packed: as for :class:`Analysis`.
+        steps: every node with the names of the tensors that no later node reads.
         totals: sums over tiles, by the name of the result.
         group_sums: unfinished sums over a group of heads, by the name of the result.
         largest: the largest magnitudes so far, by the name of the result.
@@ -88,7 +92,7 @@ class Evaluation:
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
         analysis = self._analysis = analyze(graph)
         self.exact, self.right_operands, self.packed = exact, analysis.right_operands, analysis.packed
-        self.steps, self.heads = analysis.steps, analysis.shape[1]
+        self.heads = analysis.shape[1]
         self.views = dict(analysis.constants)
         self.xp: Any = np
         for name, axes, new_axes in analysis.views:
@@ -98,6 +102,7 @@ class Evaluation:
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
+        self.steps = analysis.steps if self.xp is np else analysis.fused_steps
         self.scalars: dict[str, Any] = {}
         for t in analysis.scalars:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
@@ -173,6 +178,8 @@ class Tile:
         elif tensor.role == "output":
             part = self._sequence(tensor)[self.start : self.start + len(value)]
             part[...] = rounded(value[: len(part)], tensor.dtype) if tensor.dtype in FP8_LARGEST else value[: len(part)]
+        if tensor.role == "output" and tensor.name in self.last_reads:  # no later step reads it
+            return
         dtype = self.run.dtype
         if not self.run.exact and value.dtype == dtype and tensor.dtype != dtype.name:
             value = rounded(value, tensor.dtype).astype(dtype)
@@ -204,6 +211,10 @@ class Tile:
         largest, name = self.run.largest, tensor.name
         largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # of FP8, on the CPU only
         self.run.views[name][...] = largest[name]
+
+    def is_needed(self, tensor: Tensor) -> bool:
+        """Whether a result of the present step is one of the call, or is read by a later step."""
+        return tensor.role == "output" or tensor.name not in self.last_reads
 
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
         """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
@@ -273,7 +284,7 @@ def tile_of(graph: Graph) -> TileSize:
     rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if analysis.separable else of
     alive: dict[str, int] = {}
     most = 0
-    for node, last_reads in analysis.steps:
+    for node, last_reads in analysis.fused_steps:
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
                 alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))
@@ -335,11 +346,11 @@ def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
     return not right_operands & (by_rows | results)
 
 
-def _last_reads(graph: Graph) -> list[tuple[Node, frozenset[str]]]:
+def _last_reads(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
     """Every node with the names of its tensors that no later node reads."""
     read: set[str] = set()
     steps: list[tuple[Node, frozenset[str]]] = []
-    for node in reversed(graph.nodes):
+    for node in reversed(nodes):
         names = {t.name for t in (*node.inputs, *node.outputs)}
         steps.append((node, frozenset(names - read)))
         read |= names

@@ -23,3 +23,8 @@ __all__ = [
     "run_on_gpus",
     "run_threads",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -16,7 +16,7 @@ from ..problem.tensor_spec import numpy_dtype
 from ..score_fn.recorded import Recorded
 from .channel import Spec
 from .parts import Part, Selection, parts, share_buffers, stats_dtype
-from .positions import Window, options_at
+from .positions import Window, aligned, options_at
 from .shards import Interval, Layout
 
 #: The methods, from the one that sends the least to the one that sends the most arrays.
@@ -162,9 +162,11 @@ class Configuration:
         *_, entries = self.problem.sizes
         rows, _ = self.heads(self.rank)
         band = self.problem.band
-        aligned = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
-        window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), aligned, aligned)
+        diagonal = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
+        window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), diagonal, diagonal)
         made = options_at(options, self.functions, window)
+        if (sinks := options.get("sinks")) is not None:
+            made["sinks"] = aligned(sinks[rows])
         return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
 
     @property

@@ -9,10 +9,11 @@ from typing import Any
 from ..attention import attention, attention_backward
 from ..boundary.compute import call_in_compute_dtype, in_compute_dtype
 from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
-from ..boundary.layouts import check_strides_of, other_layout
+from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..programs.block_mask_calls import dense_options
 from ..runtime import cupy_runtime
 from .agreement import REFUSED, Agreement
 from .channel import Channel, Message, copy
@@ -83,6 +84,7 @@ class ContextParallel:
         self.rank, self.size = self._group.rank, self._group.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
 
+    @takes_default
     def attention(
         self,
         q: Any,
@@ -106,7 +108,8 @@ class ContextParallel:
             seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
                 times P, which must be right for all members: pass them if 2 P does not divide the length.
             options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits``, ``bucket`` and
-                ``batch_invariant``; ``dropout_p`` on the CPU only.
+                ``batch_invariant``; ``dropout_p`` on the CPU only. ``block_mask``, for whole sequences, is computed as a dense
+                mask.
 
         Returns:
             The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.
@@ -122,6 +125,7 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             call = functools.partial(self.attention, **flags)
             return call_in_compute_dtype(call, {"q": q, "k": k, "v": v}, options, OUTPUTS)
+        options = dense_options(q, None, options)
         config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
         with cupy_runtime.device_context(q):
             if self.size == 1:
@@ -130,6 +134,7 @@ class ContextParallel:
                 out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
         return (out, stats) if return_stats else out
 
+    @takes_default
     def attention_backward(
         self,
         dout: Any,
@@ -183,6 +188,7 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             gradients = call_in_compute_dtype(functools.partial(self.attention_backward, **flags), arrays, options, names)
             return gradients
+        options = dense_options(q, None, options)
         config, chosen = self._agreement.configuration(
             arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
         )
@@ -197,6 +203,7 @@ class ContextParallel:
                 gradients = (*gradients, sink_gradients(config, self._channel, dout, out, stats, options["sinks"]))
         return gradients
 
+    @takes_default
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
         """Compute attention, and return a function that computes the gradients.
 
@@ -211,11 +218,13 @@ class ContextParallel:
         options = kept_options(q, options)
         out, stats = self.attention(q, k, v, return_stats=True, **options)
 
+        @has_own_axes
         def pullback(dout: Any) -> tuple[Any, ...]:
             return self.attention_backward(dout, q, k, v, out, stats, **options, **backward)
 
         return out, pullback
 
+    @takes_default
     def explain(
         self,
         q: Any,
@@ -229,7 +238,8 @@ class ContextParallel:
     ) -> ParallelReport:
         """Which method :meth:`attention` would use and why, the calls of this member, its memory, and the bytes that it sends.
 
-        Nothing is computed or exchanged. Arguments are those of :meth:`attention`.
+        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
+        :meth:`attention`.
         """
         if needs_conversion(q, options) or other_layout(options):
             conversion = Conversion(q, options)
@@ -240,8 +250,9 @@ class ContextParallel:
         if options.get("compute_dtype") is not None:
             own, rest = in_compute_dtype({"q": q, "k": k, "v": v}, options)
             return self.explain(**own, method=method, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **rest)
+        options = dense_options(q, None, options)
         config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
-        return report(config, self._agreement.requested(method))
+        return report(config, self._agreement.requested(method), q, options)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.

@@ -60,7 +60,10 @@ def configure(
     given = {name: read_array(name, x) for name, x in arrays.items()}
     q, k, _ = (given[name].array for name in "qkv")
     if isinstance(q, InterpretedArray):
-        raise Unsupported("engine is 'cupy', which a group does not support: omit engine for cuDNN, or pass numpy arrays")
+        raise Unsupported(
+            "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
+            "cuDNN, or pass numpy arrays"
+        )
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
     for name, argument in given.items():
         expected = (3 if packed else 4) - (name == "stats")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import Unsupported
+from ..programs.describe import report_of_views
+from ..replay.call_report import Report
 from .channel import message_bytes
 from .configuration import METHODS, Configuration
+from .group_support import calls
 from .parts import Part
 
 
@@ -45,6 +48,8 @@ class ParallelReport(NamedTuple):
         refusals: the methods that cannot run, and why.
         forward, backward: the costs of both passes for this member.
         parts: the calls of this member: the numbers of queries and keys, and the mask.
+        launches: for both passes the reports on the calls of this member, see :func:`cupy_sdpa.explain`: the problem, the plan,
+            the steps and the bytes of temporary arrays; calls that differ in addresses only have one.
         text: the problem in words.
     """
 
@@ -54,6 +59,7 @@ class ParallelReport(NamedTuple):
     forward: Cost
     backward: Cost
     parts: tuple[str, ...]
+    launches: dict[str, tuple[Report, ...]]
     text: str
 
     def __str__(self) -> str:
@@ -65,6 +71,8 @@ class ParallelReport(NamedTuple):
             lines.append(f"  and {len(self.parts) - 12} more")
         for name, cost in (("forward", self.forward), ("backward", self.backward)):
             lines.append(f"{name}: sends {_bytes(cost.sent)}, needs {_bytes(cost.memory)} besides arguments and results")
+            for launch in self.launches[name]:
+                lines += [f"  {line}" for line in launch.summary().splitlines()]
         return "\n".join(lines)
 
 
@@ -108,16 +116,20 @@ def choose(config: Configuration, requested: str | None) -> Choice:
     return Choice("ring", "its transfers are hidden behind calls")
 
 
-def report(config: Configuration, requested: str | None) -> ParallelReport:
-    """What a call would do."""
+def report(config: Configuration, requested: str | None, like: Any, options: Mapping[str, Any]) -> ParallelReport:
+    """What a call would do; ``like`` is its q."""
     choice = choose(config, requested)
-    forward, backward = (cost(config, choice.method, backward) for backward in (False, True))
+    forward, backward = (cost(config, choice.method, one) for one in (False, True))
     made = tuple(_described(config, part) for part in _parts(config, choice.method))
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
         made = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
     text = f"member {config.rank} of {config.size}: {config.problem}"
-    return ParallelReport(choice.method, choice.reason, config.refusals, forward, backward, made, text)
+    launches = {
+        name: tuple(report_of_views(call, like) for call in calls(config, choice.method, like, options, {"backward": of}))
+        for name, of in (("forward", False), ("backward", True))
+    }
+    return ParallelReport(choice.method, choice.reason, config.refusals, forward, backward, made, launches, text)
 
 
 def _parts(config: Configuration, method: str) -> Sequence[Part]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..boundary.arguments import read_shapes
-from ..boundary.call import unsupported_reasons
-from ..problem.problem import Problem
+from ..boundary.arguments import call_of_shapes
+from ..boundary.call import Call, unsupported_reasons
 from ..problem.subproblems import subproblems
 from .configuration import Configuration
 
@@ -24,31 +23,32 @@ def refusal(config: Configuration, method: str, like: Any, options: Mapping[str,
     """
     if not config.on_gpu:
         return ""
-    for problem in problems(config, method, like, options, outputs):
-        for part in subproblems(problem):
+    for call in calls(config, method, like, options, outputs):
+        for part in subproblems(call.engine_problem):
             if not part.trivial and (reasons := unsupported_reasons(part, like.data.device_id)):
                 return str(reasons[0])
     return ""
 
 
-def problems(
+def calls(
     config: Configuration, method: str, like: Any, options: Mapping[str, Any], outputs: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """The problems of the calls of this member, each once."""
+) -> Iterator[Call]:
+    """The calls of this member, of views; those that differ in addresses only once."""
     d, dv, hq, hkv, *_ = config.problem.sizes
-    calls: dict[Any, tuple[int, int, int, int, dict[str, Any]]] = {}
+    found: dict[Any, tuple[int, int, int, int, dict[str, Any]]] = {}
     if method == "all_to_all":
         rows, keys = config.heads(config.rank)
         lengths = config.queries.total, config.keys.total
         given = config.head_options(like, options)
-        calls[""] = (rows.stop - rows.start, keys.stop - keys.start, *lengths, given)
+        found[""] = (rows.stop - rows.start, keys.stop - keys.start, *lengths, given)
     else:
         whole = config.whole_backward if outputs.get("backward") else config.whole[0]
         for part in whole if method == "all_gather" else [part for step in config.steps[0] for part in step]:
             key = part.rows.length, part.keys.length, part.band, part.lengths and len(part.lengths)
-            if key not in calls:
-                calls[key] = (hq, hkv, *key[:2], config.part_options(part, like, options))
-    for query_heads, key_heads, queries, keys_count, given in calls.values():
+            if key not in found:
+                found[key] = (hq, hkv, *key[:2], config.part_options(part, like, options))
+    for query_heads, key_heads, queries, keys_count, given in found.values():
         q = d, query_heads, queries, *config.batch
         k, v = ((width, key_heads, keys_count, *config.batch) for width in (d, dv))
-        yield read_shapes(q, k, v, given, dtype=config.problem.dtype, return_stats=True, **outputs)
+        of_call = {"dtype": config.problem.dtype, "return_stats": True, "on_gpu": config.on_gpu, **outputs}
+        yield call_of_shapes(q, k, v, given, **of_call)

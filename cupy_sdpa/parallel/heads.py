@@ -20,7 +20,6 @@ from ..problem.problem import row_stats_shape
 from ..runtime import cupy_runtime, memory
 from .channel import Channel, Message, copy
 from .configuration import Configuration
-from .positions import aligned
 from .shards import Layout
 
 Options = Mapping[str, Any]
@@ -31,7 +30,7 @@ def heads_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: An
     whole = _to_heads(config, channel, [q], [k, v], "all-to-all: q, k and v")
     stats = cupy_runtime.temporary(q, row_stats_shape(whole[0].shape), config.stats)
     with named():  # parts of the options of the whole call
-        out, stats = attention(*whole, stats=stats, **_options(config, q, options))
+        out, stats = attention(*whole, stats=stats, **config.head_options(q, options))
     del whole
     return _to_positions(config, channel, [out, stats], [], "all-to-all: out and log-sum-exp")
 
@@ -43,19 +42,11 @@ def heads_backward(
     """The gradients of the member's queries, keys and values."""
     arrays = [dout, q, out, stats]
     dout, q, out, stats, k, v = _to_heads(config, channel, arrays, [k, v], "all-to-all: q, k, v, out, log-sum-exp and gradient")
-    given = _options(config, q, options)
+    given = config.head_options(q, options)
     with named():
         dq, dk, dv = attention_backward(dout, q, k, v, out, stats, **given, **outputs)
     del dout, q, k, v, out, stats
     return _to_positions(config, channel, [dq], [dk, dv], "all-to-all: gradients")
-
-
-def _options(config: Configuration, like: Any, options: Options) -> dict[str, Any]:
-    """The options of the member's heads."""
-    made = config.head_options(like, options)
-    if (sinks := options.get("sinks")) is not None:
-        made["sinks"] = aligned(sinks[config.heads(config.rank)[0]])
-    return made
 
 
 def _axes(config: Configuration, x: Any) -> tuple[int, int]:

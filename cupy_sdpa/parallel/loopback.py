@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..boundary.options import read_positive
+from ..errors import in_words
 from ..runtime import cupy_runtime
 from .group import GroupError, Transfer
 
@@ -198,7 +199,7 @@ def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[
         Exception: the exception of the member that failed first. The others are aborted.
     """
     if not isinstance(members, Sequence):
-        raise TypeError(f"members is a {type(members).__name__}; pass a list of members, such as Loopback(4).members")
+        raise TypeError(f"members is {in_words(members)}; pass a list of members, such as Loopback(4).members")
     results: list[Any] = [None] * len(members)
     failures: list[tuple[int, BaseException]] = []
     lock = threading.Lock()

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..attention import attention, attention_backward
-from ..boundary.call import stats_are
+from ..attention import attention
 from ..boundary.layouts import named
 from ..helpers import merge_unchecked
 from ..kernels.merge import accumulate
 from ..problem.band import Band
 from ..problem.problem import row_stats_shape
+from ..programs.passes import attend_backward, blocks_of
 from ..programs.steps import Constant
 from ..runtime import cupy_runtime, memory
 from .channel import copy
@@ -271,7 +271,9 @@ def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, o
         dense = cupy_runtime.temporary(final, final.shape, final.dtype)
         dense[...] = final
         final = dense
-    with named(), stats_are("part"):
-        return attention_backward(
-            rows.of(dout, 2), rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2), rows.of(out, 2), final, **options
-        )
+    queries, keys, values = rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2)
+    mask, rest = blocks_of(queries, keys, {**options}, automatic=True)
+    deterministic = rest.pop("deterministic", False)
+    arrays = rows.of(dout, 2), queries, keys, values, rows.of(out, 2), final, None, None, None
+    with named():
+        return attend_backward(arrays, rest, mask=mask, deterministic=deterministic, given_stats="part")

@@ -316,7 +316,9 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     table = expected_arrays(problem.q, problem.k, problem.v)
     for option in (*expected, table["alibi_slopes"], table["sinks"]):
         if option.name in arrays:
-            check_spec(arrays[option.name], option)
+            spec = arrays[option.name]
+            of_heads = spec.name in ("alibi_slopes", "sinks") and problem.dtype == spec.dtype == "float64"
+            check_spec(spec, option._replace(dtype="float64") if of_heads else option)
     for name in SCORE_INPUTS:
         if name in arrays:
             check_broadcastable(arrays[name], scores, problem.packed)
@@ -325,12 +327,13 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
         raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
 
 
-def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32") -> dict[str, Expected]:
+def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32", of_heads: str = "float32") -> dict[str, Expected]:
     """What the other arrays of a call must be, by their names: the results, the inputs of the backward pass, and some options.
 
     Args:
         q, k, v: the arrays, or their specs; ``(D, H, S, B)``, or packed ``(D, H, T)``.
         stats: the dtype of the row statistics. Default float32.
+        of_heads: the dtype of sinks and slopes. Default float32.
     """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
@@ -340,7 +343,7 @@ def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32") -> dict[s
     found = [Expected(name, out, dtype, f"{of_out}, the dtype of q") for name in ("out", "dout")]
     found += [Expected(name, rows, stats, of_rows) for name in ("stats", "max", "sum_exp")]
     found += [Expected(f"d{name}", x.shape, dtypes[name], f"the shape and dtype of {name}") for name, x in inputs.items()]
-    found += [Expected(name, q.shape[1:2], "float32", "(Hq,)") for name in ("alibi_slopes", "sinks")]
+    found += [Expected(name, q.shape[1:2], of_heads, "(Hq,)") for name in ("alibi_slopes", "sinks")]
     return {expected.name: expected for expected in found}
 
 

@@ -173,14 +173,10 @@ def on_host(view: View, array: Any) -> Any:
     The same for arrays that the interpreter computes with.
     """
     if isinstance(array, InterpretedArray):
-        return InterpretedArray(on_device(type(array.array), view, array.array))
+        whole = array.array
+        return InterpretedArray(type(whole)(view.shape, view.dtype, whole.data + view.offset, view.strides))
     dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
     return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
-
-
-def on_device(ndarray: Any, view: View, array: Any) -> Any:
-    """The part of a CuPy array that a view of its storage describes; ``ndarray`` is CuPy's array type."""
-    return ndarray(view.shape, view.dtype, array.data + view.offset, view.strides)
 
 
 class _Place:

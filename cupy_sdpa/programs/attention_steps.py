@@ -133,7 +133,7 @@ def _add_launch(
     else:
         form = _Form(steps, part, engine, arrays, full_queries="seq_lens_q" in call.fills)
         form.prepare()
-        steps.attend_to(name, Attend(engine, form.of_engine(), part, call.has_all_keys, **values))
+        steps.attend_to(name, Attend(engine, form.of_engine(), part, call.given_stats, **values))
         form.finish()
 
 

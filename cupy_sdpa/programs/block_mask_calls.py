@@ -1,34 +1,158 @@
-"""Block masks of calls: their keys, their checks, and their description."""
+"""Block masks of calls: by blocks or as dense masks, their keys, and their description."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.entries import Sizes
-from ..block_masks.method import method_of
+from ..block_masks.intersection import within_band
+from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
 from ..boundary.arguments import read_shapes
+from ..boundary.engine import interpreted
+from ..boundary.layouts import other_layout, to_own
+from ..boundary.options import check_spelling, is_one_of, read_band
+from ..problem.bucket import check_bucket
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
+from ..problem.view import View
+from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import plain
+from .steps import Constant
 
 
 def key_of(mask: Any) -> tuple[Any, ...]:
     """What the key of a cached call has of a mask: its number, and whether its function has not changed."""
-    return (mask.number, mask.has_its_function) if isinstance(mask, BlockMask) else (None, None)
+    return (mask.number, mask._has_its_function) if isinstance(mask, BlockMask) else (None, None)
 
 
-def check_return_stats(return_stats: Any) -> None:
-    """Raise ValueError for row statistics that are not computed with a block mask."""
-    if return_stats not in (False, True):
-        raise ValueError(f"return_stats is {return_stats!r} and block_mask is passed; it must be False or True")
+def of_call(
+    q: Any,
+    k: Any,
+    mask: Any,
+    options: Mapping[str, Any],
+    *,
+    return_stats: Any = False,
+    outputs: Mapping[str, Any] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The block mask that a call computes by blocks, and the other options.
+
+    The mask is the intersection with the band of ``causal`` and ``window``. It is None if the call computes all blocks: the
+    options then contain it as a dense mask.
+
+    Args:
+        q, k: the arrays of the call, or their shapes.
+        mask: the option ``block_mask``.
+        options: the other options, in the layout of this package.
+        return_stats: as for :func:`cupy_sdpa.attention`. Default False.
+        outputs: the gradients that are requested besides those of q, k and v, by the names of the arguments. Default: none.
+    """
+    rest = dict(options)
+    if not isinstance(mask, BlockMask):
+        return mask, rest  # it is refused
+    if reasons_for_dense(rest, return_stats=return_stats, outputs=outputs):
+        return None, with_dense_mask(q, k, mask, rest)
+    check_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
+    band = read_band(rest.pop("causal", None), rest.pop("window", None))
+    return mask if band is None else within_band(mask, band), rest
 
 
-def refuse_gradients(others: Mapping[str, Any]) -> None:
-    """Raise ValueError if other gradients than those of q, k and v are requested, by the names of the arguments."""
-    for name, value in others.items():
-        if value is not False and value is not None:
-            raise ValueError(f"{name} is {value!r} and block_mask is passed; only dq, dk and dv are computed with a block mask")
+def reasons_for_dense(
+    options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The arguments of a call for which it computes all blocks with a dense mask; none if it computes the mask by blocks."""
+    found = [name for name, value in options.items() if name not in BY_BLOCKS and is_passed(name, value)]
+    found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
+    return found if is_one_of(return_stats, (False, True)) else [*found, f"return_stats={return_stats!r}"]
+
+
+def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
+    """The options of a function that computes no blocks: with the dense mask in place of ``block_mask``, if that is passed.
+
+    Args:
+        q, k: the arrays of the call, or their shapes. Without k, as for the part of a group, the sizes are not checked here.
+        options: the options.
+
+    Raises:
+        TypeError, ValueError: the mask is no block mask, or has other sizes than the scores.
+    """
+    if options.get("block_mask") is None:
+        return options
+    rest = {name: value for name, value in options.items() if name != "block_mask"}
+    check_type(mask := options["block_mask"])
+    return with_dense_mask(q, k, mask, rest)
+
+
+def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call with a block mask as the option ``mask``; beside another ``mask``, as a mask function.
+
+    The array is created by the first call, and belongs to the block mask.
+    """
+    check_spelling(options)
+    array, layout = _dense(q, mask), other_layout(options)
+    if layout is not None:
+        q, k, array = to_own("q", q, layout), to_own("k", k, layout), array.T
+    if k is not None:
+        _check_sizes(q, k, mask, options)
+    if options.get("mask") is None:
+        return {**options, "mask": array}
+    if options.get("mask_mod") is not None:
+        raise ValueError(
+            "mask, mask_mod and block_mask are passed; a call takes two of them: create block_mask with the condition of "
+            "mask_mod"
+        )
+    function = _WITHIN[mask.heads > 1, mask.batch > 1]
+    return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "attends": array}}
+
+
+def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
+    """A dense mask as a mask function."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
+        return attends[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
+
+    return mask_mod
+
+
+_WITHIN = {(per_head, per_entry): _within(per_head, per_entry) for per_head in (False, True) for per_entry in (False, True)}
+
+
+def _dense(q: Any, mask: BlockMask) -> Any:
+    """The mask as an array of the engine of q; its shape if q is one."""
+    if not hasattr(q, "dtype") or isinstance(q, View):
+        return mask.shape
+    if "dense" not in mask.tables:
+        mask.tables["dense"] = Constant(mask.to_dense())
+    constant: Constant = mask.tables["dense"]
+    array = plain(q)
+    if not cupy_runtime.is_array(array):
+        return constant.array
+    with cupy_runtime.device_context(array):
+        found = constant.on_device()
+    return found if array is q else interpreted("block_mask", found, array.data.device_id)
+
+
+def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a mask has other sizes than the scores of a call; arrays of wrong ranks are refused later."""
+    queries, keys = (tuple(getattr(x, "shape", x)) for x in (q, k))
+    starts, table = options.get("cu_seqlens_q"), options.get("page_table")
+    if len(queries) != (4 if starts is None else 3) or len(keys) != (3 if table is None and starts is not None else 4):
+        return
+    lengths, names = [*queries[2:3], *keys[2:3]], ["q has {} queries", "k {} keys"]
+    batch = queries[3] if starts is None else (getattr(starts, "shape", starts)[0] - 1)
+    if starts is not None:
+        lengths = [options.get("max_seqlen_q"), options.get("max_seqlen_kv")]
+        names = ["max_seqlen_q is {}", "max_seqlen_kv {}"]
+    if table is not None:
+        pages, *_ = getattr(table, "shape", table)
+        lengths[1], names[1] = pages * keys[2], "the pages of a sequence have {} keys"
+    if None in lengths:
+        return
+    if [mask.sq, mask.skv] != lengths:
+        found = " and ".join(text.format(n) for text, n in zip(names, lengths, strict=True))
+        raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; {found}")
+    check_groups(mask, queries[1], batch)
 
 
 def without_keys(q: Sequence[int], v: Sequence[int], dtype: Any, **outputs: Any) -> Problem:
@@ -45,3 +169,8 @@ def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
         "slices": f"computed as {len(method.slices)} calls on slices" if method.slices else "nothing is computed",
     }  # fmt: skip
     return f"{repr(mask)[1:-1]}; {'computed by a kernel that skips blocks' if native else how[method.name]}"
+
+
+def dense_description(mask: BlockMask, reasons: Sequence[str]) -> str:
+    """How calls with other arguments compute a mask, for :func:`cupy_sdpa.explain`."""
+    return f"{repr(mask)[1:-1]}; computed as a dense mask of all blocks, because of {', '.join(reasons)}"

@@ -49,7 +49,7 @@ def read_form(
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:
-        check_mask(q, k, v, mask, {name: value for name, value in options.items() if name != "block_mask"})
+        check_mask(q, k, v, mask)
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
         if any(given):
@@ -66,13 +66,13 @@ def read_form(
 def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
     """The form of arrays that were widened before; checks that they fit the arguments."""
     if not isinstance(widened, Widened):
-        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.widen")
+        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.composed.widen")
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
     if form != made:
         raise ValueError(
             f"widened is for {made}, and the call needs {form}: pass the same head dims, deterministic=, softcap=, score_mod=, "
-            "dropout_p=, cu_seqlens_q= and block_mask= to widen as to attention_jvp"
+            "dropout_p=, sinks=, cu_seqlens_q= and block_mask= to widen as to attention_jvp"
         )
     for name, array in widened.named().items():
         like = q if name in ("q", "dout") else k

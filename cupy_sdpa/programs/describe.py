@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Description, Found, describing, repeats
-from ..boundary.layouts import from_own, other_layout, to_own
+from ..boundary.call import Call, Description, Found, describing, repeats
+from ..boundary.layouts import from_own, is_unbatched, other_layout, to_own, with_batch, without_batch
 from ..graph import graph_of
 from ..problem.problem import Problem, row_stats_shape
 from ..replay.call_report import Report, explain_on_device, joined
@@ -21,7 +21,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
 from ..support.why_not import workarounds
 from .block_mask_calls import without_keys
-from .executor import ProgramCall
+from .executor import ProgramCall, compiled
 
 
 def program_of(
@@ -65,13 +65,21 @@ def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: M
     made, layout = dict(arrays), other_layout(options)
     if not all(getattr(arrays[name], "ndim", 0) in (3, 4) for name in "qkv"):
         return made  # they are refused
-    q, k, v = (arrays[name] if layout is None else to_own(name, arrays[name], layout) for name in "qkv")
+    unbatched = is_unbatched(arrays["q"], options)
+    given = {name: with_batch(name, arrays[name], layout) if unbatched else arrays[name] for name in "qkv"}
+    q, k, v = (x if layout is None else to_own(name, x, layout) for name, x in given.items())
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
     for name, like in names.items():
         if made.get(name) is None:
             array = cupy_runtime.new_result(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
-            made[name] = array if layout is None else from_own(name, array, layout)
+            array = array if layout is None else from_own(name, array, layout)
+            made[name] = without_batch(name, array, layout) if unbatched else array
     return made
+
+
+def report_of_views(call: Call, like: Any) -> Report:
+    """:func:`report_of` a call whose arrays are views, on the engine and the device of an array."""
+    return report_of(dataclasses.replace(compiled(call), arrays={"q": like, "v": like}))
 
 
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:

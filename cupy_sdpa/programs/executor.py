@@ -17,11 +17,11 @@ from ..boundary.call import (
     Call,
     Fill,
     Found,
+    GivenStats,
     LaunchRecord,
     active_tunings,
     describing,
     for_gpu,
-    given_stats,
     repeats,
     with_plan,
 )
@@ -35,15 +35,16 @@ from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
-from ..problem.view import Storage, View, on_device, on_host
+from ..problem.view import Storage, View, on_host
 from ..replay.call_key import HOST, read_key
 from ..replay.replay_cache import cache_call
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
+from .binding import BLOCK
 from .program import Builder, Program
-from .steps import Attend, Scalar, Step
+from .steps import Attend, Step
 from .watch import watcher
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -112,25 +113,26 @@ class ProgramCall:
             return
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             for step in self.program.steps:
-                if step.attend and not step.attend.problem.trivial:
+                if step.attend and step.attend.arrays:
                     try:
                         with_plan(step.attend.problem, device, _nothing)
                     except Exception as error:
                         self._describe(error, step)
                         raise
 
-    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
+    def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Plan] = ()) -> list[Any]:
         """Compute and return the results.
 
         Args:
             memory: memory for everything that is allocated besides the results and the inputs that the caller did not pass.
                 Default None: it is allocated.
+            plans: as for :meth:`execute`.
         """
         if describing.get() is not None:
             raise Found(self)
         self.launched = None
         self.create_inputs()
-        if not self.planned and len(self.program.launches) > 1:
+        if not self.planned and not plans and len(self.program.launches) > 1:
             self.plan()
         if not self.on_gpu:
             self.create_results()
@@ -144,9 +146,9 @@ class ProgramCall:
                 self.execute(device, keep=True)
             else:
                 with cupy_runtime.arena(memory) as arena:
-                    plans = self.execute(device)
-                if plans:
-                    self.launched = LaunchRecord(tuple(plans), arena.needed, self.program.plan_only)
+                    ran = self.execute(device, plans=plans)
+                if ran:
+                    self.launched = LaunchRecord(tuple(ran), arena.needed, self.program.plan_only)
         return self.results()
 
     def results(self) -> list[Any]:
@@ -174,9 +176,9 @@ class ProgramCall:
         """
         if self.on_gpu:
             return
-        bind = _Binding(self.arrays, {}, on_gpu=False)
+        arrays = self.arrays
         for attend, views in self.program.lengths:
-            given = {name: bind(view) for name, view in views.items() if view.storage.name in self.arrays}
+            given = {name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays}
             check_lengths(attend.of, given)
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
@@ -184,7 +186,7 @@ class ProgramCall:
         if not self.program.plan_only or self.fills or self.gradients:
             return None
         (attend,) = self.program.launches
-        if attend.problem.trivial:
+        if not attend.arrays:
             return None
         if attend.of.backward or problem_file.kept is not None:
             return functools.partial(self._evaluate, attend)
@@ -219,15 +221,13 @@ class ProgramCall:
                     join = None
                 plan = None
                 with cupy_runtime.parallel_branch() if branches and step.branch else contextlib.nullcontext(join) as join:
+                    if plans and (branches or not number):
+                        plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
                     if watch:
                         work = functools.partial(self._run_step, step, arguments, device, given, keep)
                         plan = watch.run(step, arguments, self._scalars(step.attend), work)
-                    elif step.function:
-                        step.function(*arguments)
-                    elif device is not None and step.attend and not step.attend.problem.trivial:
-                        plan = self._launch(step, arguments, device, next(given, None), keep)
                     else:
-                        self._run_step(step, arguments, device, given, keep)
+                        plan = self._run_step(step, arguments, device, given, keep)
                 if plan is not None:
                     ran.append(plan)
         finally:
@@ -239,29 +239,26 @@ class ProgramCall:
         """Run one step; returns the plan that ran."""
         if step.function:
             step.function(*arguments)
-        elif step.attend and not step.attend.problem.trivial:
+        elif step.attend and step.attend.arrays:
             if device is not None:
                 return self._launch(step, arguments, device, next(plans, None), keep)
             self._evaluate(step.attend, arguments)
         return None
 
     def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
-        """Each step with its arguments: a list for a kernel, a dictionary for attention. The caller runs it before the next."""
+        """Each step with its arguments: a tuple for a kernel, a dictionary for attention."""
         program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
         if block is None and program.memory_bytes:
             block = cupy_runtime.temporary(like, (program.memory_bytes,), np.dtype(np.uint8))
-        found = {**self.arrays, **{name: block[place.begin :] for name, place in program.temporaries.items()}}
+        found = {**self.arrays, BLOCK: block}
         for name in program.constants:
             constant = program.constant(name)
             found[name] = constant.on_device() if on_gpu else constant.array
         for name, fill in program.fills.items():
             found[name] = _filled(fill, like)
-        bind = _Binding(found, self.scalars, on_gpu=on_gpu)
-        for step in program.steps:
-            if step.attend:
-                yield step, {name: bind(view) for name, view in step.attend.arrays.items()}
-            else:
-                yield step, [*map(bind, step.arguments)]
+        arrays = program.bindings.arrays(found, on_gpu=on_gpu)
+        for step, arguments in zip(program.steps, program.bindings.arguments, strict=True):
+            yield step, arguments.on(arrays, self.scalars)
 
     def _scalars(self, attend: Attend | None) -> Mapping[str, float]:
         return {**self.scalars, **attend.scalars} if attend and attend.scalars else self.scalars
@@ -274,28 +271,28 @@ class ProgramCall:
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
     def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
-        """Execute a plan, by default that in the plan cache; its workspace is memory for this launch only."""
+        """Execute a plan, by default that in the plan cache."""
         attend = step.attend
         assert attend
-
-        def execute(plan: Plan) -> Plan:
-            if keep:
-                plan.keep()
-            # a branch runs in parallel with later launches, which must not use its workspace
-            with contextlib.nullcontext() if step.branch else cupy_runtime.released():
-                workspace = _workspace(plan)  # it returns to the pool when this function ends
-                addresses = {name: array.data.ptr for name, array in arrays.items()}
-                plan.execute(addresses, self._scalars(attend), workspace.ptr)
-            return plan
-
-        if plan is not None:
-            plan.set_stream(cupy_runtime.stream())
-            return execute(plan)
         try:
-            return with_plan(attend.problem, device, lambda session, plan: execute(plan))
+            if plan is not None:
+                self._execute_plan(step, arrays, keep, plan)
+                return plan
+            return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
             self._describe(error, step)
             raise
+
+    def _execute_plan(self, step: Step, arrays: Mapping[str, Any], keep: bool, plan: Plan) -> Plan:
+        """Execute a plan; its workspace is memory for this launch only."""
+        if keep:
+            plan.keep()
+        # a branch runs in parallel with later launches, which must not use its workspace
+        with contextlib.nullcontext() if step.branch else cupy_runtime.released():
+            workspace = _workspace(plan)  # it returns to the pool when this function ends
+            addresses = {name: array.data.ptr for name, array in arrays.items()}
+            plan.execute(addresses, self._scalars(step.attend), workspace.ptr)
+        return plan
 
     def _describe(self, error: Exception, step: Step) -> None:
         """Give an error of a step notes that describe the call."""
@@ -319,7 +316,7 @@ class ProgramCall:
             raise RuntimeError("a call cannot be tuned while a stream is being captured: tune before the capture begins")
         for number in range(len(self.program.steps)):
             attend = self.program.steps[number].attend
-            if attend is None or attend.problem.trivial:
+            if attend is None or not attend.arrays:
                 continue
 
             def measure(session: Session, plan: Plan, number: int = number, attend: Attend = attend) -> None:
@@ -344,7 +341,7 @@ class ProgramCall:
                 return dict(arguments)
             if step.function:
                 step.function(*arguments)
-            elif step.attend and not step.attend.problem.trivial:
+            elif step.attend and step.attend.arrays:
                 self._launch(step, arguments, device, None, keep=False)
         raise IndexError(number)
 
@@ -369,12 +366,11 @@ def _filled(fill: Fill, like: Any) -> Any:
 def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
     """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
     problem = attend.of
-    if not problem.backward or problem.has_score_mod or given_stats.get() == "other":
+    if not problem.backward or problem.has_score_mod or attend.given_stats == "other":
         return None
     if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
         return None
-    whole = attend.whole and given_stats.get() == "whole"
-    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole)
+    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=attend.given_stats == "whole")
 
 
 def _workspace(plan: Plan) -> Any:
@@ -389,51 +385,19 @@ def _workspace(plan: Plan) -> Any:
         raise
 
 
-class _Binding:
-    """From views to arrays, and from scalars to their values.
-
-    It refers to no function that refers to it: memory is freed when a run ends, not when the garbage collector finds a cycle.
-
-    Args:
-        found: the arrays by the names of storages.
-        scalars: the scalars by name.
-        on_gpu: whether the arrays are CuPy's.
-    """
-
-    def __init__(self, found: Mapping[str, Any], scalars: Mapping[str, float], *, on_gpu: bool) -> None:
-        self._found, self._scalars = found, scalars
-        self._bound: dict[View, Any] = {}
-        self._at = functools.partial(on_device, cupy_runtime.cupy().ndarray) if on_gpu else on_host
-
-    def __call__(self, value: Any) -> Any:
-        """The array of a view; the same for the views in a sequence; other values as they are."""
-        if isinstance(value, View):
-            if value not in self._bound:
-                array = self._found[value.storage.name]
-                same = array.shape == value.shape and array.strides == value.strides and array.dtype == value.dtype
-                self._bound[value] = array if same and not value.offset else self._at(value, array)
-            return self._bound[value]
-        if isinstance(value, Scalar):
-            return self._scalars[value.name]
-        if not isinstance(value, (tuple, list)):
-            return value
-        parts = [self(x) if isinstance(x, (View, tuple, list)) else x for x in value]  # most others are numbers
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
 # One call of attention
 
 
 def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
-    on_gpu = for_gpu(call.arrays["q"])
+    on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
     device = 0 if on_gpu else None
     names = dict.fromkeys(tensor_name(name) for read in call.table_reads.values() for name in read.access.arrays)
     tables = tuple(_table(name, call.arrays[name], device) for name in names)
     reads = tuple(call.table_reads.items())
     program, results = _compiled(
-        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.has_all_keys, reads, tables
+        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats, reads, tables
     )
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
@@ -453,7 +417,7 @@ def _compiled(
     on_gpu: bool,
     full_queries: bool,
     gradients: Gradients | None,
-    whole: bool,
+    given_stats: GivenStats,
     reads: tuple[tuple[str, TableRead], ...],
     tables: tuple[View, ...],
 ) -> tuple[Program, dict[str, View]]:
@@ -462,7 +426,7 @@ def _compiled(
     views = attention_steps.views_of(problem, gradients, builder.device) | {view.storage.name: view for view in tables}
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, has_all_keys=whole)
+    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, given_stats=given_stats)
     call.table_reads = dict(reads)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
@@ -552,7 +516,8 @@ def run_program(
         build(builder)
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in inputs.views.items()))
+    # in an order that does not depend on which results the caller passes
+    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()

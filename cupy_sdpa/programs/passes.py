@@ -9,10 +9,10 @@ import numpy as np
 
 from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
-from ..block_masks.method import check, check_arrays, method_of
+from ..block_masks.method import SUPPORTED, check, check_arrays, method_of
 from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import Call
+from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
@@ -26,25 +26,42 @@ from ..problem.view import View
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 from . import block_mask_steps
-from .block_mask_calls import check_return_stats, key_of, refuse_gradients
+from .block_mask_calls import key_of, of_call
 from .block_mask_steps import Forward, Gradients, score_function
 from .executor import Inputs, run_program
 from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
+#: The options that the blocks of a mask are computed with, and the flags of a backward pass that returns dq, dk and dv.
+_SUPPORTED = frozenset(SUPPORTED)
+_NO_OUTPUTS = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
 
 
-def blocks_of(q: Any, k: Any, options: Mapping[str, Any], *, automatic: bool) -> tuple[BlockMask | None, dict[str, Any]]:
-    """The block mask of a call, and its other options.
+def blocks_of(
+    q: Any,
+    k: Any,
+    options: Mapping[str, Any],
+    *,
+    automatic: bool = True,
+    return_stats: Any = False,
+    outputs: Mapping[str, Any] | None = None,
+) -> tuple[BlockMask | None, Any]:
+    """The block mask that a call computes by blocks, and its other options, a dictionary.
 
     Args:
         q, k, options: of the call.
-        automatic: whether a mask function may become a block mask.
+        automatic: whether a mask function may become a block mask. Default True.
+        return_stats, outputs: as for :func:`.block_mask_calls.of_call`.
     """
     rest = {**options}
     mask = rest.pop("block_mask", None)
-    if mask is None and automatic and "mask_mod" in options and (mask := automatic_mask(q, k, rest)) is not None:
+    plain = (return_stats is False or return_stats is True) and (outputs is None or outputs == _NO_OUTPUTS)
+    if mask is not None:  # repeated calls enter no function
+        if plain and type(mask) is BlockMask and _SUPPORTED.issuperset(rest):
+            return mask, rest
+        return of_call(q, k, mask, rest, return_stats=return_stats, outputs=outputs)
+    if automatic and plain and "mask_mod" in options and (mask := automatic_mask(q, k, rest)) is not None:
         del rest["mask_mod"]
     return mask, rest
 
@@ -87,8 +104,7 @@ def attend(
             flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
             native = False
             if mask is not None:
-                check_return_stats(return_stats)
-                sizes, with_stats = check(q, k, v, mask, {}), bool(return_stats) or stats is not None
+                sizes, with_stats = check(q, k, v, mask), bool(return_stats) or stats is not None
                 if method_of(mask, sizes).blocks is not None:
                     native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
             wanted, _ = results_of(inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
@@ -124,6 +140,7 @@ def attend_backward(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: Any = False,
+    given_stats: GivenStats = "whole",
 ) -> list[Any]:
     """:func:`cupy_sdpa.attention_backward` as a program.
 
@@ -135,10 +152,11 @@ def attend_backward(
         result: the dtype of dout, dq, dk and dv, if q, k, v and out are those that :func:`attend` kept. Default None: that of
             q.
         deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        given_stats: what ``stats`` is, without a block mask, whose calls always get a part of the keys. Default: of all keys.
     """
     outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
-    kind = ("backward program", dtype, result, *map(repr, flags.values()), mask if mask is None else key_of(mask))
+    kind = ("backward program", dtype, result, given_stats, *map(repr, flags.values()), mask if mask is None else key_of(mask))
     q = arrays[1]
     results = run_cached(kind, arrays, options)
     named = dict(zip(Gradients._fields, arrays, strict=True))
@@ -150,15 +168,13 @@ def attend_backward(
                 )
         with of_caller(named, options), cupy_runtime.device_context(q):
             inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
-            if mask is not None:
-                refuse_gradients(outputs)
             of_call = {"mask": mask, "dtype": dtype, "result": result, **flags}
             wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, **of_call)
             add_results(inputs, q, wanted)
 
         def build(builder: Builder) -> None:
             with of_caller(named, options):
-                backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
+                backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, given_stats=given_stats, **flags)
 
         with cupy_runtime.device_context(q):
             results = run_program(kind, Gradients._fields, arrays, options, inputs, list(wanted), build, gradients)
@@ -181,7 +197,7 @@ def _inputs(
         check_converted(arrays, dtype=result)
     if mask is not None:
         q, k, v = (arrays[name] for name in "qkv")
-        check(q, k, v, mask, rest)
+        check(q, k, v, mask)
         check_arrays(arrays, rest.get("sinks"), results, dtype=result, rounded=dtype is not None)
     kept = kept_options(arrays["q"], rest)
     if mask is not None:
@@ -297,6 +313,7 @@ def backward(
     mask: BlockMask | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
+    given_stats: GivenStats = "whole",
     **outputs: Any,
 ) -> None:
     """Add the steps of the gradients.
@@ -305,12 +322,12 @@ def backward(
         builder: collects the steps.
         views: dout, q, k, v, out, stats and the results.
         options: the options, with views in place of arrays, in the layout of this package.
-        mask, dtype, deterministic, outputs: as for :func:`attend_backward`.
+        mask, dtype, deterministic, given_stats, outputs: as for :func:`attend_backward`.
     """
     own, finish = rounded(builder, {name: views[name] for name in Gradients._fields}, dtype, ("dq", "dk", "dv"))
     if mask is None:
         call = read_backward(**own, options=options, deterministic=deterministic, **outputs)
-        call.has_all_keys = True
+        call.given_stats = given_stats
         call.arrays |= {name: views[name] for name in call.result_names if name not in call.arrays}
         builder.call("gradients", call)
     else:

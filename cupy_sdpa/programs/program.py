@@ -18,6 +18,7 @@ from ..kernels.merge import Parts
 from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
 from ..problem.view import View
 from . import attention_steps
+from .binding import Bindings
 from .steps import Attend, Constant, Step, Steps, join_of
 
 #: The alignment of temporaries in their block of memory, in bytes.
@@ -55,6 +56,11 @@ class Program:
         found = self.constants[name]()
         assert found is not None
         return found
+
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """What the arguments of the steps refer to."""
+        return Bindings(self.steps, {name: place.begin for name, place in self.temporaries.items()})
 
     @functools.cached_property
     def launches(self) -> tuple[Attend, ...]:

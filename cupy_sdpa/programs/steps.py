@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..boundary.call import Fill
-from ..boundary.compute import write
+from ..boundary.call import Fill, GivenStats
+from ..boundary.compute import copy
 from ..problem.problem import Problem
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
@@ -56,9 +56,9 @@ class Attend(NamedTuple):
 
     Attributes:
         problem: the problem that the engine runs.
-        arrays: the views of its arrays, by name.
+        arrays: the views of its arrays, by name; empty if nothing runs, because the problem is trivial.
         of: the problem that the caller or a builder asked for.
-        whole: whether gradients get all keys of their statistics, so that these can be checked.
+        given_stats: what the statistics of gradients are, so that they can be checked.
         scalars: the values of by-value scalars that belong to the program; the others are those of the call.
         source_lines: the source line of each operation of the score and mask functions, if they belong to the program.
     """
@@ -66,7 +66,7 @@ class Attend(NamedTuple):
     problem: Problem
     arrays: Mapping[str, View]
     of: Problem
-    whole: bool = False
+    given_stats: GivenStats = "part"
     scalars: Mapping[str, float] = {}
     source_lines: Mapping[str, str] = {}
 
@@ -171,7 +171,7 @@ class Steps:
     # steps
 
     def attend_to(self, name: str, attend: Attend) -> None:
-        """Attention on arrays in the form that the engine needs; none if the problem is trivial, of which nothing runs."""
+        """Attention on arrays in the form that the engine needs."""
         writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
         self.steps.append(Step(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
 
@@ -199,11 +199,6 @@ class Steps:
         """Add an array to another one."""
         if target.size:
             self.run(add, target, source, writes=(target,))
-
-
-def copy(target: Any, source: Any) -> None:
-    """Copy an array into another one, which may have another dtype; numbers beyond its range become infinite."""
-    write(target, source)
 
 
 def fill(target: Any, value: float) -> None:

@@ -15,9 +15,13 @@ from ..problem.view import View
 from ..runtime import cupy_runtime
 from .derivative_checks import read_form
 from .derivative_form import Form, Widened
+from .passes import blocks_of
+
+#: The options that select the form, and those that convert the arrays.
+_READ = ("cu_seqlens_q", "softcap", "score_mod", "block_mask", "sinks", "dropout_p", "layout", "compute_dtype", "engine")
 
 
-@takes_options
+@takes_options(only=_READ)
 def widen(
     q: Array,
     k: Array,
@@ -37,8 +41,8 @@ def widen(
     ``widened.values[Dv:]``.
 
     Args:
-        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. Of the options only those matter
-            that select the form: ``softcap``, ``score_mod``, ``dropout_p`` and packed sequences.
+        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The other options of
+            that call may be passed, and are not read.
 
     Returns:
         The arrays, on the engine of q. On the GPU they are written by one kernel.
@@ -49,7 +53,7 @@ def widen(
     >>> import numpy as np, cupy_sdpa
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dq, dk, dv = (np.asfortranarray(rng.standard_normal((8, 2, 5, 1))) for _ in range(6))
-    >>> arrays = cupy_sdpa.widen(q, k, v, dq, dk, dv)
+    >>> arrays = cupy_sdpa.composed.widen(q, k, v, dq, dk, dv)
     >>> arrays
     <widened: q (24, 2, 5, 1), k (24, 2, 5, 1), v (16, 2, 5, 1), dout (16, 2, 5, 1), values (16, 2, 5, 1)>
     >>> out, dout = cupy_sdpa.attention_jvp(q, k, v, widened=arrays, causal=True)
@@ -65,8 +69,9 @@ def widen(
     if options.get("compute_dtype") is not None:
         converted, rest = in_compute_dtype({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}, options)
         return widen(**converted, deterministic=deterministic, **rest)
-    check_names({name: value for name, value in options.items() if name != "block_mask"})
-    form = read_form(q, k, v, (dq, dk, dv), None, options, deterministic=deterministic)
+    mask, others = blocks_of(q, k, options, automatic=False)
+    check_names(others)
+    form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
         concatenate(wanted)

@@ -63,8 +63,8 @@ class Repeatable(Protocol):
     def on(self, arrays: dict[str, Any]) -> Repeatable:
         """The same call on other arrays."""
 
-    def run(self, memory: cupy_runtime.Memory | None = None) -> list[Any]:
-        """Compute the results."""
+    def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Any] = ()) -> list[Any]:
+        """Compute the results, with these plans in place of those in the plan cache."""
 
     def enqueue(self) -> None:
         """Enqueue the work again, in a capture."""
@@ -83,13 +83,13 @@ class ArrayFunctions:
     Attributes:
         ndarray: the array type.
         has_flag: whether arrays have the attribute ``_f_contiguous``.
-        array: creates a result, see :func:`.cupy_runtime.array_function`.
+        arrays: creates results, see :func:`.cupy_runtime.arrays_function`.
     """
 
     def __init__(self) -> None:
         self.ndarray = cupy_runtime.cupy().ndarray
         self.has_flag = hasattr(self.ndarray, "_f_contiguous")
-        self.array = cupy_runtime.array_function(self.ndarray)
+        self.arrays = cupy_runtime.arrays_function(self.ndarray)
 
 
 class HostFunctions(NamedTuple):
@@ -155,8 +155,8 @@ def read_key(
                     return None
                 key += (tensor, array.dtype, array.shape, (has_flag and array._f_contiguous) or array.strides)
                 passed.append(array)
-        elif hasattr(value_type, "cache_key"):
-            key.append(value.cache_key)
+        elif hasattr(value_type, "_cache_key"):
+            key.append(value._cache_key)
         else:
             return None
     return tuple(key), passed
@@ -166,42 +166,23 @@ def read_key(
 Created = tuple[tuple[int, ...], Any, int]
 
 
-def equal_runs(created: Sequence[Created]) -> list[list[Created]]:
-    """The results in runs of equal sizes; empty if no run has several results.
+def equal_runs(created: Sequence[Created]) -> list[slice]:
+    """The runs of several results of equal sizes.
 
     >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
-    [[((2, 3), 'float16', 12), ((6,), 'float16', 12)], [((1,), 'float16', 2)]]
-    >>> equal_runs([((2, 3), "float16", 12), ((1,), "float16", 2)])
-    []
+    [slice(0, 2, None)]
     """
-    runs = [list(run) for _, run in itertools.groupby(created, operator.itemgetter(2))]
-    return runs if len(runs) < len(created) else []
+    runs, begin = [], 0
+    for _, run in itertools.groupby(created, operator.itemgetter(2)):
+        end = begin + len([*run])
+        if end > begin + 1:
+            runs.append(slice(begin, end))
+        begin = end
+    return runs
 
 
-def create_sorted(functions: Any, runs: Sequence[Sequence[Created]], results: list[Any], addresses: list[int]) -> None:
-    """Create results; in a run of equal sizes their addresses increase.
-
-    CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for which a
-    graph has been captured.
-
-    Args:
-        functions: the functions of CuPy: ``alloc`` and ``array``.
-        runs: the :func:`equal_runs` of the results.
-        results, addresses: the lists to append to.
-    """
-    alloc, array = functions.alloc, functions.array
-    for run in runs:
-        pointers = []
-        for _, _, size in run:
-            pointers.append(alloc(size))  # a comprehension takes longer
-        if len(run) > 1:
-            pointers.sort(key=_address)
-        for (shape, dtype, _), pointer in zip(run, pointers):  # noqa: B905 - strict takes longer
-            results.append(array(shape, dtype, pointer))
-            addresses.append(pointer.ptr)
-
-
-_address = operator.attrgetter("ptr")
+#: Sorts memory pointers.
+address = operator.attrgetter("ptr")
 
 
 class Template:
@@ -245,9 +226,13 @@ class Template:
 
     def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
         """Whether arrays are on the device of the call and have the alignments of its problem."""
-        if any(array.data.device_id != self._device for array in arrays):
-            return False
-        return not any((addresses[at] + offset) & bits != value for at, offset, bits, value in self._alignments)
+        for array in arrays:
+            if array.data.device_id != self._device:
+                return False
+        for at, offset, bits, value in self._alignments:  # noqa: SIM110 - any() enters a function for each
+            if (addresses[at] + offset) & bits != value:
+                return False
+        return True
 
     def named(self, addresses: Sequence[int]) -> dict[str, int]:
         """The addresses of the call's arrays by name, given those of the caller's arrays and of the created results."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 #: The command that verifies results on the GPU of this machine.
 CHECK = "python -m cupy_sdpa check"
+
+
+#: The names of the constants of score functions.
+_CONSTANT = re.compile(r"\bn\d+\b")
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,8 @@ class Report:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
-        if self.scalars:
-            yield f"scalars: {', '.join(f'{name} = {value:g}' for name, value in self.scalars)}"
+        if named := [f"{name} = {value:g}" for name, value in self.scalars if not _CONSTANT.fullmatch(name)]:
+            yield f"scalars: {', '.join(named)}"
         if self.plan:
             facts = list(self._facts(self.plan))
             width = max(len(name) for name, _ in facts)
@@ -130,12 +135,14 @@ class Report:
 
     def _operations(self) -> Iterator[str]:
         """One line per input, then one line per step; results that exist only inside the kernel are marked."""
-        width = max(len(node.formula) for node in self.graph.nodes)
+        values = {name: f"{value:.6g}" for name, value in self.scalars}
+        formulas = [_CONSTANT.sub(lambda match: values.get(match[0], match[0]), node.formula) for node in self.graph.nodes]
+        width = max(map(len, formulas))
         for t in self.graph.by_role("input", "constant"):
             yield f"  {t.role:8} {t.name:<{width}}  {_shape(self.shape_of(t), 'x'):>20} {t.dtype}"
-        for number, node in enumerate(self.graph.nodes, 1):
+        for number, (node, formula) in enumerate(zip(self.graph.nodes, formulas, strict=True), 1):
             shape, storage = _shape(self.shape_of(node.out), "x"), "; ".join(_storage(node))
-            yield f"  {number:4}.  {node.formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
+            yield f"  {number:4}.  {formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""

@@ -52,8 +52,8 @@ from .call_key import (
     ArrayFunctions,
     Repeatable,
     Template,
+    address,
     array_names,
-    create_sorted,
     equal_runs,
     passed_arrays,
     read_key,
@@ -176,12 +176,16 @@ class CachedCall:
         for array in arrays:  # a comprehension takes longer
             addresses.append(array.data.ptr)
         created: list[Any] = []
-        if self._runs:
-            create_sorted(runtime, self._runs, created, addresses)
-        else:
-            for shape, dtype, size in self._created:
-                pointer = runtime.alloc(size)
-                created.append(runtime.array(shape, dtype, pointer))
+        if self._created:
+            new = []
+            for _, _, size in self._created:
+                new.append(runtime.alloc(size))
+            # CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for
+            # which a graph has been captured.
+            for run in self._runs:
+                new[run] = sorted(new[run], key=address)
+            created = runtime.arrays(self._created, new)
+            for pointer in new:
                 addresses.append(pointer.ptr)
         addresses.append(stream)
         memory = None
@@ -214,8 +218,8 @@ class CachedCall:
             return None
         if not self._positions:
             return created
-        new = iter(created)
-        results = [next(new) if position < 0 else arrays[position] for position in self._positions]
+        others = iter(created)
+        results = [next(others) if position < 0 else arrays[position] for position in self._positions]
         return self._gradients.as_last(results) if self._gradients else results
 
     def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
@@ -247,9 +251,12 @@ class CachedCall:
                 self._cache.hits += 1
             return True
         call = self._template.on(runtime.ndarray, arrays, created)
-        call.run(memory)
         with self._cache.lock:
-            if captures and call.launched and call.launched.plans == self.plans and not self._closed:
+            if self._closed:
+                return False
+            self._cache.hits += len(self.plans)
+            call.run(memory, self.plans)
+            if captures and call.launched and call.launched.plans == self.plans:
                 try:
                     self._capture(call, pointers, memory)
                 except Exception as error:

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -92,6 +92,12 @@ def stream() -> int:
     return int(cupy().cuda.get_current_stream().ptr)
 
 
+@functools.cache
+def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
+    """An elementwise kernel of CuPy."""
+    return cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
+
+
 def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
     pointer, runtime = stream(), cupy().cuda.runtime
@@ -99,8 +105,8 @@ def capturing() -> bool:
     return bool(pointer) and not runtime.is_hip and bool(runtime.streamIsCapturing(pointer))
 
 
-def array_function(ndarray: Any) -> Callable[[tuple[int, ...], Any, Any], Any]:
-    """A function that creates an array in Fortran order from its shape, its dtype and a memory pointer.
+def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Any]]:
+    """A function that creates arrays in Fortran order from tuples that begin with their shapes and dtypes, and memory pointers.
 
     ``ndarray.__new__`` packs its arguments into a tuple and a dictionary, twice, and passes them on to ``_init``; this takes a
     third of the time. ``_init`` is therefore called directly, if CuPy has it.
@@ -108,16 +114,21 @@ def array_function(ndarray: Any) -> Callable[[tuple[int, ...], Any, Any], Any]:
     Args:
         ndarray: CuPy's array type.
     """
-    if not hasattr(ndarray, "_init"):
-        return lambda shape, dtype, memory: ndarray(shape, dtype, memory, None, "F")
+    direct = hasattr(ndarray, "_init")
     new = ndarray.__base__.__new__
 
-    def array(shape: tuple[int, ...], dtype: Any, memory: Any) -> Any:
-        made = new(ndarray)
-        made._init(shape, dtype, memory, None, "F")
+    def arrays(created: Sequence[tuple[Any, ...]], pointers: Sequence[Any]) -> list[Any]:
+        made = []
+        for (shape, dtype, *_), pointer in zip(created, pointers):  # noqa: B905 - strict takes longer
+            if direct:
+                array = new(ndarray)
+                array._init(shape, dtype, pointer, None, "F")
+            else:
+                array = ndarray(shape, dtype, pointer, None, "F")
+            made.append(array)
         return made
 
-    return array
+    return arrays
 
 
 #: The streams of parallel branches by thread and device; never destroyed, because a stream may be part of a capture.

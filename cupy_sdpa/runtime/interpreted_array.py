@@ -2,7 +2,7 @@
 
 The type of the arrays selects the engine. :class:`InterpretedArray` is the type for this one: what computes with numpy arrays
 also computes with it, because numpy's operators and functions on it are those of CuPy (numpy's protocols ``__array_ufunc__``
-and ``__array_function__``). Only CuPy's own operations run: no cuDNN, and of this package's kernels the two of :mod:`.kernels`.
+and ``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class InterpretedArray(np.lib.mixins.NDArrayOperatorsMixin):
         own = getattr(cupy(), function.__name__, None)
         if own is None:
             return NotImplemented
-        named = {name: value for name, value in named.items() if name != "subok"}  # CuPy has no subclasses of arrays
-        return _wrapped(own(*_plain(operands), **{name: _plain(value) for name, value in named.items()}))
+        named = {name: _plain(value) for name, value in named.items() if name != "subok"}  # CuPy has no subclasses of arrays
+        if named.get("shape") == ():  # CuPy's functions such as empty_like take it for no shape
+            return _wrapped(own(*_plain(operands), **named | {"shape": (1,)}).reshape(()))
+        return _wrapped(own(*_plain(operands), **named))
 
     def max(self, axis: int | None = None, keepdims: bool = False, initial: float = -np.inf) -> InterpretedArray:
         """The largest element along an axis; CuPy's reductions have no initial value."""

@@ -1,24 +1,17 @@
-"""The two kernels of the interpreter on CuPy arrays: functions that CuPy alone does not have. They need no CUDA header."""
+"""Two kernels of the interpreter on CuPy arrays: functions that CuPy alone does not have. They need no CUDA header."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
-from .cupy_runtime import cupy
+from .cupy_runtime import cupy, elementwise
 
 
 def erf(x: Any) -> Any:
     """The error function of a CuPy array, in float64."""
-    return _erf_kernel()(x.astype(np.float64))
-
-
-@functools.cache
-def _erf_kernel() -> Any:
-    """The kernel of :func:`erf`."""
-    return cupy().ElementwiseKernel("float64 x", "float64 y", "y = erf(x)", "cupy_sdpa_erf")
+    return elementwise("float64 x", "float64 y", "y = erf(x)", "erf")(x.astype(np.float64))
 
 
 #: The numbers that ``numpy.random.Philox`` draws (Salmon et al. 2011, Philox 4x64 with 10 rounds): element i is number i % 4 of
@@ -37,12 +30,6 @@ _PHILOX = """
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int], count: int) -> Any:
     """The first numbers of ``numpy.random.Philox(key=key, counter=counter).random_raw(count)``, uint64, as a CuPy array."""
-    return _philox_kernel()(*map(np.uint64, (*key, *counter)), cupy().empty(count, np.uint64))
-
-
-@functools.cache
-def _philox_kernel() -> Any:
-    """The kernel of :func:`philox`."""
-    names = ("key0", "key1", "first", "c1", "c2", "c3")
-    parameters = ", ".join(f"uint64 {name}" for name in names)
-    return cupy().ElementwiseKernel(parameters, "uint64 y", _PHILOX, "cupy_sdpa_philox")
+    parameters = ", ".join(f"uint64 {name}" for name in ("key0", "key1", "first", "c1", "c2", "c3"))
+    kernel = elementwise(parameters, "uint64 y", _PHILOX, "philox")
+    return kernel(*map(np.uint64, (*key, *counter)), cupy().empty(count, np.uint64))

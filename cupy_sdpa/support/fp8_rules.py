@@ -77,7 +77,8 @@ def packed(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def scores(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     """Options that change the scores, or drop weights."""
     options = {
-        "sinks": problem.sinks, "bias": problem.bias, "mask": problem.mask, "score_mod or mask_mod": problem.settings.program,
+        "sinks": problem.sinks, "bias": problem.bias, "mask or block_mask": problem.mask,
+        "score_mod or mask_mod": problem.settings.program,
         "softcap": problem.settings.softcap, "alibi_slopes": problem.alibi_slopes, "dropout_p": problem.settings.dropout,
         "return_stats='max_sumexp'": problem.max,
     }  # fmt: skip

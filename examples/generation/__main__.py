@@ -1,6 +1,7 @@
 """A small GPT learns the opening of Alice in Wonderland, word by word, and continues it with a key/value cache.
 
-    python -m examples.generation [--prompt TEXT] [--tokens N] [--temperature T] [--batch B] [--draft N] [--steps N] [--cpu]
+    python -m examples.generation [--prompt TEXT] [--tokens N] [--temperature T] [--batch B] [--draft N] [--branches N]
+        [--steps N] [--cpu]
 
 It prints greedy and sampled text, a batch whose sequences finish and join, speculative decoding, and tokens per second. On a
 GPU attention runs in bfloat16 through cuDNN, and every step is a replayed CUDA graph. The model is in gpt.py, decoding with the
@@ -22,7 +23,7 @@ import numpy as np
 from .decoder import PAGE, Decoder
 from .gpt import GPT, Sizes, Training, one_blas_thread, read_text, train, untrained
 from .serve import Request, gumbel, serve
-from .speculate import NGrams, speculate
+from .speculate import NGrams, branches, speculate
 
 #: The number of prompts in the batch, and the words of each: the first words of a sentence.
 PROMPTS, WORDS = 10, 6
@@ -37,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=60, help="maximum of new tokens (default 60)")
     made.add_argument("--temperature", type=float, default=1.2, help="of the sampled text (default 1.2)")
     made.add_argument("--batch", type=int, default=4, help="sequences at a time in the batch (default 4)")
-    made.add_argument("--draft", type=int, default=4, help="draft tokens per step of speculation (default 4)")
+    made.add_argument("--draft", type=int, default=4, help="draft tokens in a branch of the tree (default 4)")
+    made.add_argument("--branches", type=int, default=2, help="branches of the tree of draft tokens (default 2)")
     made.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
     made.add_argument("--cpu", action="store_true", help="numpy in place of CuPy")
     return made
@@ -49,13 +51,13 @@ def check(arguments: argparse.Namespace) -> Any:
     Raises:
         ValueError: an option is invalid.
     """
-    for name in ("tokens", "batch", "draft", "steps"):
+    for name in ("tokens", "batch", "draft", "branches", "steps"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} {getattr(arguments, name)} is not positive")
     if not 0 <= arguments.temperature < np.inf:
         raise ValueError(f"--temperature {arguments.temperature} is negative or not finite")
-    if arguments.draft > PAGE:
-        raise ValueError(f"--draft {arguments.draft} is more than {PAGE}")
+    if arguments.draft * arguments.branches > PAGE:
+        raise ValueError(f"--draft {arguments.draft} times --branches {arguments.branches} is more than {PAGE}")
     prompt = untrained().encode(arguments.prompt)
     if not len(prompt):
         raise ValueError("--prompt has no words")
@@ -87,7 +89,8 @@ def main(arguments: argparse.Namespace, prompt: Any, xp: Any) -> None:
     count = arguments.tokens
     model = _train(arguments.steps, np.dtype(np.float32 if xp is np else ml_dtypes.bfloat16), xp)
     decoder, noise = Decoder(model, 1), gumbel(arguments.temperature, 0, 0, count, len(model.vocabulary))
-    decoder.step(1), decoder.step(arguments.draft + 1)  # captured in CUDA graphs on a GPU
+    for parents in ([-1], *(branches(width, arguments.draft) for width in (1, arguments.branches))):
+        decoder.tree_step(parents)  # captured in a CUDA graph on a GPU
     decoder.prefill({0: prompt})  # not timed: on a GPU the first call builds plans
     greedy, prefill, decoding = _generate(decoder, prompt, count)
     sampled, *_ = _generate(decoder, prompt, count, noise)
@@ -97,7 +100,8 @@ def main(arguments: argparse.Namespace, prompt: Any, xp: Any) -> None:
     _print("prefill", f"{_rate(len(prompt), prefill)} (a prompt of {len(prompt)})")
     how = "token by token" if xp is np else "each step is a replayed CUDA graph"
     _print("decoding", f"{_rate(count - 1, decoding)}, {how}")
-    _speculate(decoder, prompt, greedy, arguments.draft)
+    for width in sorted({1, arguments.branches}):
+        _speculate(decoder, prompt, greedy, arguments.draft, width)
     _serve(model, arguments.batch, count, arguments.temperature)
 
 
@@ -142,16 +146,18 @@ def _generate(decoder: Decoder, prompt: Any, count: int, noise: Any = None) -> t
     return [first, *rest[:, 0].tolist()], prefill, decoding
 
 
-def _speculate(decoder: Decoder, prompt: Any, greedy: list[int], proposals: int) -> None:
+def _speculate(decoder: Decoder, prompt: Any, greedy: list[int], proposals: int, width: int) -> None:
     """Decode the same tokens with draft tokens, and print how many were accepted."""
     decoder.clear()
     decoder.prefill({0: prompt})
     draft, count = NGrams(decoder.model.encode(read_text())), len(greedy) - 1
-    (found, accepted, proposed), seconds = _timed(lambda: speculate(decoder, [prompt], greedy[:1], count, draft, proposals))
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(found[0], greedy[1:], strict=True)))
+    done, seconds = _timed(lambda: speculate(decoder, [prompt], greedy[:1], count, draft, proposals, width))
+    pairs = zip(done.tokens[0], greedy[1:], strict=True)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     equal = "the greedy text" if same == count else f"the greedy text for {same} tokens, then another one (rounding)"
-    share = f"{accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})"
-    _print("", f"{_rate(count, seconds)} with {proposals} draft tokens per step: {equal}; {share}")
+    drafts = f"{width} branch{'es' * (width > 1)} of {proposals} draft tokens"
+    share = f"{done.accepted / max(done.steps, 1):.2f} of {proposals * width} accepted per step"
+    _print("", f"{_rate(count, seconds)} with {drafts}: {equal}; {share}")
 
 
 def _serve(model: GPT, batch: int, count: int, temperature: float) -> None:

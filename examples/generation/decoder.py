@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_sdpa import KVCache, attention
+from cupy_sdpa import KVCache, attention, tree_mask
 
 from .gpt import GPT, Product, sum_of_products
 
@@ -35,7 +35,7 @@ class Decoder:
 
     def __init__(self, model: GPT, batch: int, *, graphs: bool = True) -> None:
         self.model, self.batch, self.graphs = model, batch, graphs and model.xp is not np
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, ...], Step] = {}
         self._stream: Any = None
         if model.xp is not np:
             model.xp.cuda.get_current_stream().synchronize()  # the weights are complete
@@ -70,26 +70,35 @@ class Decoder:
 
     def step(self, tokens: int) -> Step:
         """The step that appends this number of tokens to every sequence."""
-        if tokens not in self._steps:
-            with self.stream():
-                self._steps[tokens] = Step(self, tokens)
-        return self._steps[tokens]
+        return self.tree_step(range(-1, tokens - 1))
 
-    def compute(self, tokens: Any, product: Product = operator.matmul, **options: Any) -> Any:
+    def tree_step(self, parents: Sequence[int]) -> Step:
+        """The step that appends a tree of tokens to every sequence; for each token the index of its parent, or -1."""
+        if (key := tuple(parents)) not in self._steps:
+            with self.stream():
+                self._steps[key] = Step(self, key)
+        return self._steps[key]
+
+    def compute(self, tokens: Any, product: Product = operator.matmul, tree: Tree | None = None, **options: Any) -> Any:
         """Append tokens ``(S, B)`` to the cache; returns the logits of the next ones, ``(C, S, B)``.
 
         ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is that of
-        ``GPT.forward``, options are those of ``cupy_sdpa.attention``.
+        ``GPT.forward``, options are those of ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
+        attend to their ancestors.
         """
         cache, xp = self.cache, self.model.xp
+        # full_table has the same shape in every step: one plan, and the table that a captured graph needs
+        table, mask = {"page_table": cache.full_table}, {"causal": "bottom_right"}
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            nonlocal mask
             cache.append(k, v, layer)
-            # full_table has the same shape in every step: one plan, and the table that a captured graph needs
-            paged = {"page_table": cache.full_table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
-            return attention(q, cache.keys(layer), cache.values(layer), **paged, **options), None
+            if tree and layer == 0:
+                mask = tree_mask(tree.parents, **cache.view() | table)
+            return attention(q, **cache.view(layer) | table, **mask, **options), None
 
-        positions = cache.lengths + xp.arange(tokens.shape[0], dtype=np.int32)[:, None]  # before the append
+        depths = tree.depths if tree else xp.arange(tokens.shape[0], dtype=np.int32)
+        positions = cache.lengths + depths[:, None]  # before the append
         return self.model.forward(tokens, positions, attend, product)[0]
 
     def prefill(self, prompts: Mapping[int, Any], noise: Mapping[int, Any] | None = None) -> dict[int, int]:
@@ -143,6 +152,30 @@ class Decoder:
             return self.to_host(found)
 
 
+class Tree(NamedTuple):
+    """A tree of tokens, int32 ``(S,)``.
+
+    Attributes:
+        parents: for each token the index of its parent, or -1.
+        depths: the number of its ancestors.
+    """
+
+    parents: Any
+    depths: Any
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The number of ancestors of each token.
+
+    >>> depths_of([-1, 0, 0, 2])
+    [0, 1, 1, 2]
+    """
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
 class Step:
     """One step of S tokens of every sequence: embedding, layers, append, attention, logits and choice of the next tokens.
 
@@ -150,7 +183,7 @@ class Step:
 
     Args:
         decoder: the decoder.
-        count: S.
+        parents: the tree of the S tokens: for each token the index of its parent, or -1.
 
     Attributes:
         tokens: int32 ``(S, B)``, read. With S = 1 the step writes the chosen tokens here, which the next step reads.
@@ -159,9 +192,12 @@ class Step:
         chosen: int32 ``(S, B)``, written: the next token after each token.
     """
 
-    def __init__(self, decoder: Decoder, count: int) -> None:
-        xp, batch = decoder.model.xp, decoder.batch
+    def __init__(self, decoder: Decoder, parents: tuple[int, ...]) -> None:
+        xp, batch, count = decoder.model.xp, decoder.batch, len(parents)
         self._decoder, self._graph = decoder, None
+        self._tree: Tree | None = None
+        if parents != tuple(range(-1, count - 1)):
+            self._tree = Tree(*(xp.asarray(np.array(x, np.int32)) for x in (parents, depths_of(parents))))
         self._memory: list[Any] = []
         self.tokens = xp.zeros((count, batch), np.int32)
         self.chosen = xp.zeros((count, batch), np.int32)
@@ -178,7 +214,8 @@ class Step:
             self._graph.launch()
 
     def _compute(self) -> None:
-        logits = self._decoder.compute(self.tokens, sum_of_products if self._decoder.graphs else operator.matmul)
+        product = sum_of_products if self._decoder.graphs else operator.matmul
+        logits = self._decoder.compute(self.tokens, product, self._tree)
         self.chosen[...] = (logits + self.noise).argmax(axis=0)
         if len(self.tokens) == 1:
             self.tokens[...] = self.chosen

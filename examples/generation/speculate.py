@@ -1,17 +1,33 @@
-"""Speculative decoding: a cheap draft proposes tokens, and one step of the model checks them all.
+"""Speculative decoding: a cheap draft proposes a tree of tokens, and one step of the model checks them all.
 
-Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+Sources: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Miao et al. 2024, "SpecInfer".
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .decoder import Decoder
+from .decoder import Decoder, depths_of
+
+
+class Speculated(NamedTuple):
+    """What :func:`speculate` returns.
+
+    Attributes:
+        tokens: the further tokens of each sequence.
+        accepted: the number of accepted proposals.
+        proposed: the number of all proposals.
+        steps: the number of steps of all sequences.
+    """
+
+    tokens: list[list[int]]
+    accepted: int
+    proposed: int
+    steps: int
 
 
 class NGrams:
@@ -32,15 +48,75 @@ class NGrams:
         for length in range(order + 1):
             for i in range(length, len(given)):
                 counts[tuple(given[i - length : i])][given[i]] += 1
-        self._next = {last: found.most_common(1)[0][0] for last, found in counts.items()}
+        #: The next tokens after the last ones, the most frequent first.
+        self._next = {last: [token for token, _ in found.most_common()] for last, found in counts.items()}
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """The next tokens after a sequence."""
-        last = [int(token) for token in tokens[max(0, len(tokens) - self.order) :]]
-        for _ in range(count):
-            keys = (tuple(last[len(last) - n :]) for n in range(min(self.order, len(last)), -1, -1))
-            last.append(next(self._next[key] for key in keys if key in self._next))
-        return last[-count:]
+        return self.propose_tree(tokens, range(-1, count))[1:]
+
+    def propose_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """A tree of next tokens.
+
+        Args:
+            tokens: a sequence, whose last token is the root.
+            parents: the index of each token's parent; -1 for the root, the first token. The children of a token are its most
+                frequent next tokens.
+
+        >>> NGrams([1, 2, 3, 1, 2, 4, 2, 4]).propose_tree([9, 2], [-1, 0, 0, 1])
+        [2, 4, 3, 2]
+        """
+        last = [int(token) for token in tokens[max(0, len(tokens) - self.order - 1) :]]
+        found: list[int] = []
+        ranks: Counter[int] = Counter()
+        for parent in parents:
+            if parent < 0:
+                found.append(last[-1])
+                continue
+            path = [found[token] for token in ancestors(parents, parent)]
+            following = self._following([*last[:-1], *path])
+            found.append(following[min(ranks[parent], len(following) - 1)])
+            ranks[parent] += 1
+        return found
+
+    def _following(self, last: Sequence[int]) -> list[int]:
+        """The next tokens after a sequence, the most frequent first."""
+        keys = (tuple(last[len(last) - n :]) for n in range(min(self.order, len(last)), -1, -1))
+        return next(self._next[key] for key in keys if key in self._next)
+
+
+def ancestors(parents: Sequence[int], token: int) -> list[int]:
+    """The path from the root of a tree to a token.
+
+    >>> ancestors([-1, 0, 0, 2], 3)
+    [0, 2, 3]
+    """
+    path = [token]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def branches(count: int, depth: int) -> list[int]:
+    """The parents of a tree: a root with several branches, each a chain of tokens.
+
+    >>> branches(2, 3)
+    [-1, 0, 1, 2, 0, 4, 5]
+    """
+    return [-1, *(0 if not i else branch * depth + i for branch in range(count) for i in range(depth))]
+
+
+def accepted_path(parents: Sequence[int], given: Any, chosen: Any) -> list[int]:
+    """The longest path from the root of a tree on which every token is the model's choice after its parent.
+
+    >>> accepted_path([-1, 0, 0, 2], [5, 6, 7, 8], [7, 1, 8, 9])
+    [0, 2, 3]
+    """
+    path = [0]
+    for token, parent in enumerate(parents):
+        if parent == path[-1] and given[token] == chosen[parent]:
+            path.append(token)
+    return path
 
 
 def speculate(
@@ -50,12 +126,13 @@ def speculate(
     count: int,
     draft: NGrams,
     proposals: int = 4,
+    width: int = 1,
     noise: Any = None,
-) -> tuple[list[list[int]], int, int]:
-    """Decode with draft tokens; the result is that of :meth:`Decoder.decode`.
+) -> Speculated:
+    """Decode with draft tokens; the tokens are those of :meth:`Decoder.decode`.
 
-    One step appends the last token and the proposed tokens of each sequence. Proposals are accepted up to the first one that
-    differs from the model's choice, which takes its place. The cache keeps the accepted tokens.
+    One step appends the last token and a tree of proposed tokens to each sequence. The path of proposals that are the model's
+    choices is accepted, and the choice after it is the next token. The cache keeps the accepted path.
 
     Args:
         decoder: the decoder, whose cache contains the prompts.
@@ -63,35 +140,32 @@ def speculate(
         first: the first token of each sequence, which is not in the cache yet.
         count: the number of further tokens.
         draft: proposes tokens.
-        proposals: the number of proposed tokens per step.
+        proposals: the number of proposed tokens in a branch.
+        width: the number of branches of the tree.
         noise: ``(count, C, B)``, added to the logits; by default the most likely tokens are taken.
-
-    Returns:
-        The further tokens of each sequence, the number of accepted proposals, and the number of all proposals.
     """
-    step, xp, cache = decoder.step(proposals + 1), decoder.model.xp, decoder.cache
+    parents = branches(width, proposals)
+    depths, size = depths_of(parents), len(parents)
+    step, xp, cache = decoder.tree_step(parents), decoder.model.xp, decoder.cache
     written = [[token] for token in first]
-    accepted = proposed = 0
+    accepted = proposed = steps = 0
     while min(map(len, written)) <= count:
         active = [b for b, tokens in enumerate(written) if len(tokens) <= count]
-        given, counts = np.zeros((proposals + 1, decoder.batch), np.int32), np.zeros(decoder.batch, np.int64)
+        given, counts = np.zeros((size, decoder.batch), np.int32), np.zeros(decoder.batch, np.int64)
         drawn = np.zeros(step.noise.shape, np.float32)
         for b in active:
-            given[0, b], counts[b] = written[b][-1], proposals + 1
-            given[1:, b] = draft.propose([*prompts[b], *written[b]], proposals)
-            if noise is not None:
-                part = noise[len(written[b]) - 1 :][: proposals + 1, :, b]
-                drawn[:, : len(part), b] = part.T
+            given[:, b], counts[b] = draft.propose_tree([*prompts[b], *written[b]], parents), size
+            for token, depth in enumerate(depths):
+                if noise is not None and len(written[b]) - 1 + depth < len(noise):
+                    drawn[:, token, b] = noise[len(written[b]) - 1 + depth, :, b]
         with decoder.stream():
             step.tokens[...] = xp.asarray(given)
             step.noise[...] = xp.asarray(drawn)
             step.run(counts)
             chosen = decoder.to_host(step.chosen)
-            lengths = cache.host_lengths
             for b in active:
-                right = given[1:, b] == chosen[:-1, b]
-                kept = proposals if right.all() else int(right.argmin())
-                cache.truncate(b, int(lengths[b]) - (proposals - kept))
-                written[b] += chosen[: kept + 1, b].tolist()
-                accepted, proposed = accepted + kept, proposed + proposals
-    return [tokens[1 : count + 1] for tokens in written], accepted, proposed
+                path = accepted_path(parents, given[:, b], chosen[:, b])
+                cache.keep(b, path)
+                written[b] += chosen[path, b].tolist()
+                accepted, proposed, steps = accepted + len(path) - 1, proposed + size - 1, steps + 1
+    return Speculated([tokens[1 : count + 1] for tokens in written], accepted, proposed, steps)

@@ -15,7 +15,7 @@ from mistakes_of_calls import OTHER_NAMES
 import cupy_sdpa
 from cupy_sdpa import attention, explain, reference
 
-MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 
 def arrays(engine=None, d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
@@ -166,8 +166,8 @@ def test_the_public_names_are_these():
         "BlockMask", "CudnnError", "DiskCacheWarning", "KVCache", "OutOfPages", "Prepared", "Problem", "Pullback", "Report",
         "Rope", "StepError", "Unsupported", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
         "attention_jvp", "attention_vjp", "autotune", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
-        "explain_function", "get_plan_cache", "jvp_problems", "merge", "page_table_from_lists", "prepare", "problem",
-        "shared_prefix_attention", "validate", "weight_sums", "weight_sums_problems", "widen",
+        "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem",
+        "shared_prefix_attention", "tree_mask", "validate", "weight_sums",
     ]  # fmt: skip
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 
@@ -189,7 +189,7 @@ FUNCTIONS = {
     "attention": (attention, "q k v"), "attention_backward": (cupy_sdpa.attention_backward, "dout q k v out stats"),
     "attention_vjp": (cupy_sdpa.attention_vjp, "q k v"), "attention_jvp": (cupy_sdpa.attention_jvp, "q k v dq dk dv"),
     "explain": (explain, "q k v"), "prepare": (cupy_sdpa.prepare, "q k v"), "problem": (cupy_sdpa.problem, "q k v"),
-    "widen": (cupy_sdpa.widen, "q k v dq dk dv"), "fp8.attention": (cupy_sdpa.fp8.attention, "q k v"),
+    "widen": (cupy_sdpa.composed.widen, "q k v dq dk dv"), "fp8.attention": (cupy_sdpa.fp8.attention, "q k v"),
 }  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def function_and_arguments(request):
 def test_names_of_other_libraries_are_answered_with_ours(function_and_arguments):
     """By every function that takes the options; the message names options that exist."""
     function, given = function_and_arguments
-    if function is cupy_sdpa.widen:  # it ignores the options that do not select the form
+    if function is cupy_sdpa.composed.widen:  # it ignores the options that do not select the form
         return
     known = {*inspect.signature(attention).parameters, "Skv", "Sq", "B"}
     for name in OTHER_NAMES.keys() - inspect.signature(function).parameters.keys():
@@ -278,7 +278,7 @@ def test_help_shows_every_option():
     assert "(q: Array, k: Array, v: Array, *, return_stats" in text.splitlines()[2]
     assert all(name in attention.__doc__ for name in inspect.signature(attention).parameters)
     for function, _ in FUNCTIONS.values():
-        if function not in (cupy_sdpa.fp8.attention, cupy_sdpa.attention_jvp, cupy_sdpa.widen):
+        if function not in (cupy_sdpa.fp8.attention, cupy_sdpa.attention_jvp, cupy_sdpa.composed.widen):
             parameters = inspect.signature(function).parameters
             assert {"bias", "softcap", "window", "cu_seqlens_q", "bucket"} <= set(parameters)
             assert parameters["dropout_p"].default == 0.0

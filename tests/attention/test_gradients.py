@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tolerance import worst
 
-from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference, widen
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference
+from cupy_sdpa.composed import widen
 
 NAMES = ("dq", "dk", "dv")
 
@@ -282,3 +283,25 @@ def test_widened_arrays_are_copies(tangents, engine):
     for array in wide.named().values():
         array.fill(0)
     assert [engine.get(x).tobytes() for x in inputs] == before
+
+
+def test_sinks_and_slopes_in_float64():
+    """With float64 arrays they may be float64, and are not rounded; other arrays need float32."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        np.asfortranarray(rng.standard_normal(s)) for s in [(8, 4, 5, 2), (8, 2, 7, 2), (6, 2, 7, 2), (6, 4, 5, 2)]
+    )
+    options = {"sinks": rng.standard_normal(4), "alibi_slopes": rng.random(4), "softcap": 5.0}
+    out, stats = attention(q, k, v, stats=np.empty((5, 4, 2), order="F"), **options)
+    wanted, rows = reference.attention(q, k, v, **options)[:2]
+    np.testing.assert_allclose(out, wanted, atol=1e-13)
+    np.testing.assert_allclose(stats, rows, atol=1e-13)
+    *found, dsinks = attention_backward(dout, q, k, v, out, stats, return_dsinks=True, **options)
+    for x, y in zip(found, reference.attention_backward(dout, q, k, v, **options), strict=False):
+        np.testing.assert_allclose(x, y, atol=1e-13)
+    assert dsinks.dtype == np.float64
+    step = 1e-6 * np.eye(4)[1]
+    high, low = (reference.attention(q, k, v, **options | {"sinks": options["sinks"] + x})[0] for x in (step, -step))
+    assert abs(((high - low) * dout).sum() / 2e-6 - dsinks[1]) < 1e-8
+    with pytest.raises(TypeError, match="sinks is float64"):
+        attention(*(x.astype(np.float32) for x in (q, k, v)), sinks=options["sinks"])

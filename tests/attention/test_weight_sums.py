@@ -5,7 +5,8 @@ import pytest
 from engines import numbers
 from planner import plan_problem
 
-from cupy_sdpa import Unsupported, attention, weight_sums, weight_sums_problems
+from cupy_sdpa import Unsupported, attention, weight_sums
+from cupy_sdpa.composed import weight_sums_problems
 
 
 @pytest.mark.parametrize("number", numbers(24, quick=4))

@@ -17,9 +17,9 @@ from cupy_sdpa import (
     block_mask,
     explain,
     get_plan_cache,
-    jvp_problems,
     zoo,
 )
+from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.programs import block_mask_steps as gradients
 
 TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])
@@ -183,11 +183,11 @@ def test_the_function_of_a_mask_may_change(engine):
 
 
 def test_nothing_is_written_by_a_refused_call(engine):
-    """Other options, masks of other sizes, and a result in the memory of an input are refused before anything is written."""
+    """Wrong options, masks of other sizes, and a result in the memory of an input are refused before anything is written."""
     q, k, v, dout = arrays_of(engine)
     mask, before, out = MASKS["full"](), engine.get(q).copy(), engine.nan(16, 2, 300, 1)
     wrong = [
-        ({"block_mask": mask, "causal": True, "out": out}, ValueError, "causal and block_mask"),
+        ({"block_mask": mask, "num_splits": 2, "out": out}, ValueError, "num_splits is 2"),
         ({"block_mask": np.ones(3), "out": out}, TypeError, "must be a cupy_sdpa"),
         ({"block_mask": BlockMask.from_blocks(np.ones((2, 2), bool)), "out": out}, ValueError, "is for 256 queries"),
         (
@@ -209,11 +209,12 @@ def test_nothing_is_written_by_a_refused_call(engine):
 
 
 REFUSED = {
-    "row statistics": ("", {"return_stats": "max_sumexp"}),
+    "row statistics": ("", {"return_stats": "max"}),
     "a flag": ("", {"deterministic": "yes"}),
     "the shape of out": ("", {"out": np.ones((8, 1, 5, 1), order="F")}),
-    "another mask": ("backward", {"causal": True}),
-    "other gradients": ("backward", {"return_dsinks": True, "sinks": np.ones(1, np.float32)}),
+    "a band": ("", {"causal": "bottom"}),
+    "two other masks": ("backward", {"mask": np.ones((300, 1, 1, 1), bool, order="F"), "mask_mod": zoo.causal}),
+    "other gradients": ("backward", {"return_dbias": True}),
     "the shape of dq": ("backward", {"dq": np.ones((8, 1, 5, 1), order="F")}),
     "a flag of a derivative": ("jvp", {"return_stats": "max_sumexp"}),
     "the shape of a tangent": ("jvp", {"dq": np.ones((8, 1, 5, 1), order="F")}),

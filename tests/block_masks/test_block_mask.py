@@ -64,7 +64,7 @@ def test_a_mask_is_that_of_its_function(number, engine):
     assert mask.shape == (*reversed(lengths), 1, 1)
     np.testing.assert_array_equal(mask.kinds[..., 0, 0], blocks_of(dense, 128, 128))
     expected = blocks_of(dense, *size)
-    np.testing.assert_array_equal(mask.block_kinds[..., 0, 0], expected)
+    np.testing.assert_array_equal(mask._block_kinds[..., 0, 0], expected)
     assert (mask.blocks, mask.partial) == (np.count_nonzero(expected), np.count_nonzero(expected == PARTIAL))
     assert mask.sparsity == pytest.approx(1 - mask.blocks / max(expected.size, 1) if expected.size else mask.sparsity)
     assert (f"blocks of {size[0]} x {size[1]}" in repr(mask)) == (block != 128)
@@ -209,7 +209,7 @@ def test_masks_are_read_only():
             copied.sq = 100
         with pytest.raises(AttributeError, match="kinds of a BlockMask cannot be deleted"):
             del copied.kinds
-        for array in (copied.kinds, copied.bits, copied.block_kinds):
+        for array in (copied.kinds, copied.bits, copied._block_kinds):
             assert not array.flags.writeable
     dense = mask.to_dense()
     dense[...] = False

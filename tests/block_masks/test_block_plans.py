@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, jvp_problems, zoo
+from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, zoo
+from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
@@ -101,7 +102,7 @@ def test_methods(name):
     q, k, v = arrays_of(mask, (4, 4), batch)
     report = explain(q, k, v, block_mask=mask)
     assert report
-    assert f"{mask.blocks} of {mask.block_kinds.size} blocks" in report.blocks
+    assert f"{mask.blocks} of {mask._block_kinds.size} blocks" in report.blocks
     assert text in report.blocks
     assert explain(q, k, v, block_mask=mask, backward=True)
 

@@ -149,7 +149,7 @@ def test_paged_cases_cover_the_options():
         assert {(value.shared, value.moved) for value in drawn} == set(itertools.product((False, True), repeat=2))
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
     assert set(OPTIONS) - partners == {
-        "seq_lens_kv", "bucket", "jvp", "block_mask", "parallel", "merge", "cache", *GRADIENTS,
+        "seq_lens_kv", "bucket", "jvp", "parallel", "merge", "cache", *GRADIENTS,
     }  # fmt: skip
 
 
@@ -241,6 +241,8 @@ def test_the_oracle_agrees_with_the_reference():
             options["dropout_mask"] = data.keep
         if data.attends is not None:
             options["mask"] = data.attends
+        if data.parents is not None:
+            options["mask"] = options.get("mask", True) & Inputs(data).tree()[:, 0].transpose(3, 2, 1, 0)
         arrays = [{**data.arrays, **data.dense}[name] for name in ("q", "k", "v")]
         found = evaluate(Inputs(data)).values
         wanted = dict(

@@ -1,5 +1,6 @@
 """The command line as a whole, and the commands explain, plan and support."""
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -148,6 +149,10 @@ ASKED = {
     "--keys 64,8,70,2 --pages 16": "at most 128 keys, head dim 64, no mask, pages of 16 keys",
     "--keys 64,8,70,2 --pages 16 --packed": "2 packed sequences, 8 query and 8 key/value heads, at most 100 queries, at most 128 keys",
     "--dropout 0.1 --softcap 5": "softcap, dropout 0.1",
+    "--backward --bias --dbias --sinks --dsinks": "with the gradient of the bias, with the gradient of the sinks",
+    "--bucket 64 --scale 0.5": "at most 128 queries, at most 128 keys",
+    "--bucket power_of_two": "at most 128 queries",
+    "--keys 64,8,70,2 --pages 16 --num-splits 2": "pages of 16 keys",
     "--layout bshd --packed": "64 packed sequences, 100 query",
     "--layout bshd --keys 64,80,100,2 --pages 16": "batch 64, 100 query and 100 key/value heads, at most 8 queries, at most 128 keys",
 }
@@ -157,6 +162,18 @@ ASKED = {
 def test_the_options_of_a_problem(options):
     """Masks, biases, pages, packed sequences, dropout, sinks and layouts can be asked for."""
     assert ASKED[options] in run(f"explain 64,8,100,2 {options} --gpu h200 --json", CUPY_SDPA_CUDNN=NONE).json["problem"]
+
+
+def test_every_option_can_be_asked_for():
+    """Every option of problem() except functions, their arrays and what changes no plan has an option of the command."""
+    names = {"alibi_slopes": "alibi", "dropout_p": "dropout", "seq_lens_q": "lengths", "seq_lens_kv": "lengths",
+             "cu_seqlens_q": "packed", "cu_seqlens_kv": "packed", "max_seqlen_q": "packed", "max_seqlen_kv": "packed",
+             "page_table": "pages", "seq_lens": "lengths", "return_stats": "stats", "k": "keys", "v": "values",
+             "return_dbias": "dbias", "return_dsinks": "dsinks"}  # fmt: skip
+    left_out = {"q", "score_mod", "mask_mod", "tensors", "return_dtensors", "seed", "offset", "dropout_mask", "out_dtype"}
+    text = run("explain --help").out
+    for name in inspect.signature(cupy_sdpa.problem).parameters.keys() - left_out:
+        assert f"--{names.get(name, name).replace('_', '-')}" in text, name
 
 
 def test_the_verdict_comes_first():

@@ -42,6 +42,15 @@ def test_demo(words, engine):
         assert "all " in printed
 
 
+@pytest.mark.parametrize("words", ["--seq 30 --causal", "--seq 20 --head-dim 17 --heads 1 --dtype float64"])
+def test_demo_without_cudnn(words, fake):
+    """With --engine cupy a GPU computes also what cuDNN does not support; the tiles are in place of the plan."""
+    printed = check(run(f"demo --engine cupy {words}"))
+    assert "engine CuPy (" in printed
+    assert "engine='cupy')" in printed
+    assert "plan none: CuPy's operations, without cuDNN: one head at a time" in printed
+
+
 @pytest.mark.parametrize("words", ON_NUMPY)
 def test_demo_on_numpy(words):
     """Other sizes and dtypes, from one token on."""

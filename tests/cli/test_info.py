@@ -41,6 +41,7 @@ def test_the_engine_without_a_gpu(folder):
     if not missing("gpu"):
         pytest.skip("this machine has a GPU")
     assert re.search(r"engine numpy \((no GPU|CuPy is not installed|cuDNN is not found)", run("demo --seq 20").text)
+    assert re.search(r"--engine cupy cannot run here: (no GPU|CuPy is not installed)", run("demo --engine cupy").complaint)
     assert "--engine cudnn cannot run here: " in run("demo --engine cudnn").complaint
     assert not list(folder.iterdir())
 

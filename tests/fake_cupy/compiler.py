@@ -255,7 +255,7 @@ class Launch:
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "int32": "int", "int64": "long long", "uint32": "unsigned", "uint8": "unsigned char",
-    "uint16": "unsigned short", "uint64": "unsigned long long", "float16": "_Float16",
+    "uint16": "unsigned short", "uint64": "unsigned long long", "float16": "_Float16", "bool": "bool",
 }  # fmt: skip
 
 

@@ -79,11 +79,11 @@ def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
 
 
 def empty_like(x: ndarray, dtype: Any = None, order: str = "K", subok: None = None, shape: Any = None) -> ndarray:
-    """A new array with the same shape, or another one, and the same memory order."""
+    """A new array with the same shape, or another one, and the same memory order. As CuPy, it takes ``()`` for no shape."""
     if subok is not None:
         raise TypeError("subok is not supported yet")
     fortran = order == "F" or (order == "K" and x.flags.f_contiguous and not x.flags.c_contiguous)
-    return ndarray(x.shape if shape is None else shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
+    return ndarray(shape if shape else x.shape, x.dtype if dtype is None else dtype, order="F" if fortran else "C")
 
 
 def zeros_like(x: ndarray, dtype: Any = None) -> ndarray:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from engines import every_engine, numbers
 
-from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, jvp_problems, widen, zoo
+from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, zoo
+from cupy_sdpa.composed import jvp_problems, widen
 
 #: For tests of what numpy does not do.
 on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import jvp_problems
 from cupy_sdpa.check.combine import with_required
 from cupy_sdpa.check.draw import OPTIONS, Sampler, draw_options
 from cupy_sdpa.check.planned import problems
+from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not

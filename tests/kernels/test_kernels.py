@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import numbers
 
-from cupy_sdpa.kernels import ragged
+from cupy_sdpa.kernels import paged, ragged
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import memory
 
@@ -293,3 +293,28 @@ def test_equal_integers(engine, monkeypatch):
         assert not memory.is_constant(inside)
         del inside  # a graph that is never launched does not own its memory
         stream.end_capture()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_and_their_numpy_functions_agree(seed, engine):
+    """Lengths without 0, a bias without -inf, and page tables of another width; table entries after the length are not read."""
+    rng = np.random.default_rng(seed)
+    batch, pages, page = (int(n) for n in rng.integers(1, 7, 3))
+    lengths = lengths_of(rng, batch, pages * page).astype(np.int32)
+    bias = rng.choice(np.array([-np.inf, -2e30, -1.0, 0.0, np.inf], np.float32), (1, 5, 2, batch))
+    table = np.asfortranarray(rng.integers(1, 100, (pages, batch)).astype(np.int32))
+    table[np.arange(pages)[:, None] * page >= lengths] = -1
+    found = []
+    for put in (np.array, engine.put):
+        made, padded, finite = put(lengths * 0), put(np.full((pages + 3, batch), -7, np.int32, order="F")), put(bias)
+        ragged.at_least_one(made, put(lengths))
+        ragged.replace_infinite(finite)
+        paged.padded_table(padded, put(table), put(lengths), page)
+        found.append([engine.get(x) for x in (made, padded, finite)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    made, padded, finite = found[0]
+    assert made.min() > 0
+    assert np.isfinite(finite[bias < 0]).all()
+    assert (padded[:, lengths > 0] > 0).all()
+    assert not padded[:, lengths == 0].any()

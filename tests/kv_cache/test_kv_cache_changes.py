@@ -227,7 +227,7 @@ class Model:
     def operate(self):
         """One random operation, allowed or refused."""
         cache, rng = self.cache, self.rng
-        kind = rng.choice(["step", "step", "step", "fork", "fork", "truncate", "release", "cancelled"])
+        kind = rng.choice(["step", "step", "step", "fork", "fork", "truncate", "release", "cancelled", "keep", "keep"])
         b = int(rng.integers(cache.batch))
         if kind in ("step", "cancelled"):
             form = rng.choice(["dense", "packed"])
@@ -242,6 +242,8 @@ class Model:
                 return
             self.tokens[b] = list(self.tokens[source])
             self.do(lambda: cache.host_lengths.tolist() == self.lengths(), cache.fork, source, b)
+        elif kind == "keep":
+            self.keep(b, int(rng.integers(1, 6)))
         else:
             present = len(self.tokens[b])
             self.refused(ValueError, f"has {present} tokens", cache.truncate, b, present + 1)
@@ -249,6 +251,35 @@ class Model:
             del self.tokens[b][length:]
             call = [cache.truncate, b, length] if kind == "truncate" else [cache.release, b]
             self.do(lambda: cache.host_lengths.tolist() == self.lengths(), *call)
+
+    def keep(self, b, count):
+        """Append a draft to a sequence, perhaps share it, and keep a random path; twice."""
+        cache, rng = self.cache, self.rng
+        before = len(self.tokens[b])
+        self.step(np.where(np.arange(cache.batch) == b, count, 0), "packed", announce=True)
+        count = len(self.tokens[b]) - before
+        if not count:
+            return  # the step was refused
+        empty = [i for i, x in enumerate(self.tokens) if not x]
+        if empty and rng.integers(2):
+            cache.fork(b, empty[0])
+            self.tokens[empty[0]] = list(self.tokens[b])
+        self.refused(ValueError, rf"path contains {count}, .* has {count} tokens", cache.keep, b, [count])
+        for _ in range(2):
+            self.keep_path(b, before, np.flatnonzero(rng.integers(3, size=len(self.tokens[b]) - before)).tolist())
+
+    def keep_path(self, b, before, path):
+        """Keep a path of the tokens of a sequence from the position ``before``."""
+        cache, size, columns = self.cache, self.cache.page_size, self.columns()
+        owners = np.bincount([page for own in columns for page in own], minlength=cache.pages)
+        moved, present = [new for new, old in enumerate(path) if new != old], len(self.tokens[b])
+        written = range((before + moved[0]) // size, -(-(before + len(path)) // size)) if moved else ()
+        copied = [place for place in written if owners[columns[b][place]] > 1]
+        if len(copied) > cache.free_pages:
+            self.refused(OutOfPages, f"{len(copied)} pages that sequence {b} shares", cache.keep, b, path)
+            return
+        self.tokens[b][before:] = [self.tokens[b][before + i] for i in path]
+        self.do(lambda: present != cache.host_lengths[b] == len(self.tokens[b]), cache.keep, b, path)
 
     def counts(self):
         """Counts of 0, 1 and 2 as often as large ones."""
@@ -404,6 +435,10 @@ CHANGES = {
     ),
     "fork": (lambda e, c, r: append(e, c, r, [1, 0, 0]), lambda e, c, x: c.fork(0, 2)),
     "truncate": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.truncate(0, 3)),
+    "keep": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.keep(0, [0, 2, 3, 5, 7])),
+    "keep of a shared draft": (
+        lambda e, c, r: (c.release(1), append(e, c, r, [5, 0, 0]), c.fork(0, 1)), lambda e, c, x: c.keep(0, [1, 2, 4])
+    ),
     "cancel_step": (lambda e, c, r: c.begin_step([3, 4, 9]), lambda e, c, x: c.cancel_step()),
     "cancel_step after layer 0": (
         lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[1, 3, 4]), lambda e, c, x: c.cancel_step()

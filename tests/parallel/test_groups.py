@@ -7,7 +7,7 @@ import pytest
 from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
 
 import cupy_sdpa
-from cupy_sdpa import Unsupported
+from cupy_sdpa import Unsupported, get_plan_cache
 from cupy_sdpa.check.combine import ONLY_WITH
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
@@ -165,6 +165,38 @@ def test_bytes_sent_are_those_of_explain(method):
     for report, forward, backward in run_threads(group.members, member):
         assert (report.method, report.forward.sent, report.backward.sent) == (method, forward, backward)
         assert report.forward.calls == len(report.parts)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "fake"], indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_calls_run_as_explained(engine, method):
+    """The report has the plan, the steps and the bytes of temporary arrays of every call; no other plan is built."""
+    lengths = engine.put(np.array([40], np.int32))
+
+    def member(own):
+        cp = context_parallel(own, method=method, check=False)
+        q, k, v, dout = (engine.normal(n, 16, 4, 24, 1) for n in range(4))
+        options = {
+            "causal": True,
+            "seq_lens_q": lengths,
+            "seq_lens_kv": lengths,
+            "sinks": engine.normal(4, 4, dtype=np.float32),
+        }
+        report = cp.explain(q, k, v, **options)
+        assert all(report.launches[name] and all(report.launches[name]) for name in ("forward", "backward")), report
+        launches = [x for found in report.launches.values() for x in found]
+        assert all(x.steps for x in launches)
+        assert all(str(x.problem) in str(report) for x in launches)
+        if engine.on_cudnn:
+            assert all(x.plan for x in launches)
+            before = get_plan_cache().misses
+        out, stats = cp.attention(q, k, v, return_stats=True, **options)
+        cp.attention_backward(dout, q, k, v, out, stats, **options)
+        if engine.on_cudnn:
+            assert get_plan_cache().misses == before
+            get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(2, timeout=60).members, member)
 
 
 @pytest.mark.parametrize("rank", range(4))

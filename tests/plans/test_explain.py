@@ -304,3 +304,22 @@ def test_prepared_calls_of_fp8_arrays():
     np.testing.assert_array_equal(call(*x).dequantize("float32"), want.dequantize("float32"))
     with pytest.raises(ValueError, match="differs from the prepared one"):
         call(*(fp8.quantize(np.ones((16, 2, 41, 1), np.float32, order="F")) for _ in range(3)))
+
+
+def test_constants_of_functions_are_shown_with_their_values():
+    """In the operations of a report, not as n0."""
+    x = np.ones((8, 1, 16, 1), np.float32, order="F")
+    text = str(explain(x, x, x, score_mod=lambda s, b, h, i, j: s * 0.25 + 3.5 * i, softcap=4.0))
+    assert "S₁ · 0.25" in text
+    assert "· 3.5" in text
+    assert "scalars: scale = 0.353553, softcap = 4\n" in text
+    assert not re.search(r"\bn\d\b", text)
+
+
+def test_an_fp8_array_has_the_right_article():
+    """Messages say an Fp8Array, a numpy.ndarray."""
+    x = fp8.quantize(np.ones((8, 1, 16, 1), np.float32, order="F"))
+    with pytest.raises(TypeError, match="q is an Fp8Array and k an Fp8Array"):
+        explain(x, x, x, jvp=True)
+    with pytest.raises(TypeError, match="x is an Fp8Array; quantize takes"):
+        fp8.quantize(x)

@@ -13,18 +13,20 @@ from engines import Engine, numbers
 import cupy_sdpa
 from cupy_sdpa import (
     BlockMask,
+    KVCache,
     StepError,
     Unsupported,
     attention,
     attention_backward,
     attention_jvp,
     attention_vjp,
-    explain_function,
     fp8,
+    get_plan_cache,
     shared_prefix_attention,
     validate,
 )  # fmt: skip
 from cupy_sdpa.boundary.call import describing
+from cupy_sdpa.composed import explain_function
 from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import executor
 from cupy_sdpa.programs.describe import program_of
@@ -48,12 +50,12 @@ def program_calls(monkeypatch):
     """The calls of programs that the test makes, and functions to call before each of them runs."""
     made, before, own = [], [], executor.ProgramCall.run
 
-    def kept(call, memory=None):
+    def kept(call, *arguments):
         if describing.get() is None:
             made.append(call)
             for function in before:
                 function(call)
-        return own(call, memory)
+        return own(call, *arguments)
 
     monkeypatch.setattr(executor.ProgramCall, "run", kept)
     return made, before
@@ -175,6 +177,12 @@ def composed_calls(engine):
 
         return make
 
+    def gradients_of_tensors():
+        x, rows = arrays(None), engine.normal(5, 2, 300)
+        options = {"score_mod": lambda s, b, h, q_idx, kv_idx, *, rows: s * rows[h, kv_idx], "tensors": {"rows": rows}}
+        out, stats = attention(*x, return_stats=True, **options)
+        return lambda: attention_backward(out, *x, out, stats, return_dtensors=True, **options)
+
     def with_pullback(dtype, **options):
         return lambda: (lambda x: lambda: attention_vjp(*x, **options))(arrays(dtype))
 
@@ -208,6 +216,7 @@ def composed_calls(engine):
     return {
         "block mask": forward(block_mask=mask),
         "gradients with a block mask": gradients(block_mask=mask),
+        "gradients of tensors": gradients_of_tensors,
         "derivative": derivative(),
         "derivative with a block mask": derivative(block_mask=mask),
         "compute_dtype": forward("float32", **rounded),
@@ -231,36 +240,57 @@ def composed_calls(engine):
     }
 
 
-#: The functions that a call on other addresses may enter; the goal is 400 for all of them.
-OTHER_ADDRESSES = {
-    "split keys": 400, "shared prefix": 400, "shared prefix of several queries": 400,
-    "block mask": 400, "gradients with a block mask": 450, "derivative": 600, "derivative with a block mask": 1300,
-    "compute_dtype": 150, "compute_dtype with all statistics": 150, "compute_dtype with a layout": 150,
-    "compute_dtype with a block mask": 300, "gradients with compute_dtype": 250,
-    "gradients with compute_dtype and a block mask": 400, "derivative with compute_dtype": 650,
-    "derivative with compute_dtype and a block mask": 1000, "attention_vjp with compute_dtype": 250,
-    "pullback with compute_dtype": 250, "FP8": 200, "FP8 and 16 bits": 200, "FP8 and float32": 200,
-    "attention_vjp in FP8": 300, "pullback in FP8": 250,
-}  # fmt: skip
-#: The functions that a repeated call may enter; a call that creates six results enters one for each of them.
-SAME_ADDRESSES = {"attention_vjp with compute_dtype": 20, "attention_vjp in FP8": 16}
+#: The calls of :func:`composed_calls`.
+COMPOSED = (
+    "block mask", "gradients with a block mask", "derivative", "derivative with a block mask", "gradients of tensors",
+    "compute_dtype", "compute_dtype with all statistics", "compute_dtype with a layout", "compute_dtype with a block mask",
+    "gradients with compute_dtype", "gradients with compute_dtype and a block mask", "derivative with compute_dtype",
+    "derivative with compute_dtype and a block mask", "attention_vjp with compute_dtype", "pullback with compute_dtype",
+    "FP8", "FP8 and 16 bits", "FP8 and float32", "attention_vjp in FP8", "pullback in FP8",
+    "split keys", "shared prefix", "shared prefix of several queries",
+)  # fmt: skip
+#: The most functions of the package that a repeated call enters, on the same addresses and on others.
+SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400
 
 
-@pytest.mark.parametrize("name", OTHER_ADDRESSES)
+@pytest.mark.parametrize("name", COMPOSED)
 def test_host_work_of_repeated_calls(name, fake):
-    """A call on the same addresses enters at most 15 functions of the package; on other addresses nothing is parsed."""
+    """A call enters few functions of the package; on other addresses nothing is parsed, and plans are not looked up."""
     make = composed_calls(Engine("fake", fake))[name]
     call = make()
     for _ in range(10):
         kept = call()
-    assert functions_entered(call) <= SAME_ADDRESSES.get(name, 15)
+    assert functions_entered(call) <= SAME_ADDRESSES
     other = make()
-    assert functions_entered(other) <= OTHER_ADDRESSES[name]
+    assert functions_entered(other) <= OTHER_ADDRESSES
     del kept
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER_ADDRESSES if "_dtype" in name or "FP8" in name])
+def test_calls_of_a_cache_are_explained(engine):
+    """A shared prefix: the steps, the launches with their plans, and the bytes of temporary arrays."""
+    cache = KVCache(64, 2, pages=40, batch=2, page_size=16, dtype=engine.dtype, numpy=not engine.on_cudnn)
+    k, v = (engine.normal(n, 64, 2, 330) for n in range(2))
+    cache.append(k[:, :, :320], v[:, :, :320], counts=[320, 0])
+    cache.fork(0, 1)
+    cache.append(k[:, :, 320:], v[:, :, 320:], counts=[5, 5])
+    q, options = engine.normal(2, 64, 4, 1, 2), {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    given = q, cache.keys(), cache.values(), cache.shared_prefix()
+    report = explain_function(shared_prefix_attention, *given, **options)
+    assert report
+    assert cache.shared_prefix() == 320
+    assert len(report.launches) == 2
+    assert all(launch.plan for launch in report.launches) == engine.on_cudnn
+    assert [line.split(" ", 2)[0] for line in map(str.strip, report.steps)] == [f"{n + 1}." for n in range(len(report.steps))]
+    assert any("own keys" in line for line in report.steps)
+    assert any("merge" in line for line in report.steps)
+    assert report.temporary_bytes
+    before = get_plan_cache().misses if engine.on_cudnn else 0
+    shared_prefix_attention(*given, **options)
+    assert not engine.on_cudnn or get_plan_cache().misses == before
+
+
+@pytest.mark.parametrize("name", [name for name in COMPOSED if "_dtype" in name or "FP8" in name])
 def test_calls_that_check_does_not_draw(name, engine, program_calls):
     """The static checks, and on numpy the same bits whatever the memory contained."""
     calls, before = program_calls
@@ -307,7 +337,7 @@ def test_repeated_calls_are_validated(fake):
         call()
     with validate():
         assert functions_entered(call) > 100
-    assert functions_entered(call) <= 15
+    assert functions_entered(call) <= SAME_ADDRESSES
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 

@@ -113,9 +113,9 @@ def test_prompts_of_different_lengths(model, words):
     assert decoder.cache.host_lengths.tolist() == [length for _, length in STARTS]
 
 
-@pytest.mark.parametrize("proposals", [1, 4])
+@pytest.mark.parametrize(("proposals", "width"), [(1, 1), (4, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_speculation_gives_the_same_text(sampled, proposals, model, words):
+def test_speculation_gives_the_same_text(sampled, proposals, width, model, words):
     """Greedy and sampled; some proposals are accepted and some are not."""
     prompts, count = prompts_of(words), 20
     decoder = Decoder(model, len(STARTS))
@@ -124,9 +124,22 @@ def test_speculation_gives_the_same_text(sampled, proposals, model, words):
     wanted = decoder.decode(first, count, noise)
     decoder.clear()
     decoder.prefill(prompts)
-    found, accepted, proposed = speculate(decoder, list(prompts.values()), first, count, NGrams(words), proposals, noise=noise)
-    np.testing.assert_array_equal(np.array(found).T, wanted)
-    assert 0 < accepted < proposed
+    done = speculate(decoder, list(prompts.values()), first, count, NGrams(words), proposals, width, noise=noise)
+    np.testing.assert_array_equal(np.array(done.tokens).T, wanted)
+    assert 0 < done.accepted < done.proposed == done.steps * proposals * width
+    kept = [length + len(tokens) for (_, length), tokens in zip(STARTS, done.tokens, strict=True)]
+    assert (decoder.cache.host_lengths >= kept).all()
+
+
+def test_branches_accept_more_tokens(model, words):
+    """The second most frequent next words are right in some steps: more tokens are accepted in each step."""
+    prompt, rates = words[:5], []
+    for width in (1, 3):
+        decoder = Decoder(model, 1)
+        first = decoder.prefill({0: prompt})[0]
+        done = speculate(decoder, [prompt], [first], 40, NGrams(words), 2, width)
+        rates.append(done.accepted / done.steps)
+    assert rates[0] < rates[1]
 
 
 def test_a_perfect_draft_is_accepted(model, words):
@@ -137,9 +150,9 @@ def test_a_perfect_draft_is_accepted(model, words):
     decoder.clear()
     decoder.prefill({0: prompt})
     draft = NGrams([*prompt, *wanted], order=30)
-    found, accepted, proposed = speculate(decoder, [prompt], [first], 25, draft)
-    assert found[0] == wanted[1:26]
-    assert (accepted, proposed) == (20, 20)
+    done = speculate(decoder, [prompt], [first], 25, draft)
+    assert done.tokens[0] == wanted[1:26]
+    assert (done.accepted, done.proposed, done.steps) == (20, 20, 5)
 
 
 def test_rejected_tokens_leave_the_cache(model, words):
@@ -193,13 +206,16 @@ def test_captured_steps(engine, model, words):
         decoder.clear()
         decoder.prefill(prompts)
         sampled = decoder.decode(first, count, noise)
-        decoder.clear()
-        decoder.prefill(prompts)
-        speculated, *_ = speculate(decoder, list(prompts.values()), first, count, NGrams(words))
-        results.append((first, greedy.tolist(), sampled.tolist(), np.array(speculated).T.tolist()))
+        speculated = []
+        for width in (1, 2):
+            decoder.clear()
+            decoder.prefill(prompts)
+            done = speculate(decoder, list(prompts.values()), first, count, NGrams(words), width=width)
+            speculated.append(np.array(done.tokens).T.tolist())
+        results.append((first, greedy.tolist(), sampled.tolist(), speculated))
     assert results[0] == results[1]
     assert engine.name == "cupy" or results[0] == results[2]
-    forget(engine, 2)
+    forget(engine, 3)
 
 
 def test_tokens_are_the_text(model):
@@ -232,13 +248,15 @@ def test_the_command():
     assert done.status == 0
     for label in ("greedy", "sampled", "prefill", "decoding", "batch"):
         assert any(line.startswith(label) for line in done.lines)
-    assert done.text.count("tokens/s") == 5
-    assert "with 2 draft tokens per step: the greedy text" in done.text
+    assert done.text.count("tokens/s") == 6
+    for drafts in ("1 branch of 2 draft tokens: the greedy text; ", "2 branches of 2 draft tokens: the greedy text; "):
+        assert f"with {drafts}" in done.text
+    assert "of 4 accepted per step" in done.text
     assert "10 prompts in 3 sequences" in done.text
 
 
 REFUSED = {
-    "--draft 17": "--draft 17 is more than 16",
+    "--draft 9": "--draft 9 times --branches 2 is more than 16",
     "--steps 1 --tokens 128": "7 + 128 tokens; the model is trained on sequences of 128",
     "--steps 0": "--steps 0 is not positive",
     "--prompt zebra": "'zebra' does not occur",

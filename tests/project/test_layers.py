@@ -21,10 +21,10 @@ LAYERS = (
     ("cli",),
     ("check",),
     ("__init__",),
-    ("nnlib", "store", "kv_cache", "parallel", "integrations"),
+    ("composed", "nnlib", "store", "kv_cache", "parallel", "integrations"),
     ("vjp",),
     ("explain", "prepare"),
-    ("attention", "jvp", "helpers", "rope", "sequences", "weights"),
+    ("attention", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
     ("fp8",),
     ("offline",),
     ("programs",),
@@ -46,7 +46,7 @@ LINES = 600
 #: What tests may import without knowing the inside of the package; and ``check``, which they are written with.
 PUBLIC = {
     *cupy_sdpa.__all__, "__version__", "__main__",
-    "check", "errors", "fp8", "integrations", "layout", "nnlib", "parallel", "reference", "store", "zoo",
+    "check", "composed", "errors", "fp8", "integrations", "layout", "nnlib", "parallel", "reference", "store", "zoo",
 }  # fmt: skip
 #: Limits of the tests, to be lowered and never raised.
 AT_MOST = {

@@ -112,7 +112,7 @@ def test_the_citation():
     """CITATION.cff names the version, the authors and the repository of the package."""
     lines = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
     cited = dict(line.removeprefix("  - ").split(": ", 1) for line in lines if ": " in line)
-    assert cited["version"] == cupy_sdpa.__version__.split(".dev")[0]
+    assert cited["version"] == cupy_sdpa.__version__
     assert cited["name"] == PROJECT["authors"][0]["name"]
     assert cited["repository-code"] == PROJECT["urls"]["Repository"]
     assert cited["license"] == PROJECT["license"]
@@ -125,3 +125,78 @@ def test_the_metadata():
     commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
     assert len(commands) == 3
     assert Path(PACKAGE / "py.typed").exists()
+
+
+# the recipe of conda-forge, and the texts for CuPy's pages
+
+#: What a requirement of PyPI is called on conda-forge.
+CONDA_NAMES = {"ml_dtypes": "ml_dtypes", "cuda-pathfinder": "cuda-pathfinder", "numpy": "numpy"}
+
+
+def recipe():
+    """The lines of the recipe below each key, by the path of the key; comments are removed."""
+    found, path = {}, []
+    for line in (ROOT / ".ci" / "conda" / "meta.yaml").read_text(encoding="utf-8").splitlines():
+        line = re.sub(r"\s*#.*$", "", line)
+        if not line.strip() or line.startswith("{%"):
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        text = line.strip()
+        if text.startswith("- "):
+            found.setdefault("/".join(path), []).append(text.removeprefix("- "))
+            continue
+        key, _, value = text.partition(":")
+        path = [*path[:depth], key]
+        if value:
+            found["/".join(path)] = [value.strip().strip("\"'")]
+    return found
+
+
+def bounds(requirement):
+    """The name of a requirement and its bounds: ``"numpy>=2.0"`` and ``"numpy >=2.0"`` are equal."""
+    name, rest = re.match(r"([\w.-]+)\s*(.*)$", requirement.split("[")[0]).groups()
+    return name, tuple(sorted(rest.replace(" ", "").split(","))) if rest else ()
+
+
+def test_the_recipe_agrees_with_the_metadata():
+    """Name, version, requirements, command, license and addresses; CuPy and cuDNN are constraints, so that numpy suffices."""
+    found = recipe()
+    assert found["package/name"] == [PROJECT["name"]]
+    assert found["package/version"] == [cupy_sdpa.__version__]
+    assert found["build/noarch"] == ["python"]
+    assert found["build/entry_points"] == [f"{name} = {target}" for name, target in PROJECT["scripts"].items()]
+    run = dict(bounds(requirement) for requirement in found["requirements/run"])
+    python = run.pop("python")
+    assert python == (PROJECT["requires-python"],)
+    wanted = [bounds(requirement) for requirement in PROJECT["dependencies"]]
+    assert run == {CONDA_NAMES[name]: limits for name, limits in wanted}
+    assert bounds(found["requirements/host"][0]) == ("python", python)
+    constrained = dict(bounds(requirement) for requirement in found["requirements/run_constrained"])
+    extras = dict(bounds(requirement) for requirement in PROJECT["optional-dependencies"]["cuda12"])
+    assert constrained == {"cupy": extras["cupy-cuda12x"], "libcudnn": extras["nvidia-cudnn-cu12"]}
+    assert found["about/license"] == [PROJECT["license"]]
+    assert found["about/summary"] == [PROJECT["description"]]
+    assert found["about/dev_url"] == [PROJECT["urls"]["Repository"]]
+    assert found["test/commands"] == ["python -m cupy_sdpa info", "python -m cupy_sdpa check --engine cpu --problems 20"]
+
+
+def test_the_address_is_in_one_place():
+    """pyproject.toml has the address of the repository; every other file repeats it exactly or does not name one."""
+    address = PROJECT["urls"]["Repository"]
+    assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", address)
+    assert PROJECT["urls"]["Changelog"] == f"{address}/blob/main/docs/changelog.md"
+    own = re.compile(r"https?://github[^\s)\"'`>]*/cupy[_-]sdpa\b")
+    for path in [*ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md"), *(ROOT / ".ci").rglob("*.*")]:
+        if path.is_file():
+            for found in own.findall(path.read_text(encoding="utf-8")):
+                assert found == address, path.name
+
+
+def test_the_texts_for_cupy():
+    """They name the package, its license and its command, and refer to the address in pyproject.toml instead of repeating it."""
+    page = (ROOT / "docs" / "publishing.md").read_text(encoding="utf-8")
+    assert PROJECT["name"] in page
+    assert PROJECT["license"] in page
+    assert "`Repository` in `pyproject.toml`" in page
+    assert page.count("ADDRESS") >= 2
+    assert "http" not in page.replace("https://github.com/cupy/cupy", "")

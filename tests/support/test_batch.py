@@ -116,16 +116,18 @@ def test_numpy_arrays_are_explained_for_a_gpu():
     assert "pass deterministic=True" in report.reasons[0]
 
 
-def test_an_invariant_mask_function_stays_a_function(engine):
-    """Blocks are chosen by the batch size: they are refused, and a mask function is not evaluated to blocks."""
+def test_nothing_is_computed_by_blocks(engine):
+    """The batch size determines how blocks are computed: a block mask becomes a dense mask, and a mask function stays one."""
     q, k = (engine.normal(seed, 16, 1, 2048, 2) for seed in (0, 1))
 
     def same_block(b, h, q_idx, kv_idx):
         return q_idx // 128 == kv_idx // 128
 
-    with pytest.raises(Unsupported, match=r"the batch size determines how blocks are computed: pass .* mask_mod="):
-        attention(q, k, k, block_mask=block_mask(same_block, 2048, 2048), batch_invariant=True)
-    reports = [explain(q, k, k, mask_mod=same_block, batch_invariant=flag) for flag in (False, True)]
-    if engine.on_cudnn:
-        assert [report.blocks.split(",")[0] for report in reports] == ["used", "not used: batch_invariant is passed"]
-    assert reports[1].batch_dependence == ""
+    masks = {"block_mask": block_mask(same_block, 2048, 2048), "mask_mod": same_block}
+    for name, mask in masks.items():
+        blocks, whole = (explain(q, k, k, **{name: mask}, batch_invariant=flag) for flag in (False, True))
+        if name == "block_mask" or engine.on_cudnn:
+            assert "batch_invariant" in whole.blocks
+            assert "batch_invariant" not in blocks.blocks
+        assert whole.batch_dependence == ""
+        assert len(whole.steps) <= len(blocks.steps)

@@ -1,0 +1,165 @@
+"""Fused steps: on CuPy arrays one kernel computes the scale, the masks, the soft cap and the score function.
+
+A pointwise node whose result is no array of the caller, is not rounded, and is read by pointwise nodes only, has no array:
+its expression is a part of the kernels of the nodes that read it. A kernel is compiled once for an expression and the dtypes
+of its operands. numpy computes node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..graph.nodes import Graph, Node, Pointwise, Tensor
+from ..runtime.cupy_runtime import elementwise
+
+#: Expressions of floating-point operands in C, by the pointwise modes; CUDA's functions have the precision of their operand.
+_FLOAT = {
+    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "mod": "fmod({0}, {1})",
+    "max": "{0} > {1} || {0} != {0} ? {0} : {1}", "min": "{0} < {1} || {0} != {0} ? {0} : {1}", "pow": "pow({0}, {1})",
+    "neg": "-{0}", "exp": "exp({0})", "log": "log({0})", "sqrt": "sqrt({0})", "rsqrt": "1 / sqrt({0})", "erf": "erf({0})",
+    "reciprocal": "1 / {0}", "tanh_fwd": "tanh({0})", "sin": "sin({0})", "cos": "cos({0})", "tan": "tan({0})",
+    "abs": "fabs({0})", "floor": "floor({0})", "ceil": "ceil({0})",
+}  # fmt: skip
+#: The same for integers, where it differs; a division by 0 is 0, as numpy's.
+_INTEGER = {
+    "div": "{1} ? {0} / {1} : 0", "mod": "{1} ? {0} % {1} : 0", "abs": "{0} < 0 ? -{0} : {0}", "floor": "{0}", "ceil": "{0}",
+}  # fmt: skip
+_COMPARISONS = {"cmp_eq": "==", "cmp_neq": "!=", "cmp_ge": ">=", "cmp_gt": ">", "cmp_le": "<=", "cmp_lt": "<"}
+_LOGICAL = {"logical_and": "&&", "logical_or": "||"}
+#: The C types by the kind of a dtype; floating-point numbers are of the dtype of the evaluation.
+_INTEGERS = {"b": "bool", "i": "long long"}
+#: The place of a tile: its first row, its number of columns, its head and its batch entry.
+_PLACE = ("start", "columns", "head", "batch")
+#: The positions of an element, by the axis of the mode ``gen_index``; ``i`` counts the elements of a tile in C order.
+_POSITIONS = ("batch", "head", "start + i / columns", "i % columns")
+
+
+@dataclass(frozen=True, slots=True)
+class Fused(Node):
+    """Pointwise nodes that one kernel computes, in the order of computation; ``out`` is the result of the last."""
+
+    parts: tuple[Pointwise, ...]
+    #: The kernels by the dtypes of the operands and that of the evaluation.
+    kernels: dict[tuple[tuple[str, ...], str], tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads; of positions only the shape of the operand counts."""
+        inside = {part.out.name for part in self.parts}
+        read = (t for part in self.parts if part.mode != "gen_index" for t in part.inputs)
+        return tuple({t.name: t for t in read if t.name not in inside}.values())
+
+    def kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
+        """The kernel and the dtype of its result; its arguments are the operands, :data:`_PLACE`, and the result.
+
+        Args:
+            dtypes: the dtypes of the operands.
+            dtype: the dtype of the evaluation.
+        """
+        if (dtypes, dtype) not in self.kernels:
+            self.kernels[dtypes, dtype] = self._kernel(dtypes, dtype)
+        return self.kernels[dtypes, dtype]
+
+    def _kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
+        real = {"float32": "float", "float64": "double"}[dtype]
+        # the variable and the kind of every value: "b", "i" or "f"
+        values: dict[str, tuple[str, str]] = {}
+        for n, (t, of) in enumerate(zip(self.inputs, dtypes, strict=True)):
+            values[t.name] = f"a{n}", np.dtype(of).kind
+        lines = []
+        for n, part in enumerate(self.parts):
+            operands = [] if part.mode == "gen_index" else [values[t.name] for t in part.inputs]
+            text, kind = _expression(part, operands, real)
+            lines.append(f"const {_INTEGERS.get(kind, real)} v{n} = {text};")
+            values[part.out.name] = f"v{n}", kind
+        last, kind = values[self.out.name]
+        result = {"b": "bool", "i": "int64"}.get(kind, dtype)
+        given = [f"{of} a{n}" for n, of in enumerate(dtypes)] + [f"int64 {name}" for name in _PLACE]
+        return elementwise(", ".join(given), f"{result} y", f"{' '.join(lines)} y = {last}", "fused"), result
+
+
+def fuse(graph: Graph) -> list[Node]:
+    """The nodes of a graph with pointwise nodes fused."""
+    pointwise = {node.out.name: node for node in graph.nodes if isinstance(node, Pointwise) and _can_be_fused(node)}
+    others = (node for node in graph.nodes if node.out.name not in pointwise)
+    kept = {t.name for node in others for t in node.inputs}
+    kept |= {name for name, node in pointwise.items() if node.out.role == "output" or _is_rounded(node.out, graph)}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.out.name not in pointwise:
+            nodes.append(node)
+        elif node.out.name in kept:
+            inside = _inside(pointwise[node.out.name], pointwise, kept)
+            nodes.append(node if len(inside) == 1 else Fused(node.formula, node.out, tuple(inside)))
+    return nodes
+
+
+def exponentials(x: Any, top: Any) -> Any:
+    """``exp(x - m)`` of the scores and the maxima of their rows, with 0 in place of -inf for m."""
+    dtype = x.dtype.name
+    return elementwise(f"{dtype} x, {dtype} m", f"{dtype} y", f"y = exp(x - ({_FINITE}))", "exponentials")(x, top)
+
+
+def normalized(p: Any, total: Any) -> Any:
+    """``p / l`` of the sums of rows, written to p; rows without a key are divided by 1."""
+    dtype = p.dtype.name
+    kernel = elementwise(f"{dtype} x, {dtype} l", f"{dtype} y", "y = x / (l == 0 ? 1 : l)", "normalized")
+    return kernel(p, total, p)
+
+
+def log_sum_exp(top: Any, total: Any) -> Any:
+    """``m + log(l)``, with 0 in place of -inf for m: log 0 = -inf is the result of a row without a key."""
+    dtype = top.dtype.name
+    kernel = elementwise(f"{dtype} m, {dtype} l", f"{dtype} y", f"y = ({_FINITE}) + log(l)", "row_log_sum_exp")
+    return kernel(top, total)
+
+
+#: The maximum m of a row, 0 in place of -inf.
+_FINITE = "isinf(m) && m < 0 ? 0 : m"
+
+
+def _can_be_fused(node: Pointwise) -> bool:
+    """Whether C has an expression for a node; numpy's powers of integers have none."""
+    return not (node.mode == "pow" and node.out.dtype.startswith("int"))
+
+
+def _is_rounded(tensor: Tensor, graph: Graph) -> bool:
+    """Whether a result has a floating-point dtype with fewer digits than the arithmetic."""
+    return "float" in tensor.dtype and tensor.dtype != graph.compute_dtype
+
+
+def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Iterable[str]) -> list[Pointwise]:
+    """A node after the nodes that its kernel computes, each after those that it reads."""
+    found: dict[str, Pointwise] = {}
+
+    def add(node: Pointwise) -> None:
+        for t in () if node.mode == "gen_index" else node.inputs:
+            if t.name in pointwise and t.name not in kept and t.name not in found:
+                add(pointwise[t.name])
+        found[node.out.name] = node
+
+    add(node)
+    return list(found.values())
+
+
+def _expression(node: Pointwise, operands: list[tuple[str, str]], real: str) -> tuple[str, str]:
+    """The C expression of a node, and the kind of its value, with the dtypes of :data:`.interpreter.MODES`."""
+    mode, names, kinds = node.mode, [name for name, _ in operands], [kind for _, kind in operands]
+    if mode == "gen_index":
+        return _POSITIONS[node.axis or 0], "i"
+    if mode == "identity":
+        return names[0], kinds[0]
+    if mode == "binary_select":
+        return f"{names[2]} != 0 ? {names[0]} : ({_INTEGERS.get(kinds[0], real)}){names[1]}", kinds[0]
+    if mode in _LOGICAL:
+        return f"{names[0]} != 0 {_LOGICAL[mode]} {names[1]} != 0", "b"
+    if mode in _COMPARISONS:
+        mixed = "(double)" if "f" in kinds and kinds != ["f", "f"] else ""
+        return f"{mixed}{names[0]} {_COMPARISONS[mode]} {mixed}{names[1]}", "b"
+    kind = "i" if node.out.dtype.startswith("int") and "f" not in kinds else "f"
+    formula = _INTEGER.get(mode, _FLOAT[mode]) if kind == "i" else _FLOAT[mode]
+    return formula.format(*(f"({_INTEGERS.get(kind, real)}){name}" for name in names)), kind

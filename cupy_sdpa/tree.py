@@ -1,0 +1,190 @@
+"""Masks of trees of draft tokens: each token attends to its ancestors, to itself, and to all earlier keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._typing import Array
+from .boundary.argument import as_int32, check_arrays, read_array
+from .boundary.layouts import in_own_layout, other_layout
+from .errors import in_words
+from .fp8.array import Fp8Array
+from .kernels.tree_kernel import MAX_TOKENS, Intervals, fill_intervals
+from .problem.tensor_spec import Expected
+from .runtime import cupy_runtime
+from .zoo import tree
+
+
+def tree_mask(
+    parents: Array | Sequence[Any],
+    k: Any,
+    *,
+    v: Any = None,
+    page_table: Array | None = None,
+    seq_lens_kv: Array | None = None,
+    seq_lens_q: Array | None = None,
+    layout: str | None = None,
+) -> dict[str, Any]:
+    r"""Make the mask of a tree of draft tokens, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
+
+    The tree consists of the newest Sq tokens of each sequence, whose keys are the last ones within its length. Query i
+    attends to key j of the tree if j is i or an ancestor of i, and to all earlier keys. A tree without branches is
+    ``causal="bottom_right"``.
+
+    .. math:: \text{number}_i \in [\text{first}_j, \text{last}_j]
+
+    is the condition: the tokens are numbered in depth-first order, and the descendants of a token have the numbers from
+    ``first`` to ``last``. The mask takes 8 bytes for each key, whatever Sq is. On the GPU one kernel runs on CuPy's current
+    stream, without synchronization. It reads lengths and parents on the device, so it can be captured; keep the mask as long as
+    the graph. Make the mask after the append of layer 0, once for all layers.
+
+    Args:
+        parents: ``(Sq,)``, or ``(Sq, B)`` with a tree for each sequence: integers, for each token the index of its parent,
+            which is smaller; -1 for a token after the earlier keys. Or bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``, keys before
+            queries: whether a key is visible to a query. Sq is at most 2048. A list or a numpy array. Beside CuPy arrays also
+            an int32 CuPy array, of which a parent that is not smaller counts as -1.
+        k, page_table, seq_lens_kv, seq_lens_q: as for :func:`cupy_sdpa.attention`; ``**cache.view()`` passes them. With
+            ``seq_lens_q``, the tree of a sequence consists of its first ``seq_lens_q[b]`` tokens. No packed sequences.
+        v: not used, so that ``**cache.view()`` can be passed.
+        layout: as for :func:`cupy_sdpa.attention`. With one in C order ``parents`` is ``(B, Sq)``, or bool
+            ``(B, Sq, Sq)``, queries before keys.
+
+    Returns:
+        A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
+        ``tensors``, and ``seq_lens_q`` if it is passed. Other functions and ``tensors`` can be added.
+
+    Raises:
+        TypeError, ValueError: an array has the wrong type, dtype or shape; or on the host parents do not form a tree.
+
+    Source: Miao et al. 2024, "SpecInfer", section 4.2; Cai et al. 2024, "Medusa", section 2.1.2.
+
+    >>> import cupy_sdpa
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=1, page_size=16, dtype="float32", numpy=True)
+    >>> x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 4, 1)), np.float32)
+    >>> cache.append(x, x)                    # a prompt
+    >>> cache.append(x, x)                    # a draft: token 0, its children 1 and 2, and 3, the child of 2
+    >>> mask = tree_mask([-1, 0, 0, 2], **cache.view())
+    >>> cupy_sdpa.attention(x, **cache.view(), **mask).shape
+    (8, 2, 4, 1)
+    >>> cache.keep(0, [0, 2, 3])              # the accepted path
+    """
+    arrays, options = in_own_layout(
+        {"k": k.data if isinstance(k, Fp8Array) else k}, {"page_table": page_table, "layout": layout}
+    )
+    like, page_table = arrays["k"], as_int32("page_table", options["page_table"])
+    shape = read_array("k", like).signature[1]
+    if len(shape) != 4:
+        raise ValueError(f"k has shape {shape}; it must be (D, Hkv, Skv, B), or with page_table (D, Hkv, page size, pages)")
+    seq_lens_kv, seq_lens_q = as_int32("seq_lens_kv", seq_lens_kv), as_int32("seq_lens_q", seq_lens_q)
+    keys, batch = shape[2:]
+    if page_table is not None:
+        pages = read_array("page_table", page_table).signature[1]
+        keys, batch = (keys * pages[0], pages[1]) if len(pages) == 2 else (keys, batch)
+    wanted = [Expected("page_table", (keys // max(shape[2], 1), batch), "int32", "(P, B)")]
+    wanted += [Expected(name, (batch,), "int32", "(B,)") for name in ("seq_lens_kv", "seq_lens_q")]
+    check_arrays(wanted, {"k": like, "page_table": page_table, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q})
+    on_gpu = cupy_runtime.is_array(like)
+    with cupy_runtime.device_context(like):
+        trees = _parents(parents, batch, on_gpu, reverse=other_layout({"layout": layout}) is not None)
+        shapes = Intervals(number=(batch, trees.shape[0]), first=(batch, keys), last=(batch, keys))
+        found = Intervals(*(cupy_runtime.new_result(like, shape, np.dtype(np.int32)) for shape in shapes))
+        if on_gpu:
+            fill_intervals(trees, seq_lens_kv, seq_lens_q, found)
+        else:
+            _fill(trees, seq_lens_kv, seq_lens_q, found)
+    tensors = {f"tree_{name}": x for name, x in found._asdict().items()}
+    more = {} if seq_lens_q is None else {"seq_lens_q": seq_lens_q}
+    return {"mask_mod": tree, "tensors": tensors, **more}
+
+
+def _parents(given: Any, batch: int, on_gpu: bool, *, reverse: bool) -> Any:
+    """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are."""
+    on_device = cupy_runtime.is_array(given)
+    if on_device and not on_gpu:
+        raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")
+    array = given if on_device else np.asarray(given)
+    array = array.T if reverse else array
+    if array.dtype == bool:
+        if on_device:
+            raise TypeError("parents is a bool CuPy array; pass it as a numpy array, or pass the parents of the tokens")
+        if array.ndim not in (2, 3) or array.shape[0] != array.shape[1] or array.shape[2:] not in ((), (1,), (batch,)):
+            raise ValueError(f"parents is bool and has shape {array.shape}; it must be (Sq, Sq) or (Sq, Sq, {batch})")
+        array = parents_of(array)
+    if array.ndim not in (1, 2) or array.shape[1:] not in ((), (1,), (batch,)):
+        raise ValueError(f"parents has shape {array.shape}; it must be (Sq,) or (Sq, {batch})")
+    if (array.dtype.kind not in "iu" and array.size) or (on_device and array.dtype != np.int32):
+        raise TypeError(
+            f"parents is {in_words(given)} of {array.dtype}; it must be {'int32' if on_device else 'integers'}, the index of "
+            "each token's parent, or bool: convert with .astype('int32')"
+        )
+    if array.shape[0] > MAX_TOKENS:
+        raise ValueError(f"parents has {array.shape[0]} tokens; a tree has at most {MAX_TOKENS}: split the draft")
+    array = array[:, None] if array.ndim == 1 else array
+    if on_device:
+        return cupy_runtime.cupy().asfortranarray(array)
+    for token, b in np.argwhere((array < -1) | (array >= np.arange(len(array))[:, None])).tolist():
+        raise ValueError(
+            f"the parent of token {token} is {array[token, b]}; it must be an earlier token, from 0 to {token - 1}, or -1 for "
+            "the earlier keys: sort the tokens so that parents come first"
+        )
+    array = array.astype(np.int32, order="F")
+    return cupy_runtime.cupy().asarray(array) if on_gpu else array
+
+
+def parents_of(visible: Any) -> Any:
+    """The parents of the tokens of trees, int32 ``(Sq, B)``.
+
+    Args:
+        visible: bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``, keys before queries: whether a key is visible to a query.
+
+    Raises:
+        ValueError: the visible keys of a token are not the token itself, its parent, and those that its parent attends to.
+
+    >>> parents_of(np.array([[1, 1, 1], [0, 1, 0], [0, 0, 1]], bool)).T
+    array([[-1,  0,  0]], dtype=int32)
+    """
+    visible = visible[..., None] if visible.ndim == 2 else visible
+    tokens, _, batch = visible.shape
+    parents = np.full((tokens, batch), -1, np.int32)
+    for b, i in np.ndindex(batch, tokens):
+        keys, own = visible[:, i, b], np.arange(tokens) == i
+        earlier = np.flatnonzero(keys[:i])
+        parent = int(earlier[-1]) if earlier.size else -1
+        parents[i, b] = parent
+        wanted = own if parent < 0 else own | visible[:, parent, b]
+        if (keys != wanted).any():
+            place = int(np.flatnonzero(keys != wanted)[0])
+            attends = "attends" if keys[place] else "does not attend"
+            raise ValueError(
+                f"parents is not the mask of a tree: query {i} {attends} to key {place}, but it "
+                f"must attend to {np.flatnonzero(wanted).tolist()}, itself and what its parent {parent} attends to. The "
+                "axes are (keys, queries): pass parents.T if the first axis is that of the queries"
+            )
+    return parents
+
+
+def _fill(parents: Any, lengths: Any, counts: Any, found: Intervals) -> None:
+    """:func:`fill_intervals` of numpy arrays."""
+    tokens, (batch, keys) = len(parents), found.first.shape
+    size, next_number = np.ones((tokens, parents.shape[1]), np.int32), np.zeros((tokens + 1, parents.shape[1]), np.int32)
+    number, columns = np.zeros_like(size), np.arange(parents.shape[1])
+    for i in range(tokens - 1, 0, -1):
+        children = parents[i] >= 0
+        size[parents[i][children], columns[children]] += size[i][children]
+    for i in range(tokens):  # the last row of next_number is that of tokens without a parent
+        number[i] = next_number[parents[i], columns]
+        next_number[parents[i], columns] += size[i]
+        next_number[i] = number[i] + 1
+    first, last = np.zeros((batch, keys), np.int32), np.full((batch, keys), tokens, np.int32)
+    for b in range(batch):
+        count = tokens if counts is None else int(counts[b])
+        start = (keys if lengths is None else int(lengths[b])) - count
+        token, column = np.arange(keys) - start, b if parents.shape[1] > 1 else 0
+        of_tree = (token >= 0) & (token < min(count, tokens))
+        first[b, token >= 0], last[b, token >= 0] = tokens, -1
+        first[b, of_tree] = number[token[of_tree], column]
+        last[b, of_tree] = first[b, of_tree] + size[token[of_tree], column] - 1
+    found.number[...], found.first[...], found.last[...] = number.T, first, last

@@ -1,0 +1,161 @@
+"""Arrays without a batch axis, and a default layout: the same results as with all axes and with layout=."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import cupy_sdpa
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, composed, explain, fp8, layout, prepare
+
+
+class Given:
+    """Arrays of an engine without batch axes: q (8, 4, 5), k (8, 2, 7), v (16, 2, 7), and options."""
+
+    def __init__(self, engine):
+        def normal(seed, *shape):
+            return engine.normal(seed, *shape)
+
+        self.q, self.k, self.v, self.dout = normal(0, 8, 4, 5), normal(1, 8, 2, 7), normal(2, 16, 2, 7), normal(3, 16, 4, 5)
+        self.bias = normal(4, 7, 5, 4)
+        self.xp, self.get = engine.xp, engine.get
+
+    def batched(self, *arrays):
+        return [x[..., None] for x in arrays]
+
+
+@pytest.fixture
+def given(engine):
+    return Given(engine)
+
+
+def equal(given, found, wanted):
+    """Whether results without batch axes are the same bits as those with them."""
+    for x, y in zip(found, wanted, strict=True):
+        x, y = given.get(x), given.get(y)
+        assert x.shape == y.shape[:-1]
+        np.testing.assert_array_equal(x, y[..., 0])
+
+
+@pytest.mark.parametrize("axes", [3, 4], ids="bias with {} axes".format)
+def test_both_passes(axes, given):
+    """Results have no batch axis; the gradient of a bias has the shape of the bias."""
+    q, k, v, dout = given.q, given.k, given.v, given.dout
+    wide = given.batched(q, k, v)
+    bias = given.bias if axes == 3 else given.bias[..., None]
+    options, wanted_options = {"bias": bias, "causal": True}, {"bias": given.bias[..., None], "causal": True}
+    found, wanted = (attention(*x, return_stats=True, **o) for x, o in (((q, k, v), options), (wide, wanted_options)))
+    equal(given, found, wanted)
+    *gradients, dbias = attention_backward(dout, q, k, v, *found, return_dbias=True, **options)
+    *others, other = attention_backward(*given.batched(dout), *wide, *wanted, return_dbias=True, **wanted_options)
+    equal(given, gradients, others)
+    assert dbias.shape == bias.shape
+    np.testing.assert_array_equal(given.get(dbias).ravel(), given.get(other).ravel())
+    _, pullback = attention_vjp(q, k, v, **options)
+    equal(given, pullback(dout), others)
+    call = prepare(q, k, v, backward=True, return_dbias=True, **options)
+    equal(given, call(dout, q, k, v, *found)[:3], others)
+    assert explain(q, k, v, **options)
+    assert explain(q, k, v, backward=True, **options)
+
+
+def test_derivatives(given):
+    """Also with the wide arrays, and results that are passed."""
+    q, k, v = given.q, given.k, given.v
+    wide = given.batched(q, k, v)
+    wanted = attention_jvp(*wide, *wide, return_stats=True)
+    equal(given, attention_jvp(q, k, v, q, k, v, return_stats=True), wanted)
+    equal(given, attention_jvp(q, k, v, widened=composed.widen(q, k, v, q, k, v), return_stats=True), wanted)
+    assert explain(q, k, v, jvp=True)
+    out = given.xp.empty_like(given.dout)
+    assert attention(q, k, v, out=out) is out
+    equal(given, [out], [attention(*wide)])
+
+
+@pytest.mark.parametrize(("letters", "axes"), [("bshd", (2, 1, 0)), ("bhsd", (1, 2, 0)), ("sbhd", (2, 1, 0))])
+def test_layouts(letters, axes, engine):
+    """The letters without b: ``"bhsd"`` is (heads, positions, head dim)."""
+    own = [np.random.default_rng(n).standard_normal(shape) for n, shape in enumerate([(8, 4, 5), (8, 2, 7), (16, 2, 7)])]
+    theirs = [engine.xp.asarray(np.ascontiguousarray(x.transpose(axes)).astype(engine.dtype)) for x in own]
+    given = [engine.xp.asarray(np.asfortranarray(x.astype(engine.dtype))) for x in own]
+    out, stats = attention(*theirs, layout=letters, return_stats=True, causal=True)
+    wanted = attention(*given, return_stats=True, causal=True)
+    np.testing.assert_allclose(engine.get(out.transpose(np.argsort(axes))), engine.get(wanted[0]), atol=1e-6)
+    np.testing.assert_allclose(engine.get(stats.T), engine.get(wanted[1]), atol=1e-6)
+
+
+def test_a_batch_axis_of_some_arrays_is_refused():
+    """The message names both numbers of axes; so is a call whose packed sequences lack their offsets for one side."""
+    q = np.ones((8, 1, 5), np.float32, order="F")
+    with pytest.raises(ValueError, match=r"q has 3 axes and k has 4: \(8, 1, 5, 1\).*cu_seqlens_q="):
+        attention(q, q[..., None], q)
+    with pytest.raises(ValueError, match=r"q has 3 axes and stats has 3: \(5, 1, 1\)"):
+        attention(q, q, q, stats=np.ones((5, 1, 1), np.float32, order="F"))
+    with pytest.raises(ValueError, match="cu_seqlens_kv"):
+        attention(q, q, q, cu_seqlens_q=np.array([0, 5], np.int32), max_seqlen_q=5)
+
+
+# the default layout
+
+X = np.random.default_rng(0).standard_normal((2, 5, 4, 8)).astype(np.float32)
+STARTS = np.array([0, 2, 5], np.int32)
+OF_PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 3, "max_seqlen_kv": 3}
+
+
+def test_a_default_layout():
+    """Calls in the block are those with layout=; packed sequences are "thd"; a named layout wins."""
+    wanted = attention(X, X, X, layout="bshd")
+    with layout.default("bshd"):
+        found = attention(X, X, X), attention(X.T, X.T, X.T, layout="dhsb").T, prepare(X, X, X)(X, X, X)
+        packed = attention(X[0], X[0], X[0], **OF_PACKED)
+        out, pullback = attention_vjp(X, X, X)
+        made = cupy_sdpa.problem(X.shape, X.shape, X.shape, dtype="float16")
+        assert explain(made, gpu="h200", cudnn="9.19").problem == made
+        assert explain(X, X, X)
+        eight_bits = fp8.quantize(X)
+        assert fp8.attention(eight_bits, eight_bits, eight_bits).shape == X.shape
+        assert cupy_sdpa.dropout_mask(X, X, dropout_p=0.5, seed=1).shape == (2, 4, 5, 5)
+    for x in found:
+        np.testing.assert_array_equal(x, wanted)
+    np.testing.assert_array_equal(packed, attention(X[0], X[0], X[0], layout="thd", **OF_PACKED))
+    assert made.sizes == cupy_sdpa.problem(X.shape, X.shape, X.shape, dtype="float16", layout="bshd").sizes
+    assert pullback(out)[0].shape == X.shape
+
+
+def test_what_was_made_elsewhere_keeps_its_layout():
+    """A pullback and a prepared call compute with the layout of the call that made them."""
+    own = np.asfortranarray(X)  # (D 2, H 5, S 4, B 8)
+    out, pullback = attention_vjp(own, own, own)
+    call = prepare(own, own, own)
+    wanted = pullback(out)
+    with layout.default("bhsd"):
+        for x, y in zip(pullback(out), wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(call(own, own, own), out)
+        np.testing.assert_array_equal(call(own, own, own, scale=0.3), attention(own, own, own, scale=0.3, layout="dhsb"))
+
+
+def test_functions_of_other_axes_ignore_or_refuse_it():
+    """NNlib's functions have their own axes; a function without layout= raises TypeError, which names it."""
+    x = np.asfortranarray(X[..., 0])
+    wanted, _ = cupy_sdpa.nnlib.dot_product_attention(x, x, x)
+    with layout.default("bshd"):
+        np.testing.assert_array_equal(cupy_sdpa.nnlib.dot_product_attention(x, x, x)[0], wanted)
+        with pytest.raises(TypeError, match=r"the default layout is 'bshd', and weight_sums has no layout="):
+            cupy_sdpa.weight_sums(X, X)
+
+
+def test_the_default_is_of_the_thread_and_the_block():
+    """Another thread has none, also while the block is active; after an error it is the one from before."""
+    seen = []
+    own = np.asfortranarray(X)
+    with layout.default("bshd"):
+        thread = threading.Thread(target=lambda: seen.append(attention(own, own, own)))
+        thread.start()
+        thread.join()
+        with pytest.raises(ZeroDivisionError), layout.default("bhsd"):
+            raise ZeroDivisionError
+        assert attention(X, X, X).flags.c_contiguous
+    np.testing.assert_array_equal(seen[0], attention(own, own, own))
+    with pytest.raises(ValueError, match=r"the default layout is 'thd'; it must be 'bshd', 'bhsd', 'sbhd', 'dhsb'"):
+        layout.default("thd").__enter__()

@@ -1,0 +1,175 @@
+"""Trees of draft tokens: which keys a token attends to, with pages and lengths, and what the cache keeps of a draft."""
+
+import numpy as np
+import pytest
+from engines import numbers
+from planner import plan_problem
+
+import cupy_sdpa
+from cupy_sdpa import KVCache, attention, explain, reference, tree_mask, zoo
+from cupy_sdpa.check.draw import GPUS, draw_options
+from cupy_sdpa.check.planned import problems
+
+
+def draw(rng, tokens, batch):
+    """Random trees, some with several roots: the parents ``(Sq, B)``, and which keys are visible, ``(keys, queries, B)``."""
+    parents = np.array([[rng.integers(-1 if rng.integers(3) else max(-1, i - 2), max(i, 0)) for _ in range(batch)]
+                        for i in range(tokens)], np.int32)  # fmt: skip
+    visible = np.zeros((tokens, tokens, batch), bool)
+    for i, b in np.ndindex(tokens, batch):
+        token = i
+        while token >= 0:
+            visible[token, i, b] = True
+            token = parents[token, b]
+    return parents, visible
+
+
+def whole(visible, lengths, keys, counts=None):
+    """The mask of all keys, ``(Skv, Sq, 1, B)``."""
+    tokens, _, batch = visible.shape
+    mask = np.zeros((keys, tokens, 1, batch), bool)
+    for b in range(batch):
+        count = tokens if counts is None else counts[b]
+        start = lengths[b] - count
+        mask[:start, :, 0, b] = True
+        mask[start : lengths[b], :count, 0, b] = visible[:count, :count, b]
+    return mask
+
+
+@pytest.mark.parametrize("seed", numbers(10, quick=4))
+def test_random_trees_on_pages(seed, engine):
+    """A token attends to its ancestors, itself, and all keys before the tree; with the parents and with a mask of the tree."""
+    rng = np.random.default_rng(seed)
+    tokens, batch, size = int(rng.choice([1, 2, 5, 9])), int(rng.integers(1, 4)), int(rng.choice([4, 16]))
+    cache = KVCache(16, 2, pages=40, batch=batch, page_size=size, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
+    before, (parents, visible) = rng.integers(0, 30, batch), draw(rng, tokens, batch)
+    total = int(before.max()) + tokens
+    k, v = (engine.normal(seed + i, 16, 2, total, batch) for i in (1, 2))
+    q = engine.normal(seed, 16, 4, tokens, batch)
+    dense = [np.zeros((16, 2, total, batch)) for _ in range(2)]
+    if before.any():
+        cache.append(k, v, counts=before)
+    cache.append(k[:, :, -tokens:], v[:, :, -tokens:])
+    for own, x in zip(dense, (k, v), strict=True):
+        for b, n in enumerate(before):
+            own[:, :, :n, b] = engine.get(x)[:, :, :n, b]
+            own[:, :, n : n + tokens, b] = engine.get(x)[:, :, -tokens:, b]
+    lengths, form = (before + tokens).astype(np.int32), rng.integers(3)
+    given = engine.put(np.asfortranarray(parents)) if form == 0 else parents.tolist() if form == 1 else visible
+    found = attention(q, **cache.view(), **tree_mask(given, **cache.view()), return_stats=True)
+    wanted = reference.attention(engine.get(q).astype(float), *dense, mask=whole(visible, lengths, total), seq_lens_kv=lengths)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(engine.get(one).astype(float), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("number", numbers(12, quick=4))
+@pytest.mark.parametrize("names", ["tree", "tree paged", "tree cache", "tree paged score_mod sinks"])
+def test_random_problems(names, number, engine):
+    """Trees with other options agree with the reference, in calls, prepared calls and gradients."""
+    engine.agrees(engine.draw({*names.split()}, number), refused=True)
+
+
+@pytest.mark.cudnn
+@pytest.mark.parametrize("gpu", sorted({*GPUS}))
+def test_trees_are_planned(gpu, planner):
+    """The real cuDNN accepts trees over paged keys with lengths, for every described GPU."""
+    for tokens, page, more in ((2, 16, {}), (9, 64, {"sinks": True}), (70, 16, {"score_mod": zoo.softcap(3.0)})):
+        lengths = np.zeros(2, np.int32)
+        given = {"page_table": np.zeros((4096 // page, 2), np.int32, order="F"), "seq_lens_kv": lengths}
+        pages, q = (np.zeros(shape, np.float16, order="F") for shape in ((64, 2, page, 600), (64, 8, tokens, 2)))
+        more = {name: np.zeros(8, np.float32) if name == "sinks" else x for name, x in more.items()}
+        mask = tree_mask([-1, *range(tokens - 1)], pages, **given)
+        problem = cupy_sdpa.problem(q, pages, pages, **given, **mask, **more)
+        plan = planner.accept(plan_problem, problem, gpu)
+        assert not isinstance(plan, str), f"{problem}: {plan}"
+    for number in range(4):
+        for problem in problems(draw_options({"tree", "paged"}, number, "plan").with_(gpu=gpu, dtype="float16")):
+            plan = problem.trivial or planner.accept(plan_problem, problem, gpu)
+            assert not isinstance(plan, str) or "head dim" in plan, f"{problem}: {plan}"
+
+
+def test_shapes_and_reports(engine):
+    """A report shows the mask, and the problem of shapes, for plans ahead of time, is that of the arrays."""
+    q, k = engine.normal(0, 16, 4, 5, 2), engine.normal(1, 16, 2, 30, 2)
+    mask = tree_mask([-1, 0, 1, 0, 3], k)
+    assert "a mask function" in str(explain(q, k, k, **mask))
+    of_shapes = tree_mask([-1, 0, 1, 0, 3], np.zeros(k.shape, np.float16, order="F"))
+    made = cupy_sdpa.problem(q, k, k, **mask)
+    assert made == cupy_sdpa.problem(q.shape, k.shape, k.shape, dtype=str(q.dtype), **of_shapes)
+    call = cupy_sdpa.prepare(q, k, k, **mask)
+    other = tree_mask([-1, 0, 0, 1, 1], k)
+    found = engine.get(call(q, k, k, tensors=other["tensors"]))
+    np.testing.assert_array_equal(found, engine.get(attention(q, k, k, **other)))
+
+
+def test_a_layout_in_c_order(engine):
+    """With a layout in C order parents, masks and block tables have the batch first, and masks the queries before the keys."""
+    rng = np.random.default_rng(0)
+    parents, visible = draw(rng, 5, 2)
+    q, k = engine.normal(0, 16, 4, 5, 2), engine.normal(1, 16, 2, 8, 9)
+    table, lengths = engine.put(np.asfortranarray([[1, 2], [3, 8], [5, 0]], np.int32)), engine.put(np.int32([20, 7]))
+    given = {"page_table": table, "seq_lens_kv": lengths}
+    wanted = engine.get(attention(q, k, k, **given, **tree_mask(parents, k, **given)))
+    given["page_table"], own = table.T, k.transpose(3, 2, 1, 0)
+    for tree in (parents.T, visible.transpose(2, 1, 0)):
+        mask = tree_mask(tree, own, layout="bshd", **given)
+        found = attention(q.transpose(3, 2, 1, 0), own, own, layout="bshd", **given, **mask)
+        np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
+
+
+def test_no_tokens(engine):
+    """A draft without tokens: the mask has no tree."""
+    q, k = engine.normal(0, 16, 4, 0, 2), engine.normal(1, 16, 2, 8, 2)
+    for empty in ([], np.zeros((0, 2), np.int32), np.zeros((0, 0), bool)):
+        assert attention(q, k, k, **tree_mask(empty, k)).shape == (16, 4, 0, 2)
+
+
+def test_trees_of_some_tokens(engine):
+    """With seq_lens_q, the newest tokens of a sequence are as many as it has; one tree is for all sequences."""
+    rng, counts, lengths = np.random.default_rng(0), np.int32([3, 0, 5]), np.int32([7, 2, 5])
+    parents, visible = draw(rng, 5, 1)
+    q, k, v = (engine.normal(i, 16, 2, n, 3) for i, n in enumerate((5, 8, 8)))
+    options = {"seq_lens_kv": engine.put(lengths), "seq_lens_q": engine.put(counts)}
+    mask = tree_mask(parents[:, 0].tolist(), k, **options)
+    assert mask["seq_lens_q"] is options["seq_lens_q"]
+    found = engine.get(attention(q, k, v, **mask, seq_lens_kv=options["seq_lens_kv"])).astype(float)
+    kept = whole(np.repeat(visible, 3, axis=2), lengths, 8, counts)
+    given = (engine.get(x).astype(float) for x in (q, k, v))
+    wanted, _ = reference.attention(*given, mask=kept, seq_lens_kv=lengths, seq_lens_q=counts)
+    np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_chain_is_causal(engine):
+    """A tree without branches is a causal mask that is aligned to the last key; without lengths, all keys count."""
+    q, k, v = (engine.normal(i, 16, 2, n, 2) for i, n in enumerate((5, 30, 30)))
+    found = attention(q, k, v, **tree_mask([-1, 0, 1, 2, 3], k))
+    np.testing.assert_allclose(
+        engine.get(found).astype(float), engine.get(attention(q, k, v, causal="bottom_right")).astype(float), atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+def test_a_captured_mask(engine):
+    """A mask is made in a captured graph, from parents and lengths on the device."""
+    q, k, v = (engine.normal(i, 16, 2, n, 2) for i, n in enumerate((4, 20, 20)))
+    tree, lengths = [[-1, -1], [0, 0], [0, -1], [2, 1]], engine.put(np.int32([20, 9]))
+    parents, kept = engine.put(np.asfortranarray(tree, np.int32)), []
+
+    def call():
+        kept.append(tree_mask(parents, k, seq_lens_kv=lengths))
+        return (attention(q, k, v, seq_lens_kv=lengths, **kept[-1]),)
+
+    wanted = attention(q, k, v, seq_lens_kv=lengths, **tree_mask(tree, k, seq_lens_kv=lengths))
+    np.testing.assert_array_equal(engine.captured(call)[0], engine.get(wanted))
+    engine.forget_plans()
+
+
+def test_parents_on_the_device_that_are_no_tree(engine):
+    """A parent that is not an earlier token counts as -1 on the device, where the host does not read it."""
+    k, bad, good = engine.normal(0, 16, 2, 20, 1), [-7, 1, 5, 2], [-1, -1, -1, 2]
+    if engine.on_cudnn:
+        one, other = (tree_mask(engine.put(np.int32(tree)), k)["tensors"] for tree in (bad, good))
+        for name, x in one.items():
+            np.testing.assert_array_equal(engine.get(x), engine.get(other[name]))
+    with pytest.raises(ValueError, match="the parent of token 0 is -7"):
+        tree_mask(bad, k)
