@@ -442,7 +442,7 @@ class KVCache(CacheState):
         >>> tokens = np.zeros((8, 2, 5, 1), np.float32, order="F") + np.arange(5, dtype=np.float32)[:, None]
         >>> cache.append(tokens, tokens)
         >>> cache.keep(0, [0, 2, 3])
-        >>> cache.keys()[0, 0, : cache.lengths[0], 0].tolist()
+        >>> cache.keys()[0, 0, : cache.lengths[0], cache.table[0, 0]].tolist()
         [0.0, 2.0, 3.0]
         """
         sequence = index(sequence, self.batch, "sequence")
