@@ -33,14 +33,13 @@ SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 #: The results that do not depend on the derivative of the score function.
 WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
-#: The options of cases whose sequences are also computed alone, those of them with an element for each sequence, the arrays
-#: with one row per key, and the results that are compared.
+#: The options of cases whose sequences are also computed alone, those of them with an element for each sequence, and the
+#: results that are compared.
 WITH_BITS_ALONE = {
     "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "alibi_slopes", "softcap", "sinks", "stats",
-    "deterministic", "preallocated", "max_workspace", "return_dbias", "return_dsinks", "packed",
+    "deterministic", "preallocated", "max_workspace", "return_dbias", "return_dsinks",
 }  # fmt: skip
-PER_ENTRY = ("mask", "bias", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
-KEY_ARRAYS = ("k", "v", "dk", "dv")
+PER_ENTRY = ("mask", "bias", "seq_lens_q", "seq_lens_kv")
 ALONE = ("out", "stats", "max", "sum_exp", "dq", "dk", "dv")
 #: The options that select additional gradients.
 GRADIENT_OPTIONS = ("return_dbias", "return_dsinks", "return_dtensors")
@@ -326,10 +325,13 @@ class CaseRunner:
         if case.backward:
             reports.append(cupy_sdpa.explain(**given, **options, **self.backward_options, backward=True))
         for entry in (0, case.b - 1):
-            part = functools.partial(self.part_of, entry, index)
-            q, k, v = (part(name, given[name]) for name in "qkv")
-            of_batch = {name: part(name, x) for name, x in results.items() if name in ALONE}
-            of_entry = {name: part(name, x) if name in PER_ENTRY else x for name, x in options.items()}
+
+            def part(x: Any, entry: int = entry) -> Any:
+                return x[..., entry : entry + 1].copy(order="F") if x.shape[-1] > 1 else x
+
+            q, k, v = (part(given[name]) for name in "qkv")
+            of_batch = {name: part(x) for name, x in results.items() if name in ALONE}
+            of_entry = {name: part(x) if name in PER_ENTRY else x for name, x in options.items()}
             of_entry["batch_invariant"] = True
             found: dict[str, Any] = {}
             if reports[0].batch_dependence == "":
@@ -339,7 +341,7 @@ class CaseRunner:
             if case.backward and reports[1].batch_dependence == "":
                 self.outcome.calls += 1
                 options_of_both = of_entry | self.backward_options
-                dout, out, stats = part("dout", memory.views["dout"]), of_batch["out"], of_batch["stats"]
+                dout, out, stats = part(memory.views["dout"]), of_batch["out"], of_batch["stats"]
                 gradients = cupy_sdpa.attention_backward(dout, q, k, v, out, stats, **options_of_both)
                 found |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
             for name, x in found.items():
@@ -348,15 +350,6 @@ class CaseRunner:
                     self.outcome.set("wrong", f"the bits of {name} of sequence {entry} depend on the rest of the batch", name)
                     return False
         return True
-
-    def part_of(self, entry: int, index: int, name: str, x: Any) -> Any:
-        """The part of an array that belongs to a sequence; the array itself if the sequences share it."""
-        if name.startswith("cu_seqlens"):
-            return x[entry : entry + 2] - x[entry]
-        starts = self.data[index].starts[name in KEY_ARRAYS]
-        if starts is not None and name not in PER_ENTRY:
-            return x[..., starts[entry] : starts[entry + 1]].copy(order="F")
-        return x[..., entry : entry + 1].copy(order="F") if x.shape[-1] > 1 else x
 
     def check_memory(self, memory: Memory, inputs: dict[str, Any]) -> bool:
         """Check that a call changed no input and nothing around the results; a change is written to the outcome.

@@ -14,7 +14,8 @@ from ..problem.split import obstacle, split_of
 
 #: What was measured.
 MEASURED = "measured on an H200 with cuDNN 9.19"
-#: The reason and the remedy of gradients.
+#: The reasons and the remedies of gradients.
+OF_PACKED = "numpy's bits of packed gradients depend on the place in the arrays: pass dense arrays with seq_lens_q="
 NOT_DETERMINISTIC = "dq is a sum in an order that changes: pass deterministic=True"
 
 
@@ -39,7 +40,7 @@ def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
     if problem.fp8:
         return "the factors of FP8 arrays are those of the whole batch: pass arrays of 16 bits"
     if not on_cudnn:
-        return ""
+        return OF_PACKED if problem.packed and problem.backward else ""
     if problem.block_bits:
         return "block masks were not measured: pass mask="
     if problem.paged and settings.num_splits is None:

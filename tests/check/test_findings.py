@@ -257,7 +257,7 @@ def test_results_that_are_not_deterministic_are_found(name, replaced):
 
 
 #: The lengths of a batch whose sequences are also computed alone.
-OF_BATCH = {"lengths": {"seq_lens_kv": "random"}, "packed": {"packed": ("full", "full", 7, 2, 0, "int64")}}
+OF_BATCH = {"lengths": {"seq_lens_kv": "random"}}
 
 
 @pytest.mark.parametrize("function", ["attention", "attention_backward"])
