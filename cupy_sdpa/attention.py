@@ -80,6 +80,7 @@ def attention(
         sinks: the score of a key without a value for each head, ``(Hq,)``.
         tensors: a mapping of names to arrays that ``score_mod`` and ``mask_mod`` read.
         dropout_p, seed, offset, dropout_mask: dropout. Default 0.
+        batch_invariant: refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.
         max_workspace, bucket: how calls are planned.
         layout, compute_dtype, engine: axes, precision and engine. Default: ``"dhsb"``, q's dtype, and that of the arrays.
 

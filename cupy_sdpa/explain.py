@@ -71,6 +71,7 @@ def problem(
 
     Raises:
         TypeError, ValueError: the arguments are invalid.
+        Unsupported: ``batch_invariant=True`` does not hold on a GPU.
 
     >>> import cupy_sdpa
     >>> print(cupy_sdpa.problem((128, 32, 4096, 1), (128, 8, 4096, 1), (128, 8, 4096, 1), dtype="bfloat16", causal=True))
@@ -172,6 +173,11 @@ def explain(
             function, **own, **{name: given[name] for name in names}, **options, gpu=gpu, cudnn=cudnn
         )  # fmt: skip
     except Unsupported as error:
+        if options.get("batch_invariant"):
+            rest: dict[str, Any] = {**flags, **outputs, **results, **options, "batch_invariant": False}
+            report = explain(q, k, v, **rest, gpu=gpu, cudnn=cudnn)
+            reasons = tuple(dict.fromkeys((str(error), *report.reasons)))
+            return dataclasses.replace(report, plan=None, launches=(), reasons=reasons, batch_dependence=None)
         if not backward:
             raise
         # gradients of paged keys: there is no graph for them
@@ -182,6 +188,8 @@ def explain(
         tangents = [name for name in TANGENTS if own[name] is not None]
         form = form_of(*_head_dims(q, v), given_by(tangents), options, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
+    if options.get("batch_invariant") and not report.reasons:
+        report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
     converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)

@@ -135,7 +135,9 @@ def attention_jvp(
             try:
                 results = _run(kind, names, given, form, others, mask, dtype, flags)
             except Unsupported as error:
-                name = str(getattr(error, "step", "")).partition(":")[0]
+                if (step := getattr(error, "step", None)) is None:
+                    raise  # an option is refused, not a pass
+                name = str(step).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
     return tuple(results)
 
@@ -311,7 +313,8 @@ def _program_of(
     mask, others = blocks_of(q, k, options, automatic=False)
     device = 0 if on_gpu else None
     if mask is None:
-        read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu)  # checks the arguments
+        # checks the arguments
+        read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu, deterministic=deterministic)
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, device=device)
     if mask is not None:
         like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}

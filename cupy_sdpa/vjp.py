@@ -20,6 +20,8 @@ from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
 from .programs.passes import attend, attend_backward, blocks_of
+from .runtime import cupy_runtime
+from .support.batch import NOT_DETERMINISTIC, not_invariant
 
 GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.
@@ -131,6 +133,8 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
     rest: Any = {**options}
     dtype = read_compute_dtype(rest.pop("compute_dtype", None), given[0])
     q, k, v = given
+    if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
+        raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
     if dtype is None:
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
 

@@ -37,6 +37,7 @@ _REFUSED = {
     "dropout_mask": "weights are those before dropout: omit it",
     "dropout_p": "weights are those before dropout: omit it, with seed= and offset=",
     "num_splits": "omit it",
+    "batch_invariant": "compute every sequence in a call of its own",
     "compute_dtype": "convert q and k with .astype()",
     "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
 }
@@ -58,8 +59,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     Args:
         q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
         per_kv_head: sum over the query heads that share a key/value head, too. Default False.
-        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout`` and ``compute_dtype``;
-            ``block_mask`` is computed as a dense mask.
+        options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout``, ``compute_dtype`` and
+            ``batch_invariant``; ``block_mask`` is computed as a dense mask.
 
     Returns:
         float32 ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed sequences ``(Hq, Tkv)`` or

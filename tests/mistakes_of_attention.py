@@ -11,6 +11,7 @@ from mistakes import row
 import cupy_sdpa
 from cupy_sdpa import (
     BlockMask,
+    Unsupported,
     attention,
     attention_backward,
     attention_vjp,
@@ -110,6 +111,8 @@ GRADIENTS = [
     of_backward("a negative workspace", "", None, ValueError, "max_workspace is -1", "bytes", max_workspace=-1),
     of_backward("a scale of NaN", "", None, ValueError, "scale is nan", scale=math.nan),
     of_backward("deterministic='x'", "", None, TypeError, "deterministic is 'x'; it must be True or False", deterministic="x"),
+    of_backward("gradients that add in varying order", "", None, Unsupported, "batch_invariant is True", "deterministic=True",
+                engine="fake", batch_invariant=True),
     of_backward("dout in C order", "dout", lambda x, a: x.xp.ascontiguousarray(a), ValueError, "dout", "contiguous", engine="fake"),
     of_backward("statistics in C order", "stats", lambda x, a: x.xp.ascontiguousarray(a), ValueError, "stats has strides", engine="fake"),
     of_backward("out of numpy", "out", lambda x, a: a.get(), TypeError, "out is a numpy array", engine="fake"),
@@ -217,6 +220,7 @@ PREFIXES = [
         ("one length for two sequences", lambda x: {"seq_lens_kv": x.integers(5)}, ValueError, "seq_lens_kv has shape (1,)", "(2,)"),
         ("lengths in two axes", lambda x: {"seq_lens_kv": x.integers(5, 8).reshape(2, 1)}, ValueError, "seq_lens_kv has shape (2, 1)"),
         ("lengths in a list", lambda x: {"seq_lens_kv": [5.0, 8]}, TypeError, "seq_lens_kv is a list"),
+        ("an invariant call", lambda x: {"batch_invariant": True}, ValueError, "batch_invariant is passed", "cupy_sdpa.attention"),
         ("the queries as out", lambda x: {"out": lambda q, k: q}, ValueError, "out overlaps q"),
     )
 ]  # fmt: skip

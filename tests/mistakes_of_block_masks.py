@@ -117,6 +117,7 @@ JVP = [
         ("k of another head dim", derived(k=np.zeros((4, 4, 6, 3), "f4", "F")), ValueError, "the head dims", "8 and 4"),
         ("a list as a tangent", derived(dv=[1.0]), TypeError, "dv is a list; attention takes numpy and CuPy arrays"),
         ("num_splits", derived(num_splits=2), ValueError, "num_splits is 2"),
+        ("batch_invariant=1", derived(batch_invariant=1), TypeError, "batch_invariant is 1; it must be True or False"),
         ("deterministic=1", derived(deterministic=1), TypeError, "deterministic is 1; it must be True or False"),
         ("a number as the wide arrays", derived(dq=None, widened=3), TypeError, "widened is an int"),
         ("the derivative in the memory of q", lambda x: attention_jvp(x.s, x.s, x.s, x.s, dout=x.s), ValueError,

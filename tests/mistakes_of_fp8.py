@@ -67,6 +67,8 @@ ROWS = [
     row("attention_vjp", "FP8 arrays with compute_dtype", converted(cupy_sdpa.attention_vjp, compute_dtype="float8_e4m3fn"), TypeError, "q is Fp8Array", "float16"),
     row("attention_vjp", "FP8 keys", lambda x: cupy_sdpa.attention_vjp(x.q, *(fp8.quantize(y) for y in (x.k, x.v))), Unsupported,
         "gradients of FP8 arrays", "compute_dtype="),
+    row("attention_vjp", "an invariant call in FP8", pulled("f4", compute_dtype="float8_e4m3fn", batch_invariant=True), Unsupported,
+        "batch_invariant is True", "arrays of 16 bits"),
     row("attention_vjp", "compute_dtype of integers", pulled("f4", compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),
     row("attention_vjp", "float64 with FP8", pulled("f8", compute_dtype="float8_e5m2"), TypeError, "q is float64", "dtype of the gradients"),
     *[row("attention_vjp", f"dout in {dtype}, {options}", of_outputs(dtype, **options), TypeError, f"dout is {dtype}; it must be float32")

@@ -181,6 +181,7 @@ def summed(**options):
 
 ROWS += [
     row("weight_sums", "a bias", summed(bias=np.zeros((7, 6, 1, 1), "f4")), Unsupported, "with bias", "score function"),
+    row("weight_sums", "an invariant call", summed(batch_invariant=True), Unsupported, "with batch_invariant", "a call of its own"),
     row("weight_sums", "dropout", summed(dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
     row("weight_sums", "a layout in C order", summed(layout="bshd"), Unsupported, "with layout", "(head_dim, heads, seq, batch)"),
     row("weight_sums", "packed queries to pages", lambda x: weight_sums(

@@ -231,6 +231,8 @@ PARALLEL = [
         *[cp.shard(x.s).astype("f8" if cp.rank else "f4")] * 3, seqlen_q=6)), ValueError, "float64"),
     row("parallel.ContextParallel.attention", "pages", grouped(lambda x, cp: cp.attention(
         x.q, x.pages_k, x.pages_v, **x.paged)), Unsupported, "page_table", "cupy_sdpa.attention"),
+    row("parallel.ContextParallel.attention", "an invariant call", grouped(lambda x, cp: attend(x, cp, batch_invariant=True)),
+        Unsupported, "batch_invariant is passed", "cupy_sdpa.attention"),
     row("parallel.ContextParallel.attention", "a bucket", grouped(lambda x, cp: attend(x, cp, bucket=8)), Unsupported, "bucket"),
     row("parallel.ContextParallel.attention", "a block mask of a part", grouped(lambda x, cp: attend(
         x, cp, block_mask=block_mask(zoo.causal, 3, 6))), ValueError, "mask has shape (6, 3, 1, 1)", "(6, 6, 4, 3)"),

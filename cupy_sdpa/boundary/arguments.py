@@ -15,9 +15,10 @@ from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, wi
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
+from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
 from .argument import Argument, arrays_on_gpu, check_separate, read_array, signature_of
-from .call import Call, Fill
+from .call import Call, Fill, for_gpu
 from .libraries import check_one_library
 from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
@@ -126,6 +127,8 @@ def _read_own(
         results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
         check_separate(results, list(arguments.values()))
     bucket = _rounding(options.get("bucket"), problem)
+    if read_flag("batch_invariant", options.get("batch_invariant", False)):
+        check_batch_invariant(problem, on_cudnn=on_gpu or for_gpu(found["q"]))
     call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
     if functions:
         call.captured, call.table_reads, call.identities = functions.captured, functions.table_reads, functions.identities

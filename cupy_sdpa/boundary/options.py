@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     offset: int | Array | None
     dropout_mask: Array | None
     num_splits: int | None
+    batch_invariant: bool
     max_workspace: int | None
     bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
     layout: Layout | None
@@ -59,7 +60,7 @@ class Options(TypedDict, total=False):
 
 
 #: The options whose default is not None.
-DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0}
+DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "batch_invariant": False}
 #: The options of pages, which only the forward pass reads.
 PAGES = ("page_table", "num_splits")
 #: The options of calls that do not take part in a :class:`Problem`.

@@ -332,6 +332,7 @@ class CaseRunner:
             q, k, v = (part(given[name]) for name in "qkv")
             of_batch = {name: part(x) for name, x in results.items() if name in ALONE}
             of_entry = {name: part(x) if name in PER_ENTRY else x for name, x in options.items()}
+            of_entry["batch_invariant"] = True
             found: dict[str, Any] = {}
             if reports[0].batch_dependence == "":
                 self.outcome.calls += 1

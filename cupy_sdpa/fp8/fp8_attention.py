@@ -53,7 +53,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options(without=("compute_dtype", "engine"))
+@takes_options(without=("compute_dtype", "engine", "batch_invariant"))
 def attention(
     q: Any = ...,
     k: Any = ...,

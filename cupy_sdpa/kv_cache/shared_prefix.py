@@ -29,7 +29,7 @@ from ..runtime import cupy_runtime
 _TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
 #: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
 _EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
-             "compute_dtype")  # fmt: skip
+             "compute_dtype", "batch_invariant")  # fmt: skip
 
 
 @takes_options(only=_TAKEN)

@@ -107,8 +107,9 @@ class ContextParallel:
             method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: that of the context, or chosen.
             seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
                 times P, which must be right for all members: pass them if 2 P does not divide the length.
-            options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits`` and ``bucket``;
-                ``dropout_p`` on the CPU only. ``block_mask``, for whole sequences, is computed as a dense mask.
+            options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits``, ``bucket`` and
+                ``batch_invariant``; ``dropout_p`` on the CPU only. ``block_mask``, for whole sequences, is computed as a dense
+                mask.
 
         Returns:
             The output of the member's queries, ``(Dv, Hq, Sq_r, B)``, or ``(out, stats)``.

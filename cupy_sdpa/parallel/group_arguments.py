@@ -27,6 +27,7 @@ from .shards import Layout
 _EXCLUDED = {
     "page_table": "pages are for decoding, where each sequence has few queries: use cupy_sdpa.attention",
     "num_splits": "it is an option of paged keys",
+    "batch_invariant": "the parts of sequences were not measured: use cupy_sdpa.attention",
     "bucket": "every member has the same lengths already: pad the sequence before shard()",
 }
 #: The options that depend on the positions of queries and keys.
@@ -54,7 +55,7 @@ def configure(
     check_names(options)
     check_tensors(options)
     for name, reason in _EXCLUDED.items():
-        if options.get(name) is not None:
+        if (value := options.get(name)) is not None and value is not False:
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: read_array(name, x) for name, x in arrays.items()}
     q, k, _ = (given[name].array for name in "qkv")

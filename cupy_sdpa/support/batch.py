@@ -6,10 +6,17 @@ of equal lengths (``benchmarks/results/h200_cudnn919_batch_bits.csv``). cuDNN do
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ..errors import Unsupported
 from ..problem.problem import Problem
+from ..problem.split import obstacle, split_of
 
 #: What was measured.
 MEASURED = "measured on an H200 with cuDNN 9.19"
+#: The reasons and the remedies of gradients.
+OF_PACKED = "numpy's bits of packed gradients depend on the place in the arrays: pass dense arrays with seq_lens_q="
+NOT_DETERMINISTIC = "dq is a sum in an order that changes: pass deterministic=True"
 
 
 def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
@@ -30,16 +37,48 @@ def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
         return ""
     if settings.dropout:
         return "the weights that are dropped depend on the place in the batch: omit dropout_p"
+    if problem.fp8:
+        return "the factors of FP8 arrays are those of the whole batch: pass arrays of 16 bits"
     if not on_cudnn:
-        return ""
-    if problem.fp8 or problem.block_bits:
-        return "FP8 arrays and blocks were not measured: pass arrays of 16 bits, and mask="
+        return OF_PACKED if problem.packed and problem.backward else ""
+    if problem.block_bits:
+        return "block masks were not measured: pass mask="
     if problem.paged and settings.num_splits is None:
-        return "the batch size determines the number of chunks of the keys: pass num_splits="
+        return _of_pages(problem)
     if problem.backward and not problem.deterministic:
-        return "dq is a sum in an order that changes: pass deterministic=True"
+        return NOT_DETERMINISTIC
     if sq == 1 and not problem.paged and not problem.deterministic:
         return "the kernel for one query splits the keys by the size of the batch: pass deterministic=True"
     if settings.max_workspace is not None:
         return "the workspace grows with the batch, and max_workspace may select another kernel: omit it"
     return ""
+
+
+def _of_pages(problem: Problem) -> str:
+    """The reason and the remedy of pages without ``num_splits``; the remedy names the number of chunks of this batch."""
+    if other := obstacle(problem):
+        return (
+            f"pages without num_splits were not measured, and num_splits is not supported with {other}: gather the pages into "
+            "dense k and v"
+        )
+    split = split_of(replace(problem, settings=problem.settings._replace(deterministic=True)))
+    assert split
+    return (
+        f"the batch size determines the number of chunks of the keys: pass num_splits={split.chunks}, or another number that "
+        "is the same in all batches"
+    )
+
+
+def check_batch_invariant(problem: Problem, *, on_cudnn: bool) -> None:
+    """Check that ``batch_invariant=True`` holds; arguments as for :func:`batch_dependence`.
+
+    Raises:
+        Unsupported: it does not, or this is unknown.
+    """
+    if reason := batch_dependence(problem, on_cudnn=on_cudnn):
+        raise not_invariant(reason)
+
+
+def not_invariant(reason: str) -> Unsupported:
+    """The error of a call with ``batch_invariant=True``."""
+    return Unsupported(f"batch_invariant is True, but {reason}")

@@ -34,6 +34,7 @@ VALID = {
     "block_mask": {"block_mask": cupy_sdpa.block_mask(zoo.causal, 4, 4)}, "sinks": {"sinks": np.ones(2, np.float32)},
     "dropout_p": DROPOUT, "seed": DROPOUT, "offset": DROPOUT | {"offset": 4},
     "dropout_mask": {"dropout_p": 0.5, "dropout_mask": np.ones((4, 4, 2, 2), bool)}, "num_splits": PAGES | {"num_splits": 2},
+    "batch_invariant": {"batch_invariant": True, "deterministic": True},
     "max_workspace": {"max_workspace": 1 << 30}, "bucket": {"bucket": 8}, "layout": {"layout": "bshd"},
     "compute_dtype": {"compute_dtype": "float16"}, "engine": {"engine": "numpy"},
 }  # fmt: skip
@@ -115,7 +116,7 @@ def test_signatures_show_the_options_that_are_taken(name, option):
 
 
 #: The options that select the form of a derivative.
-SELECTING = ("score_mod", "tensors", "dropout_p", "seed", *OF_PACKED)
+SELECTING = ("deterministic", "score_mod", "tensors", "dropout_p", "seed", *OF_PACKED)
 
 
 def test_every_option_is_tested():

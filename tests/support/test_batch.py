@@ -16,8 +16,9 @@ CALLS = {
     "deterministic gradients": ((16, 4, 20, 3), (16, 2, 40, 3), {"backward": True, "deterministic": True}, ""),
     "a limit": ((16, 4, 20, 3), (16, 2, 40, 3), {"max_workspace": 1 << 30}, "max_workspace"),
     "dropout": ((16, 4, 20, 3), (16, 2, 40, 3), {"dropout_p": 0.1, "seed": 1}, "place in the batch"),
-    "pages": ((16, 4, 2, 3), (16, 2, 16, 6), PAGES, "pass num_splits="),
+    "pages": ((16, 4, 2, 3), (16, 2, 16, 6), PAGES, "pass num_splits=1, or another number that is the same in all batches"),
     "split pages": ((16, 4, 2, 3), (16, 2, 16, 6), PAGES | {"num_splits": 2}, ""),
+    "pages with slopes": ((16, 4, 2, 3), (16, 2, 16, 6), PAGES | {"alibi_slopes": np.ones(4, np.float32)}, "gather the pages"),
 }
 
 
