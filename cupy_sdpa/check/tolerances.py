@@ -16,6 +16,8 @@ tolerance.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..tolerance import DEVIATIONS, FP8_SUM, SINGLE, spacing
@@ -38,6 +40,11 @@ def rounding_floors(inputs: Inputs, truth: Results) -> dict[str, float]:
         return _Floors(inputs, truth).all()
 
 
+def _subnormal(dtype: np.dtype[Any]) -> float:
+    """The largest absolute rounding error of the subnormal numbers of a dtype."""
+    return float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
+
+
 class _Floors:
     """Rounding errors of one case, propagated to its results.
 
@@ -57,7 +64,7 @@ class _Floors:
         work = self.work = spacing(np.float64) if case.dtype == "float64" else SINGLE
         self.half = (fp8.spacing if fp8 else spacing(dtype)) / 2
         self.rounding = self.half / 3**0.5 + work * max(case.sq, case.skv, 1) ** 0.5 / 4
-        self.subnormal = fp8.smallest / FP8_SCALE / 2 if fp8 else float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
+        self.subnormal = fp8.smallest / FP8_SCALE / 2 if fp8 else _subnormal(dtype)
         self.keep = np.asarray(inputs.keep)
         norms = _norms(inputs.q) * _norms(inputs.k).swapaxes(-1, -2)
         p = self.p = truth.p
@@ -170,7 +177,7 @@ class _Floors:
         if "dbias" in values:
             bias = inputs.data.arrays["bias"]
             floors["dbias"] = _finite_max(inputs.sum_to_shape(of_terms, bias.shape))
-            floors["dbias"] += spacing(bias.dtype) * _max_abs(values["dbias"])
+            floors["dbias"] += spacing(bias.dtype) * _max_abs(values["dbias"]) + _subnormal(bias.dtype)
         if "dsinks" in values:
             weight = self.truth.sink_weight
             delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True)
@@ -183,7 +190,7 @@ class _Floors:
                 axes = function_of("score_mod", inputs.case.options["score_mod"][0]).tensors[name]
                 of_elements = of_terms * np.abs(derivative) + ds * self.of_derivative
                 floors[key] = _finite_max(inputs.sum_to_tensor(of_elements, axes, array.shape))
-                floors[key] += (spacing(array.dtype) + 1e-8) * _max_abs(values[key])
+                floors[key] += (spacing(array.dtype) + 1e-8) * _max_abs(values[key]) + _subnormal(array.dtype)
         return floors
 
 

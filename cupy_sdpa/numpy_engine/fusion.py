@@ -7,7 +7,7 @@ of its operands. numpy computes node by node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,18 +132,16 @@ def _is_rounded(tensor: Tensor, graph: Graph) -> bool:
     return "float" in tensor.dtype and tensor.dtype != graph.compute_dtype
 
 
-def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Iterable[str]) -> list[Pointwise]:
+def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Collection[str]) -> list[Pointwise]:
     """A node after the nodes that its kernel computes, each after those that it reads."""
-    found: dict[str, Pointwise] = {}
-
-    def add(node: Pointwise) -> None:
-        for t in () if node.mode == "gen_index" else node.inputs:
-            if t.name in pointwise and t.name not in kept and t.name not in found:
-                add(pointwise[t.name])
-        found[node.out.name] = node
-
-    add(node)
-    return list(found.values())
+    found, waiting = {node.out.name}, [node]
+    while waiting:  # functions may have thousands of nodes in a row
+        last = waiting.pop()
+        names = [] if last.mode == "gen_index" else [t.name for t in last.inputs]
+        added = {name for name in names if name in pointwise and name not in kept} - found
+        found |= added
+        waiting += [pointwise[name] for name in added]
+    return [pointwise[name] for name in pointwise if name in found]
 
 
 def _expression(node: Pointwise, operands: list[tuple[str, str]], real: str) -> tuple[str, str]:

@@ -28,10 +28,6 @@ from cupy_sdpa import (
     shared_prefix_attention,
     weight_sums,
 )
-from cupy_sdpa.check.case import Case
-from cupy_sdpa.check.draw import Limits, draw
-from cupy_sdpa.check.execute import execute
-from cupy_sdpa.numpy_engine import tiles
 
 RNG = np.random.default_rng(0)
 LENGTHS = {"seq_lens_q": np.array([20, 0], np.int32), "seq_lens_kv": np.array([7, 31], np.int32)}
@@ -153,17 +149,6 @@ def test_launches(options, expected, fake):
     between = len(DEVICE.launches)
     attention_backward(dout, q, k, v, out, stats, engine="cupy", **options)
     assert (between - before, len(DEVICE.launches) - between) == expected
-
-
-@pytest.mark.parametrize("elements", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1000))])
-def test_tiles(elements, fake, monkeypatch):
-    """Random problems in tiles of few queries: positions go on in the next tile, and gradients of keys are sums over tiles."""
-    monkeypatch.setattr(tiles, "GPU_TILE_ELEMENTS", elements)
-    cases = [draw(elements, number, "cupy", limits=Limits(20_000, 60_000)) for number in range(10)]
-    cases.append(Case("cupy", sq=41, skv=50, hq=4, b=2, backward=True, options={"seq_lens_q": "random", "causal": "top_left"}))
-    outcomes = [execute(case) for case in cases]
-    assert not [outcome.message for outcome in outcomes if outcome.kind not in ("passed", "refused")]
-    assert sum(outcome.kind == "passed" for outcome in outcomes) > 7
 
 
 def test_operations_of_functions(fake):

@@ -16,7 +16,7 @@ from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import fp8, store, zoo
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
-from cupy_sdpa.check.functions import MASKS, SCORES
+from cupy_sdpa.check.functions import MASKS, SCORES, tensor_shape
 from cupy_sdpa.check.planned import problems
 from cupy_sdpa.check.saved import case_of, reduced
 from cupy_sdpa.problem import problem_file
@@ -242,11 +242,8 @@ def test_functions_are_verified(option):
     """Every function of the self-test, as its expression."""
     tables = {"float": "float32", "int": "int32", "bool": "bool", "number": "float32"}
     for name, function in {"score_mod": SCORES, "mask_mod": MASKS}[option].items():
-        sizes = {"b": 2, "h": 2, "q": 20, "k": 24}
-        tensors = {
-            tensor: np.ones([int(axis) if axis.isdigit() else sizes[axis] for axis in axes], tables[function.kind])
-            for tensor, axes in function.tensors.items()
-        }
+        shapes = {tensor: tensor_shape(axes, 2, 2, 20, 24) for tensor, axes in function.tensors.items()}
+        tensors = {tensor: np.ones(shape, tables[function.kind]) for tensor, shape in shapes.items()}
         options = {option: function.call} | ({"tensors": tensors} if tensors else {})
         shapes = (16, 2, 20, 2), (16, 2, 24, 2), (16, 2, 24, 2)
         problem = cupy_sdpa.problem(*shapes, dtype="float16", **options)

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, problem, reference
+from cupy_sdpa.check.case import Case
+from cupy_sdpa.check.draw import Limits, draw
+from cupy_sdpa.check.execute import execute
 from cupy_sdpa.cudnn_engine import lowering
 from cupy_sdpa.graph import nodes
 from cupy_sdpa.graph.attention_forward import forward
@@ -47,6 +50,17 @@ def test_tiles_do_not_change_results(options, tile):
     known.pop("seed", None)
     for a, b in zip(attention(q, k, v, return_stats=True, **options), reference.attention(q, k, v, **known), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12 if a.dtype == np.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("elements", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1000))])
+def test_tiles_of_a_gpu(elements, fake, monkeypatch):
+    """Random problems in tiles of few queries: positions go on in the next tile, and gradients of keys are sums over tiles."""
+    monkeypatch.setattr(tiles, "GPU_TILE_ELEMENTS", elements)
+    cases = [draw(elements, number, "cupy", limits=Limits(20_000, 60_000)) for number in range(10)]
+    cases.append(Case("cupy", sq=41, skv=50, hq=4, b=2, backward=True, options={"seq_lens_q": "random", "causal": "top_left"}))
+    outcomes = [execute(case) for case in cases]
+    assert not [outcome.message for outcome in outcomes if outcome.kind not in ("passed", "refused")]
+    assert sum(outcome.kind == "passed" for outcome in outcomes) > 7
 
 
 def test_long_attention_fits_a_laptop():
