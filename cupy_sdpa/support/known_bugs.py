@@ -164,11 +164,15 @@ def _single_key_difference(problem: Problem) -> bool:
 
 
 def _reads_positions(problem: Problem) -> bool:
-    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
+    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel.
+
+    With paged keys, dropout and sinks do not: beside sinks, a function's array of one element per head was read at the wrong
+    place (H200, 9.19, pages of one key).
+    """
     program = problem.settings.program
     in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = in_function or problem.alibi_slopes is not None
-    other_kernel = problem.settings.dropout or problem.sinks is not None
+    other_kernel = (problem.settings.dropout or problem.sinks is not None) and not problem.paged
     return _one_query_forward(problem) and reads and not other_kernel
 
 

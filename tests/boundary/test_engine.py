@@ -311,7 +311,7 @@ def test_explain(fake):
         for length in (1 << 17, 1 << 18):
             x = fake.empty((8, 1, length, 1), np.float16, order="F")
             report = explain(x, x, x, causal=True, backward=backward, engine="cupy")
-            assert f"tiles of {(1 << 22) // length} of {length} queries of a head" in str(report)
+            assert f"tiles of {(1 << 24) // length} of {length} queries of a head" in str(report)
             needs.append(report.workspace)
         assert needs[1] < 2 * needs[0]
     assert explain(x, x, x, backward=True, engine="cupy").engine == explain(x, x, x, jvp=True, engine="cupy").engine == "CuPy"

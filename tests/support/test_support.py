@@ -341,6 +341,15 @@ def test_guards_of_arrays_do_not_need_a_gpu():
         assert staging_guards(problem) == frozenset()
 
 
+def test_paged_keys_of_one_query_beside_sinks():
+    """A function's array of one element per head was read at the wrong place, although no kernel split the keys."""
+    shapes = (64, 4, 1, 2), (64, 4, 16, 40), (64, 4, 16, 40)
+    options = {"score_mod": lambda s, b, h, i, j, gain: s * gain[h], "tensors": {"gain": np.ones(4, np.float16)}, "sinks": True}
+    paged = cupy_sdpa.problem(*shapes, dtype="float16", page_table=(20, 2), seq_lens=True, **options)
+    assert guards(paged, 91900, 90) >= {"positions", "no-split"}
+    assert "positions" not in guards(one_query(**options), 91900, 90)
+
+
 def test_workarounds_are_described():
     """Name, condition, effect and workaround, for the bugs with guards only."""
     (line,) = workarounds(backward(skv=192), 91900, 90)
