@@ -9,6 +9,7 @@ reported. The exit status is 1 if a comparison failed, and compute-sanitizer's i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -65,9 +66,15 @@ def main(words: Sequence[str]) -> int:
         raise CommandError(f"memcheck needs {COMMAND[0]}, a program of the CUDA toolkit, which is not on PATH")
     command = [*COMMAND, sys.executable, "-m", "benchmarks", "memcheck", "--inside"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment)
-    print(done.stdout)
-    if arguments.log:
-        with open(arguments.log, "w", encoding="utf-8") as file:
-            file.write(done.stdout)
-    return done.returncode
+    log = open(arguments.log, "w", encoding="utf-8") if arguments.log else contextlib.nullcontext()  # noqa: SIM115
+    with (
+        log as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process,
+    ):
+        assert process.stdout
+        for line in process.stdout:  # an interrupted run keeps what it printed
+            print(line, end="", flush=True)
+            if file:
+                file.write(line)
+                file.flush()
+    return process.returncode
