@@ -1,6 +1,7 @@
 """Random problems are planned by the real cuDNN for described GPUs, or refused by the table; no kernel is compiled."""
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ ALLOWED = {
         p.backward and p.bias is not None and p.sizes[4] == 1 and not 90 <= capability < 120
     ),
 }
+#: Refusals that depend on the number of arrays with an element for each query, such as masks beside trees, and on ``max_workspace``.
+REFUSALS = re.compile(r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, \d+ are allowed")
 
 
 def drawn(number):
@@ -55,7 +58,7 @@ def check_plans(numbers, call):
                 continue
             for part in subproblems(problem):
                 plan = call(plan_problem, part, case.gpu)
-                known = any(allowed(part, capability) for allowed in ALLOWED.values())
+                known = REFUSALS.search(str(plan)) or any(allowed(part, capability) for allowed in ALLOWED.values())
                 assert isinstance(plan, PlanInfo) or known, f"{case!r}\n{part}: {plan}"
                 planned += isinstance(plan, PlanInfo)
     assert planned > len(numbers) // 3
