@@ -39,7 +39,8 @@ def default(layout: str) -> Iterator[None]:
     """In a ``with`` block, the layout of every call without ``layout=``.
 
     It holds for the calls of this thread. Packed sequences are ``"thd"``, with ``"dhsb"`` ``"dht"``. Functions that have no
-    ``layout=`` and take arrays with a head dim raise TypeError in the block. A pullback and a prepared call keep the layout of
+    ``layout=`` and take arrays with a head dim raise TypeError in the block; those of :mod:`cupy_sdpa.nnlib` and
+    :mod:`cupy_sdpa.reference` have their own axes, and do not see it. A pullback and a prepared call keep the layout of
     the call that made them.
 
     Args:
