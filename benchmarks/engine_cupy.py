@@ -9,6 +9,7 @@ without the inputs. PyTorch's backend stores matrices of size Sq x Skv.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -59,28 +60,25 @@ def pytorch(arrays: Sequence[Any], causal: bool, backward: bool) -> Call:
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every contender of every problem."""
     busy, _ = busy_matrix()
-    for dtype in ("float32", "float64"):
-        for length in LENGTHS:
-            for causal in (False, True):
-                arrays = [random_normal(D, HEADS, length, 1).astype(dtype) for _ in range(3)]
-                for backward in (False, True):
-                    calls = {"ours": ours(arrays, causal, backward), "PyTorch, math": pytorch(arrays, causal, backward)}
-                    for name, call in list(calls.items()):
-                        try:
-                            call()
-                            call()
-                        except torch.OutOfMemoryError:
-                            print(f"{name}: out of memory", flush=True)
-                            del calls[name]
-                    times = interleaved({name: Events([call], busy) for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
-                    for name, call in calls.items():
-                        peak = (torch_peak if name.startswith("PyTorch") else peak_allocation)(call)
-                        yield {
-                            "dtype": dtype, "length": length, "causal": causal, "passes": "both" if backward else "forward",
-                            "contender": name, "ms": round(statistics.median(times[name]), 3),
-                            "of_ours": round(ratio(times[name], times["ours"]), 3), "peak_mib": round(peak / 2**20, 1),
-                        }  # fmt: skip
-                        cupy.get_default_memory_pool().free_all_blocks()
+    for dtype, length, causal, backward in itertools.product(("float32", "float64"), LENGTHS, (False, True), (False, True)):
+        arrays = [random_normal(D, HEADS, length, 1).astype(dtype) for _ in range(3)]
+        calls = {"ours": ours(arrays, causal, backward), "PyTorch, math": pytorch(arrays, causal, backward)}
+        for name, call in list(calls.items()):
+            try:
+                call()
+                call()
+            except torch.OutOfMemoryError:
+                print(f"{name}: out of memory", flush=True)
+                del calls[name]
+        times = interleaved({name: Events([call], busy) for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
+        for name, call in calls.items():
+            peak = (torch_peak if name.startswith("PyTorch") else peak_allocation)(call)
+            yield {
+                "dtype": dtype, "length": length, "causal": causal, "passes": "both" if backward else "forward",
+                "contender": name, "ms": round(statistics.median(times[name]), 3),
+                "of_ours": round(ratio(times[name], times["ours"]), 3), "peak_mib": round(peak / 2**20, 1),
+            }  # fmt: skip
+            cupy.get_default_memory_pool().free_all_blocks()
 
 
 def main(words: Sequence[str]) -> int:

@@ -82,18 +82,6 @@ def takes_default(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def refuses_default(function: Callable[P, T]) -> Callable[P, T]:
-    """A function without ``layout=`` of arrays with a head dim."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if default_layout() is not None:
-            refuse_default(function.__qualname__)
-        return function(*args, **kwargs)
-
-    return call
-
-
 def refuse_default(name: str) -> NoReturn:
     """Raise the error of a function without ``layout=`` where there is a default layout."""
     raise TypeError(

@@ -177,13 +177,15 @@ def _norms(matrix: Array, axis: int) -> Array:
 
 def _matmul(node: Matmul, tile: Tile) -> None:
     a, b = tile[node.a], tile[node.b]
-    summed = node.out.name in tile.run.summed  # over the rows of all tiles
+    summed = node.out.name in tile.run.summed
+    # in a sum over the tiles of a head, the rows of the tile are the terms; else they are the rows of the result
+    first_term, first_row = (tile.start, 0) if summed else (0, tile.start)
     if node.k is not None:
-        length = max(0, tile.number(node.k) - (tile.start if summed else 0))
+        length = max(0, tile.number(node.k) - first_term)
         a, b = a[:, :length], b[:length]
     out = a @ b
     if node.m is not None:
-        out[max(0, tile.number(node.m) - (0 if summed else tile.start)) :] = 0
+        out[max(0, tile.number(node.m) - first_row) :] = 0
     if node.n is not None:
         out[:, tile.number(node.n) :] = 0
     if summed:

@@ -40,13 +40,11 @@ class Analysis:
         scalars: the tensors of the scalars.
         right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
-        fused_steps: the same for the nodes that are computed on CuPy arrays.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         packed: the names of the tensors of packed sequences.
         lengths: the lengths of each batch entry, if only these are computed.
         separable: whether a block of rows can be computed without the other rows.
-        summed: the rows of gradients that are sums over tiles, if a GPU can compute them so; else None.
         shape: batch, heads, rows and columns.
     """
 
@@ -56,13 +54,11 @@ class Analysis:
         self.scalars = graph.by_role("scalar")
         self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
         self.steps = _last_reads(graph.nodes)
-        self.fused_steps = _last_reads(fuse(graph))
         self.on_host = {t.name for node in graph.nodes for t in _read_on_host(node)}
         self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
         self.separable = _is_separable(graph, self.right_operands)
-        self.summed = SummedRows.of(graph)
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
         self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
 
@@ -72,6 +68,26 @@ def analyze(graph: Graph) -> Analysis:
     found: Analysis | None = graph.notes.get("analysis")
     if found is None:
         found = graph.notes["analysis"] = Analysis(graph)
+    return found
+
+
+class AnalysisOfGpu(NamedTuple):
+    """What evaluations on CuPy arrays do otherwise.
+
+    Attributes:
+        steps: as for :class:`Analysis`, with pointwise nodes fused.
+        summed: the rows of gradients that are sums over tiles; None if there are none.
+    """
+
+    steps: list[tuple[Node, frozenset[str]]]
+    summed: SummedRows | None
+
+
+def analyze_for_gpu(graph: Graph) -> AnalysisOfGpu:
+    """The analysis for CuPy arrays; the graph keeps it."""
+    found: AnalysisOfGpu | None = graph.notes.get("analysis of a GPU")
+    if found is None:
+        found = graph.notes["analysis of a GPU"] = AnalysisOfGpu(_last_reads(fuse(graph)), SummedRows.of(graph))
     return found
 
 
@@ -109,12 +125,13 @@ class Evaluation:
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
-        self.steps = analysis.steps if self.xp is np else analysis.fused_steps
-        self.separable, self.rows = analysis.separable, analysis.shape[2]
+        self.steps, self.separable, self.rows = analysis.steps, analysis.separable, analysis.shape[2]
         self.summed, self.later = frozenset[str](), frozenset[str]()
-        if self.xp is not np and analysis.summed:
-            self.right_operands, self.summed, self.later, self.rows = analysis.summed
-            self.separable = True
+        if self.xp is not np:
+            self.steps, summed = analyze_for_gpu(graph)
+            if summed:
+                self.right_operands, self.summed, self.later, self.rows = summed
+                self.separable = True
         self.whole = {*self.right_operands, *self.summed, *self.later} if self.summed else self.right_operands
         self.row_sums: dict[str, Array] = {}
         self.scalars: dict[str, Any] = {}
@@ -306,13 +323,14 @@ def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
     right, (*_, of, width) = analysis.right_operands, analysis.shape
-    if analysis.summed:
-        right, of = analysis.summed.right_operands | analysis.summed.products, analysis.summed.rows
-    separable = analysis.separable or analysis.summed
+    steps, summed = analyze_for_gpu(graph)
+    if summed:
+        right, of = summed.right_operands | summed.products, summed.rows
+    separable = analysis.separable or summed
     rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if separable else of
     alive: dict[str, int] = {}
     most = 0
-    for node, last_reads in analysis.fused_steps:
+    for node, last_reads in steps:
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
                 alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))

@@ -24,7 +24,7 @@ from .steps import Constant
 
 def key_of(mask: Any) -> tuple[Any, ...]:
     """What the key of a cached call has of a mask: its number, and whether its function has not changed."""
-    return (mask.number, mask._has_its_function) if isinstance(mask, BlockMask) else (None, None)
+    return mask._cache_key if isinstance(mask, BlockMask) else (None, None)
 
 
 def of_call(
