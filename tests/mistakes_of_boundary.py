@@ -145,7 +145,7 @@ LIBRARIES = [
     row("attention", "a bias of JAX with tensors", shared(lambda own, x: attention(*[own.torch(x)] * 3, bias=own.jax(x))),
         TypeError,
         "bias of JAX"),
-    row("prepare", "tensors", in_torch(lambda t: prepare(t, t, t)), ValueError, "in C order: layout='bshd'"),
+    row("prepare", "tensors", in_torch(lambda t: prepare(t, t, t)), ValueError, "in C order", "pass layout='bshd'"),
     row("merge", "tensors", in_torch(lambda t: merge([t], [t])), TypeError, "outs[0] is an array of PyTorch; this call takes"),
     row("fp8.quantize", "tensors", in_torch(fp8.quantize), TypeError, "quantize takes numpy and CuPy arrays: share"),
     row("attention", "a tensor that requires a gradient", shared(lambda own,

@@ -69,7 +69,9 @@ BACKWARD = [
         TypeError, "options are keywords"),
     row("attention_backward", "the order q, k, v, out, stats, dout, as in flash-attn",
         lambda x: attention_backward(*x.qkv, x.dout, attention(*x.qkv, return_stats=True)[1], x.dout), ValueError,
-        "head dims", "q is (8, 2, 7, 3)"),
+        "in another order; pass (dout, q, k, v, out, stats)", "q (8, 2, 7, 3)"),
+    row("attention_backward", "the order dout, q, k, v, stats, out", lambda x: attention_backward(
+        x.dout, *x.qkv, *attention(*x.qkv, return_stats=True)[::-1]), ValueError, "in another order", "stats (16, 4, 6, 3)"),
     row("attention_backward", "dout after v", square("q k v dout out stats"), ValueError, "stats"),
     row("attention_backward", "dout and out swapped", square("out q k v dout stats"), ValueError, "out"),
     row("attention_backward", "q and k swapped", square("dout k q v out stats"), ValueError, "stats"),

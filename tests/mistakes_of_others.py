@@ -286,7 +286,7 @@ CACHE = [
     row("shared_prefix_attention", "pages and lengths in lists", lambda x: prefixed(x, 4, page_table=[[3] * 3, [1, 4, 0]],
         seq_lens_kv=[5, 8, 4]), lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=np.array([[3] * 3, [1, 4, 0]], "i4"),
         seq_lens_kv=x.integers(5, 8, 4))),
-    row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=x.table * 0),
+    row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=np.int32([[5, 5, 5], [1, 4, 0]])),
         ValueError, "sequence 2", "1"),
 ]  # fmt: skip
 

@@ -76,6 +76,12 @@ def read_array(name: str, array: Any) -> Argument:
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
         if array is ...:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a numpy.ma.MaskedArray, whose mask attention does not read: pass {name}.data, and "
+                "the keys to attend to as mask=, bool (Skv, Sq, Hq, B), True where a masked array has False; or their number as "
+                "seq_lens_kv="
+            )
         if library := library_of(array):
             raise TypeError(
                 f"{name} is an array of {library.name}; this call takes numpy and CuPy arrays: share it, for example with "

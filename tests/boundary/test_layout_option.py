@@ -177,11 +177,11 @@ def test_a_group_takes_a_layout():
     def member(group):
         cp = context_parallel(group)
         for forgotten in (q, q[:1], q.transpose(0, 2, 1, 3).copy()):
-            with pytest.raises(ValueError, match=r"in C order: layout='b.*axis=1 for 'bshd'"):
+            with pytest.raises(ValueError, match=r"in C order: .*pass layout='b.*axis=1 for 'bshd'"):
                 cp.unshard(np.ascontiguousarray(forgotten))
         parts = [cp.shard(x, axis=1) for x in (q, k, v, dout)]
         for batch in (1, 2):
-            with pytest.raises(ValueError, match=r"in C order: layout='bshd'"):
+            with pytest.raises(ValueError, match=r"in C order: .*pass layout='bshd'"):
                 cp.attention(*[parts[0][:batch]] * 3)
         out, back = cp.attention_vjp(*parts[:3], layout="bshd", causal=True)
         assert cp.explain(*parts[:3], layout="bshd", causal=True).method
@@ -229,19 +229,19 @@ ONE_POSITION = PACKED | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), np.arra
 ONE_POSITION |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 8)
 #: Arrays whose layout was forgotten: q, options, and the hint of the message.
 FORGOTTEN = {
-    "bshd": (np.ones((2, 5, 3, 8)), {}, "layout='bshd' (batch 2, seq 5, heads 3, head_dim 8)?"),
-    "bhsd": (np.ones((2, 3, 5, 8)), {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
+    "bshd": (np.ones((2, 5, 3, 8)), {}, "axes are (batch 2, seq 5, heads 3, head_dim 8), pass layout='bshd'"),
+    "bhsd": (np.ones((2, 3, 5, 8)), {}, "axes are (batch 2, heads 3, seq 5, head_dim 8), pass layout='bhsd'"),
     "split heads": (np.ones((2, 5, 24)).reshape(2, 5, 3, 8).transpose(0, 2, 1, 3), {},
-    "layout='bhsd' (batch 2, heads 3, seq 5,"),
-    "a part of fused q, k and v": (np.ones((2, 3, 3, 5, 8))[:, 1], {}, "layout='bhsd' (batch 2, heads 3, seq 5, head_dim 8)?"),
-    "a batch of 8": (np.ones((8, 5, 3, 8)), {}, "layout='bshd' (batch 8, seq 5, heads 3, head_dim 8)?"),
-    "a copy": (np.ones((8, 3, 5, 2), order="F").copy(), {}, "Or copy it with asfortranarray(q)"),
-    "every second element of the head dim": (np.ones((16, 3, 5, 2), order="F")[::2], {}, "Copy it with asfortranarray(q)"),
+    "axes are (batch 2, heads 3, seq 5, head_dim 8), pass layout='bhsd'"),
+    "a part of fused q, k and v": (np.ones((2, 3, 3, 5, 8))[:, 1], {}, "axes are (batch 2, heads 3, seq 5, head_dim 8), pass layout='bhsd'"),
+    "a batch of 8": (np.ones((8, 5, 3, 8)), {}, "axes are (batch 8, seq 5, heads 3, head_dim 8), pass layout='bshd'"),
+    "a copy": (np.ones((8, 3, 5, 2), order="F").copy(), {}, "if they are (head_dim, heads, seq, batch), copy it with asfortranarray(q)"),
+    "every second element of the head dim": (np.ones((16, 3, 5, 2), order="F")[::2], {}, "contiguous; copy it with asfortranarray(q)"),
     "reversed": (np.ones((8, 3, 5, 2), order="F")[:, :, ::-1], {}, "negative strides: copy it with asfortranarray(q)"),
-    "a batch of 1": (np.ones((1, 8, 5, 16)), {}, "layout='bshd' (batch 1, seq 8, heads 5, head_dim 16)?"),
-    "a batch of 1 and one head": (np.ones((1, 1, 5, 16)), {}, "layout='bhsd' (batch 1, heads 1, seq 5, head_dim 16)?"),
-    "one packed position": (np.ones((1, 3, 16)), ONE_POSITION, "layout='thd' (total 1, heads 3, head_dim 16)?"),
-    "packed": (np.ones((10, 3, 16)), PACKED, "layout='thd' (total 10, heads 3, head_dim 16)?"),
+    "a batch of 1": (np.ones((1, 8, 5, 16)), {}, "axes are (batch 1, seq 8, heads 5, head_dim 16), pass layout='bshd'"),
+    "a batch of 1 and one head": (np.ones((1, 1, 5, 16)), {}, "axes are (batch 1, heads 1, seq 5, head_dim 16), pass layout='bhsd'"),
+    "one packed position": (np.ones((1, 3, 16)), ONE_POSITION, "axes are (total 1, heads 3, head_dim 16), pass layout='thd'"),
+    "packed": (np.ones((10, 3, 16)), PACKED, "axes are (total 10, heads 3, head_dim 16), pass layout='thd'"),
 }  # fmt: skip
 
 
@@ -277,13 +277,19 @@ def test_a_forgotten_layout_of_other_arguments_is_refused():
     out, stats = attention(q, q, q, return_stats=True)
     backward = {"dout": out, "q": q, "k": q, "v": q, "out": out, "stats": stats}
     for name in ("dout", "out", "stats"):
-        with pytest.raises(ValueError, match=f"^{name} has .*layout='dhsb' confirms"):
+        with pytest.raises(ValueError, match=f"^{name} has .*layout='dhsb', which confirms"):
             attention_backward(**{**backward, name: backward[name].copy()})
     for name in ("dq", "dk", "dv"):
-        with pytest.raises(ValueError, match=f"^{name} has a stride"):
+        with pytest.raises(
+            ValueError, match=rf"^{name} has a stride .*\(head_dim, heads, seq, batch\), allocate it with order='F'"
+        ):
             attention_backward(**backward, **{name: np.empty(q.shape)})
+    with pytest.raises(ValueError, match=r"^out has .*allocate it with order='F': results are not written through a copy"):
+        attention(q, q, q, out=np.empty(out.shape))
+    with pytest.raises(ValueError, match=r"^out has .*copy it with asfortranarray\(out\)"):
+        attention_backward(**{**backward, "out": out.copy()})
     for options in ({"out": np.empty(out.shape)}, {"stats": np.empty(stats.shape)}, {"bias": np.ones((5, 5, 3, 2))}):
-        with pytest.raises(ValueError, match=f"^{next(iter(options))} has .*layout='dhsb' confirms"):
+        with pytest.raises(ValueError, match=f"^{next(iter(options))} has .*layout='dhsb', which confirms"):
             attention(q, q, q, **options)
         attention(q, q, q, layout="dhsb", **options)
 
