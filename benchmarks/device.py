@@ -19,7 +19,7 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import cupy_runtime
 from cupy_sdpa.version import __version__, version_text
 
-from .timing import PRODUCTS, device_ms, interleaved
+from .timing import PRODUCTS, Events, device_ms, interleaved
 
 #: Rows and columns of the matrix whose products keep the device busy, and of the one whose rate is measured.
 BUSY_SIZE, RATE_SIZE = 4096, 8192
@@ -78,6 +78,34 @@ def timed(
     busy, _ = busy_matrix()
     timers = {name: functools.partial(device_ms, several, busy, products) for name, several in calls.items()}
     return interleaved(timers, rounds, **limits)
+
+
+def running(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """The calls that run here, repeated until they are captured; why another one does not run is printed."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            for _ in range(4):
+                call()
+        except (RuntimeError, NotImplementedError, MemoryError) as error:
+            print(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+        else:
+            found[name] = call
+    return found
+
+
+def times_and_peaks(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, tuple[list[float], int]]:
+    """The milliseconds of the calls that run here by CUDA events, in interleaved rounds, and the peak of their memory.
+
+    Args:
+        calls: the calls; the names of those of PyTorch contain ``torch``.
+        rounds, seconds: see :func:`~benchmarks.timing.interleaved`.
+    """
+    busy, _ = busy_matrix()
+    calls = running(calls)
+    times = interleaved({name: Events([call], busy) for name, call in calls.items()}, rounds, seconds=seconds)
+    peaks = {name: (torch_peak if "torch" in name.lower() else peak_allocation)(call) for name, call in calls.items()}
+    return {name: (times[name], peaks[name]) for name in calls}
 
 
 def matmul_tflops() -> tuple[float, str]:

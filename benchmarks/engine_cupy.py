@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cupy
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 
 from . import runner
-from .device import as_torch, busy_matrix, peak_allocation, random_normal, torch_peak
-from .timing import Events, interleaved, ratio
+from .device import as_torch, random_normal, times_and_peaks
+from .timing import ratio
 
 ROUNDS, SECONDS = 5, 0.4
 LENGTHS = (1024, 4096, 16384)
@@ -59,26 +58,16 @@ def pytorch(arrays: Sequence[Any], causal: bool, backward: bool) -> Call:
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every contender of every problem."""
-    busy, _ = busy_matrix()
     for dtype, length, causal, backward in itertools.product(("float32", "float64"), LENGTHS, (False, True), (False, True)):
         arrays = [random_normal(D, HEADS, length, 1).astype(dtype) for _ in range(3)]
         calls = {"ours": ours(arrays, causal, backward), "PyTorch, math": pytorch(arrays, causal, backward)}
-        for name, call in list(calls.items()):
-            try:
-                call()
-                call()
-            except torch.OutOfMemoryError:
-                print(f"{name}: out of memory", flush=True)
-                del calls[name]
-        times = interleaved({name: Events([call], busy) for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
-        for name, call in calls.items():
-            peak = (torch_peak if name.startswith("PyTorch") else peak_allocation)(call)
+        found = times_and_peaks(calls, ROUNDS, SECONDS)
+        for name, (times, peak) in found.items():
             yield {
                 "dtype": dtype, "length": length, "causal": causal, "passes": "both" if backward else "forward",
-                "contender": name, "ms": round(statistics.median(times[name]), 3),
-                "of_ours": round(ratio(times[name], times["ours"]), 3), "peak_mib": round(peak / 2**20, 1),
+                "contender": name, "ms": round(statistics.median(times), 3),
+                "of_ours": round(ratio(times, found["ours"][0]), 3), "peak_mib": round(peak / 2**20, 1),
             }  # fmt: skip
-            cupy.get_default_memory_pool().free_all_blocks()
 
 
 def main(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_sdpa.cli.console import CommandError
 from cupy_sdpa.explain import problem
 from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.tensor_spec import ITEMSIZE
@@ -158,7 +159,7 @@ def select(names: Sequence[str] | None) -> list[Preset]:
     """The presets with the given names. A name that no preset has selects the presets that begin with it; None selects all.
 
     Raises:
-        ValueError: no preset has such a name or prefix.
+        CommandError: no preset has such a name or prefix.
 
     >>> [preset.name for preset in select(["decode", "llama-8b-2k"])]
     ['llama-8b-2k', 'decode-8k-batch-32', 'decode-32k-batch-1']
@@ -170,6 +171,6 @@ def select(names: Sequence[str] | None) -> list[Preset]:
         exact = [preset for preset in PRESETS if preset.name == name]
         matches = exact or [preset for preset in PRESETS if preset.name.startswith(name)]
         if not matches:
-            raise ValueError(f"there is no preset {name!r}; --list shows all presets")
+            raise CommandError(f"there is no preset {name!r}; --list shows all presets")
         selected.update(matches)
     return [preset for preset in PRESETS if preset in selected]
