@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import platform
@@ -19,8 +18,9 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import cupy_runtime
 from cupy_sdpa.version import __version__, version_text
 
-from .timing import PRODUCTS, Events, device_ms, interleaved
+from .timing import Events, device_ms, interleaved
 
+Call = Callable[[], Any]
 #: Rows and columns of the matrix whose products keep the device busy, and of the one whose rate is measured.
 BUSY_SIZE, RATE_SIZE = 4096, 8192
 #: Bytes of the copy that measures the memory's rate.
@@ -62,50 +62,29 @@ def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
     return torch.randn(size, size, dtype=torch.bfloat16, device="cuda"), "bfloat16"
 
 
-def timed(
-    calls: Mapping[str, Sequence[Callable[[], Any]]], rounds: int, *, products: int = PRODUCTS, **limits: Any
-) -> dict[str, list[float]]:
-    """The milliseconds of several contenders' calls by CUDA events, in interleaved rounds.
-
-    Args:
-        calls: for each contender the calls, which are first repeated, so that repeated calls are captured.
-        rounds, limits: see :func:`~benchmarks.timing.interleaved`.
-        products: the matrix products that hide the host's time.
-    """
-    for several in calls.values():
-        for call in [*several] * 4:
-            call()
-    busy, _ = busy_matrix()
-    timers = {name: functools.partial(device_ms, several, busy, products) for name, several in calls.items()}
-    return interleaved(timers, rounds, **limits)
-
-
-def running(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """The calls that run here, repeated until they are captured; why another one does not run is printed."""
+def running(calls: Mapping[str, Sequence[Call]]) -> dict[str, Sequence[Call]]:
+    """The contenders whose calls run here, repeated until they are captured; why another one does not run is printed."""
     found = {}
-    for name, call in calls.items():
+    for name, several in calls.items():
         try:
-            for _ in range(4):
+            for call in [*several] * 4:
                 call()
         except (RuntimeError, NotImplementedError, MemoryError) as error:
             print(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
         else:
-            found[name] = call
+            found[name] = several
     return found
 
 
-def times_and_peaks(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, tuple[list[float], int]]:
-    """The milliseconds of the calls that run here by CUDA events, in interleaved rounds, and the peak of their memory.
+def timed(calls: Mapping[str, Sequence[Call]], rounds: int, **limits: Any) -> dict[str, list[float]]:
+    """The milliseconds of the contenders that run here by CUDA events, in interleaved rounds.
 
     Args:
-        calls: the calls; the names of those of PyTorch contain ``torch``.
-        rounds, seconds: see :func:`~benchmarks.timing.interleaved`.
+        calls: the calls of each contender.
+        rounds, limits: see :func:`~benchmarks.timing.interleaved`.
     """
     busy, _ = busy_matrix()
-    calls = running(calls)
-    times = interleaved({name: Events([call], busy) for name, call in calls.items()}, rounds, seconds=seconds)
-    peaks = {name: (torch_peak if "torch" in name.lower() else peak_allocation)(call) for name, call in calls.items()}
-    return {name: (times[name], peaks[name]) for name in calls}
+    return interleaved({name: Events(several, busy) for name, several in running(calls).items()}, rounds, **limits)
 
 
 def matmul_tflops() -> tuple[float, str]:
@@ -133,7 +112,12 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def peak_allocation(call: Callable[[], Any]) -> int:
+def peak_of(name: str, call: Call) -> int:
+    """The peak of the memory that a call allocates, in the pool of PyTorch if the name of its contender contains ``torch``."""
+    return (torch_peak if "torch" in name.lower() else peak_allocation)(call)
+
+
+def peak_allocation(call: Call) -> int:
     """The peak of the bytes that CuPy's memory pool hands out during a call."""
     hook = cupy_runtime.cupy().cuda.MemoryHook
     current, peak = 0, 0
@@ -160,7 +144,7 @@ def peak_allocation(call: Callable[[], Any]) -> int:
     return peak
 
 
-def torch_peak(call: Callable[[], Any]) -> int:
+def torch_peak(call: Call) -> int:
     """The peak of the memory that a call allocates in PyTorch's pool."""
     from torch import cuda
 

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 
 from . import runner
-from .device import as_torch, random_normal, times_and_peaks
+from .device import as_torch, peak_of, random_normal, timed
 from .timing import ratio
 
 ROUNDS, SECONDS = 5, 0.4
@@ -61,12 +61,12 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for dtype, length, causal, backward in itertools.product(("float32", "float64"), LENGTHS, (False, True), (False, True)):
         arrays = [random_normal(D, HEADS, length, 1).astype(dtype) for _ in range(3)]
         calls = {"ours": ours(arrays, causal, backward), "PyTorch, math": pytorch(arrays, causal, backward)}
-        found = times_and_peaks(calls, ROUNDS, SECONDS)
-        for name, (times, peak) in found.items():
+        found = timed({name: [call] for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
+        for name, times in found.items():
             yield {
                 "dtype": dtype, "length": length, "causal": causal, "passes": "both" if backward else "forward",
                 "contender": name, "ms": round(statistics.median(times), 3),
-                "of_ours": round(ratio(times, found["ours"][0]), 3), "peak_mib": round(peak / 2**20, 1),
+                "of_ours": round(ratio(times, found["ours"]), 3), "peak_mib": round(peak_of(name, calls[name]) / 2**20, 1),
             }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 
 from . import runner
-from .device import as_torch, random_normal, times_and_peaks
+from .device import as_torch, peak_of, random_normal, timed
 from .timing import host_us, ratio
 
 ROUNDS, SECONDS = 9, 0.4
@@ -119,13 +119,13 @@ def rows_of(size: Size) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     if 4 * size.b * size.hq * size.s * size.s <= MOST_BYTES:
         calls["torch.func.jvp, math"] = problem.pytorch()
-    found = times_and_peaks(calls, ROUNDS, SECONDS)
-    of_ours, own_peak = found["attention_jvp"]
-    for name, (times, peak) in found.items():
+    found = timed({name: [call] for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
+    peaks = {name: peak_of(name, calls[name]) for name in found}
+    for name, times in found.items():
         yield {
             **size._asdict(), "contender": name, "ms": round(statistics.median(times), 4),
-            "of_jvp": round(ratio(times, of_ours), 3), "peak_mib": round(peak / 2**20, 1),
-            "memory_of_jvp": round(peak / max(own_peak, 1), 2),
+            "of_jvp": round(ratio(times, found["attention_jvp"]), 3), "peak_mib": round(peaks[name] / 2**20, 1),
+            "memory_of_jvp": round(peaks[name] / max(peaks["attention_jvp"], 1), 2),
             "host_us": "" if name.startswith("torch") else round(host_us(calls[name], 20), 1),
         }  # fmt: skip
 

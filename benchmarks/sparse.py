@@ -35,7 +35,7 @@ from .timing import host_us, ratio
 H, D, LENGTHS, BLOCK, DOCUMENT, WINDOW = 16, 128, (8192, 32768), 128, 1024, 1024
 #: The longest problem whose errors are computed, and the number of heads of which they are.
 EXACT_LENGTH, EXACT_HEADS = 8192, 2
-ROUNDS, PRODUCTS = 11, 24
+ROUNDS = 11
 
 Call = Callable[[], Any]
 
@@ -140,7 +140,7 @@ def measure(pattern: Pattern, length: int) -> dict[str, Any]:
         calls["both"]["flex"].append(theirs)
         free_memory()
     for direction, several in calls.items():
-        times = timed(several, ROUNDS, products=PRODUCTS)
+        times = timed(several, ROUNDS)
         ms = {name: statistics.median(found) for name, found in times.items()}
         row |= {f"{direction}_us": round(1e3 * ms["ours"], 1), f"{direction}_flex_us": round(1e3 * ms["flex"], 1)}
         row |= {f"{direction}_ratio": round(ratio(times["ours"], times["flex"]), 3)}
