@@ -17,7 +17,6 @@ COMMANDS = {
     "decode": "decoding with paged keys and values against PyTorch and FlashInfer",
     "fp8": "FP8 against bfloat16 and PyTorch: times, and errors against the number of keys",
     "jvp": "directional derivatives against PyTorch's forward-mode differentiation",
-    "engine_cupy": 'engine="cupy" against PyTorch\'s math backend: time and memory, float32 and float64',
     "parallel": "attention over several GPUs: time against ideal, hidden transfers",
     "plans": "plans: first calls, disk cache, buckets of lengths, autotuning",
     "memcheck": "every kind of call under compute-sanitizer",

@@ -182,7 +182,7 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
     """Measure a preset in one direction; returns a row for each contender, ours first."""
     sets = [Inputs(preset) for _ in range(min(device.input_sets(preset.input_bytes), MAX_SETS))]
     busy, _ = device.busy_matrix()
-    kinds: list[type[Contender]] = [Ours, *settings.peers]
+    kinds: list[type[Contender]] = [Ours, *(peer for peer in settings.peers if preset.dtype in peer.dtypes)]
     ours, *others = runs = [ContenderRun(kind, preset, direction) for kind in kinds]
     ours.prepare(sets, [], busy, settings.tune)
     for other in others:

@@ -38,11 +38,11 @@ def input_sets(bytes_per_set: int) -> int:
     return max(2, -(-2 * l2_bytes() // bytes_per_set))
 
 
-def random_normal(*shape: int) -> Any:
-    """Normal random numbers in bfloat16, in Fortran order."""
+def random_normal(*shape: int, dtype: str = "bfloat16") -> Any:
+    """Normal random numbers in Fortran order."""
     cupy = cupy_runtime.cupy()
     numbers = cupy.random.standard_normal(shape, dtype="float32")
-    return cupy.asfortranarray(numbers.astype(numpy_dtype("bfloat16")))
+    return cupy.asfortranarray(numbers.astype(numpy_dtype(dtype)))
 
 
 def as_torch(array: Any) -> Any:

@@ -16,8 +16,6 @@ from cupy_sdpa.problem.tensor_spec import ITEMSIZE
 
 #: What is timed: the forward pass without row statistics; the backward pass; both, the forward pass with row statistics.
 DIRECTIONS = ("forward", "backward", "both")
-#: Bytes of an element. Every preset is bfloat16.
-BYTES = ITEMSIZE["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Preset:
         causal: query i attends to keys up to and including i.
         left: query i attends to at most this many keys before i; None for no limit.
         directions: the directions that are timed.
+        dtype: the dtype of the arrays.
+        engine: ``"cupy"`` for CuPy's own operations, which are compared with PyTorch's math backend.
     """
 
     name: str
@@ -43,6 +43,8 @@ class Preset:
     causal: bool = False
     left: int | None = None
     directions: tuple[str, ...] = DIRECTIONS
+    dtype: str = "bfloat16"
+    engine: str | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -59,7 +61,7 @@ class Preset:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of cupy_sdpa's calls."""
         window = {} if self.left is None else {"window": (self.left, 0)}
-        return {"causal": self.causal, **window}
+        return {"causal": self.causal, **window, **({"engine": self.engine} if self.engine else {})}
 
     @property
     def decode(self) -> bool:
@@ -83,18 +85,18 @@ class Preset:
     @property
     def input_bytes(self) -> int:
         """The bytes of q, k and v."""
-        return sum(BYTES * d * h * s * b for d, h, s, b in self.shapes)
+        return sum(ITEMSIZE[self.dtype] * d * h * s * b for d, h, s, b in self.shapes)
 
     @property
     def moved_bytes(self) -> int:
         """The bytes that a forward pass must read and write: q, k, v and out."""
         d, h, s, b = self.out_shape
-        return self.input_bytes + BYTES * d * h * s * b
+        return self.input_bytes + ITEMSIZE[self.dtype] * d * h * s * b
 
     def columns(self) -> dict[str, Any]:
         """The columns of a row that describe the problem."""
         names = ("b", "hq", "hkv", "sq", "skv", "d", "dv", "causal")
-        return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": "bfloat16"}
+        return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": self.dtype}
 
     def described(self) -> str:
         """The problem in words."""
@@ -104,12 +106,14 @@ class Preset:
         return f"batch {self.b}, {self.hq}/{self.hkv} heads, {lengths}, {dims}, {mask}: {', '.join(self.directions)}"
 
     def problems(self, direction: str) -> tuple[Problem, ...]:
-        """The problems of cupy_sdpa's calls, in their order."""
+        """The problems of cupy_sdpa's calls, in their order; none without cuDNN."""
+        if self.engine:
+            return ()
         q, k, v = self.shapes
         calls = {"forward": ("forward",), "backward": ("backward",), "both": ("forward with stats", "backward")}[direction]
         return tuple(
             problem(
-                q, k, v, dtype="bfloat16", **self.options,
+                q, k, v, dtype=self.dtype, **self.options,
                 return_stats=call == "forward with stats", backward=call == "backward",
             )
             for call in calls
@@ -152,6 +156,23 @@ PRESETS: tuple[Preset, ...] = (
     _square("notebook-512", 2, 8, 8, 512, 64),
     _decode("decode-8k-batch-32", 32, 8192),
     _decode("decode-32k-batch-1", 1, 32768),
+    *(
+        _square(
+            f"cupy-{dtype}-{length // 1024}k{'-causal' * causal}",
+            1,
+            8,
+            8,
+            length,
+            64,
+            causal=causal,
+            directions=("forward", "both"),
+            dtype=dtype,
+            engine="cupy",
+        )
+        for dtype in ("float32", "float64")
+        for length in (1024, 4096, 16384)
+        for causal in (False, True)
+    ),
 )
 
 

@@ -139,7 +139,8 @@ def attention_backward(
     query_heads, key_heads = q.shape[1], k.shape[1]
     tau = 1 / math.sqrt(len(q)) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    dbias, dsinks = np.zeros((1, 1, 1, 1) if bias is None else bias.shape), np.zeros(query_heads)
+    dbias: NDArray[np.float64] = np.zeros((1, 1, 1, 1) if bias is None else bias.shape)
+    dsinks = np.zeros(query_heads)
     for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
         own = sequence.options(options | {"bias": bias})
         qs, dos = (sequence.of_queries(x) for x in (q, dout))
@@ -156,7 +157,7 @@ def attention_backward(
             mean = (p * dp).sum(axis=1)
             ds = p * (dp - mean[:, None])
             dsinks[h] += (p_sink * (0 - mean)).sum()
-            part = sequence.of_scores(dbias)[:, :, h % dbias.shape[2], 0]
+            part = sequence.of_scores(dbias)[:, :, h % len(dbias[0, 0]), 0]
             part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
             dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
             sequence.of_queries(dq)[:, h, :, 0] = tau * (kh @ dx.T)

@@ -13,10 +13,10 @@ from .contender import Contender
 from .cudnn_frontend import Frontend
 from .jax_cudnn import Jax
 from .ours import Ours
-from .pytorch import Flex, TorchCudnn, TorchFlash
+from .pytorch import Flex, TorchCudnn, TorchFlash, TorchMath
 
 #: The contenders of other libraries.
-PEERS: dict[str, type[Contender]] = {kind.name: kind for kind in (TorchCudnn, TorchFlash, Frontend, Flex, Jax)}
+PEERS: dict[str, type[Contender]] = {kind.name: kind for kind in (TorchCudnn, TorchFlash, Frontend, Flex, Jax, TorchMath)}
 #: All contenders, this package first.
 CONTENDERS: dict[str, type[Contender]] = {Ours.name: Ours, **PEERS}
 
