@@ -140,6 +140,7 @@ def attention_backward(
     tau = 1 / math.sqrt(len(q)) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dbias: NDArray[np.float64] = np.zeros((1, 1, 1, 1) if bias is None else bias.shape)
+    _, _, bias_heads, _ = dbias.shape
     dsinks = np.zeros(query_heads)
     for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
         own = sequence.options(options | {"bias": bias})
@@ -157,7 +158,7 @@ def attention_backward(
             mean = (p * dp).sum(axis=1)
             ds = p * (dp - mean[:, None])
             dsinks[h] += (p_sink * (0 - mean)).sum()
-            part = sequence.of_scores(dbias)[:, :, h % len(dbias[0, 0]), 0]
+            part = sequence.of_scores(dbias)[:, :, h % bias_heads, 0]
             part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
             dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
             sequence.of_queries(dq)[:, h, :, 0] = tau * (kh @ dx.T)
