@@ -25,7 +25,7 @@ from cupy_sdpa import (
     shared_prefix_attention,
     validate,
 )  # fmt: skip
-from cupy_sdpa.boundary.call import describing
+from cupy_sdpa.boundary.call import Mode, mode
 from cupy_sdpa.composed import explain_function
 from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import executor
@@ -33,7 +33,7 @@ from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, run_program
 from cupy_sdpa.programs.program import Builder
 from cupy_sdpa.programs.steps import Constant
-from cupy_sdpa.programs.watch import Modes, Watcher
+from cupy_sdpa.programs.watch import Watcher
 from cupy_sdpa.replay.replay_cache import run_cached
 from cupy_sdpa.runtime import cupy_runtime
 
@@ -51,7 +51,7 @@ def program_calls(monkeypatch):
     made, before, own = [], [], executor.ProgramCall.run
 
     def kept(call, *arguments):
-        if describing.get() is None:
+        if mode.get().description is None:
             made.append(call)
             for function in before:
                 function(call)
@@ -333,7 +333,7 @@ def test_a_wrong_plan_is_named(engine):
     for _, arrays in call.bound():
         call.execute(0 if engine.on_cudnn else None)
         arrays["out"] *= engine.dtype.type(1.25)
-        watch = Watcher(call.program, Modes(debug=False, validate=True), on_gpu=engine.on_cudnn)
+        watch = Watcher(call.program, Mode(validate=True), on_gpu=engine.on_cudnn)
         with pytest.raises(StepError, match=r"step 1, 'attention', differs .* out has an error of"):
             watch.run(step, arrays, call.scalars, lambda: None)
 
