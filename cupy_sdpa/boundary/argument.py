@@ -79,8 +79,8 @@ def read_array(name: str, array: Any) -> Argument:
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a numpy.ma.MaskedArray, whose mask attention does not read: pass {name}.data, and "
-                "the keys to attend to as mask=, bool (Skv, Sq, Hq, B), True where a masked array has False; or their number as "
-                "seq_lens_kv="
+                "the keys to attend to as mask=, bool (Skv, Sq, Hq, B), True where a masked array has False; or their number "
+                "as seq_lens_kv="
             )
         if library := library_of(array):
             raise TypeError(
