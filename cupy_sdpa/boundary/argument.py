@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ def read_array(name: str, array: Any) -> Argument:
                 f"numpy.asarray({name}) or cupy.from_dlpack({name})"
             )
         remedy = _REMEDIES.get(name, "")
+        if name in INT32 and isinstance(array, numbers.Integral):
+            remedy = f"pass a number for each batch entry, such as numpy.full(B, {array}, 'int32')"
         if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
             remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):

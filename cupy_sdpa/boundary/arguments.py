@@ -65,8 +65,7 @@ def read_backward(
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, **others}
-    if layouts.other_layout(options) is None:
-        _check_order(arrays)
+    _check_order(arrays, layouts.other_layout(options))
     return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
 
 
@@ -74,16 +73,19 @@ def read_backward(
 _OF_BACKWARD = ("dout", "q", "k", "v", "out", "stats")
 
 
-def _check_order(arrays: Mapping[str, Any]) -> None:
+def _check_order(arrays: Mapping[str, Any], layout: str | None) -> None:
     """Check that the arrays of a backward pass are not in another order, such as q, k, v, out, dout, stats.
 
     Raises:
         ValueError: the shapes do not fit in this order, and fit in another one.
     """
     shapes = [getattr(arrays.get(name), "shape", None) for name in _OF_BACKWARD]
-    if None in shapes or _is_backward(*shapes):
+    if None in shapes:
         return
-    if any(_is_backward(*order) for order in itertools.permutations(shapes)):
+    own = shapes if layout is None else [
+        layouts.to_own("q", shape, layout) if len(shape) == len(layout) else shape[::-1] for shape in shapes
+    ]  # fmt: skip
+    if not _is_backward(*own) and any(_is_backward(*order) for order in itertools.permutations(own)):
         given = ", ".join(f"{name} {shape}" for name, shape in zip(_OF_BACKWARD, shapes, strict=True))
         raise ValueError(f"the arrays are in another order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
 
@@ -113,6 +115,9 @@ def _read(
     check_names(options)
     layout = layouts.other_layout(options)
     if layout is None:
+        if options.get("layout") is None:  # before shapes are compared, whose axes would be the wrong ones
+            for name in ("q", "k", "v"):
+                layouts.check_strides_of(name, arrays[name])
         call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
         layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
         return call
@@ -150,7 +155,7 @@ def _read_own(
     *_, sq, skv, _ = problem.sizes
     if problem.paged and options.get("causal") is True and sq != skv:
         raise ValueError(
-            f"causal is True and page_table is passed, with {sq} queries and pages for {skv} keys: pass causal='bottom_right', "
+            f"causal is True with page_table, and Sq is {sq}, and the pages have up to {skv} keys: pass causal='bottom_right', "
             "where the last query attends to all keys of its sequence, or 'top_left', where query i attends to keys 0 to i"
         )
     found = {name: argument.array for name, argument in arguments.items()}

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from ..layout import AXES, default_is, default_layout, order
-from ..problem.problem import CU_SEQLENS, ROW_STATS, SCORE_INPUTS, Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, SCORE_INPUTS, Problem
 from ..problem.tensor_spec import (
     ITEMSIZE,
     CallersAxes,
@@ -351,12 +351,14 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
         spec = make_spec(name, signature_of(array, 0))
         obstacle = _vector_obstacle(spec, on_gpu, written)
         if obstacle and (required or not _is_named.get()):
-            confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
             raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array."""
+    if name in ("sinks", "alibi_slopes", *LENGTHS, *CU_SEQLENS):  # of one axis; any other shape is a mistake, shown as it is
+        return tuple(axes)
     if name not in VECTORS:
         return tuple(axes)[::-1]
     letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"

@@ -238,6 +238,8 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
     dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
     if spec.dtype not in dtypes:
         remedy = f"convert with .astype({dtypes[0]!r})"
+        if spec.name == "mask":
+            remedy += ", with True where the query attends"
         if spec.dtype == "bool":
             remedy = "a bool array, True where the query attends, is passed as mask="
         elif spec.name == "mask" and spec.dtype in FLOAT_DTYPES:
@@ -302,8 +304,10 @@ batch), copy it with asfortranarray(q)
     itemsize = ITEMSIZE[spec.dtype]
     if spec.strides[0] != itemsize:
         text = f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
-        hint = c_order_hint(spec, written=written)
-        return f"{text}: axis 0 must be contiguous{f'. {hint}' if hint else f'; {_in_fortran_order(spec.name, written)}'}"
+        text += ": axis 0 must be contiguous"
+        if spec.strides[-1] != itemsize or len(spec.shape) not in (3, 4) or has_callers_axes():
+            return f"{text}; {_in_fortran_order(spec.name, written)}"
+        return f"{text}. {_in_c_order(spec, written)}"
     if min(spec.strides) < 0:
         remedy = _in_fortran_order(spec.name, written)
         return f"{spec.name} has strides {spec.strides} bytes; cuDNN does not support negative strides: {remedy}"
@@ -317,18 +321,6 @@ def _in_fortran_order(name: str, written: bool) -> str:
         if written
         else f"copy it with asfortranarray({name})"
     )
-
-
-def c_order_hint(spec: TensorSpec, *, written: bool = False) -> str:
-    """The remedy for an array in C order, whose axes are probably those of another layout; empty for any other array.
-
-    Args:
-        spec: the array.
-        written: whether it is a result. Default False.
-    """
-    if spec.strides[-1] != ITEMSIZE[spec.dtype] or spec.strides[0] == spec.strides[-1] or len(spec.shape) not in (3, 4):
-        return ""
-    return "" if has_callers_axes() else _in_c_order(spec, written)
 
 
 def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

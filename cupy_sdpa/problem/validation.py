@@ -30,7 +30,6 @@ from .tensor_spec import (
     Expected,
     Signature,
     TensorSpec,
-    c_order_hint,
     check_broadcastable,
     check_equal,
     check_spec,
@@ -49,7 +48,8 @@ _DENSE = (
 )
 _PAGED = (
     "with a page table the shapes of k and v are (head_dim, heads, page size, pages); pages in the memory order "
-    "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3)"
+    "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3), and q and pages (pages, page size, heads, "
+    "head_dim) with layout='bshd'"
 )
 _PACKED = (
     "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T, or "
@@ -223,8 +223,11 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
         raise ValueError(f"q {shown_shape(q)} has head dim 0; axis {axis} is head_dim, and must not be empty")
     if (hq % hkv) if hkv else hq:
         what = legend if paged else legend.split(". ")[0]
-        if hint := c_order_hint(q):
-            what += f". {hint}"
+        if not (packed or paged or has_callers_axes()) and k.shape[2] and q.shape[2] % k.shape[2] == 0:
+            what += (
+                ". Heads and seq may be exchanged, as in x.T of x (batch, heads, seq, head_dim): pass x with layout='bhsd', or "
+                "x.transpose(3, 1, 2, 0)"
+            )
         raise ValueError(
             f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} (grouped-query attention: each key/value "
             f"head serves {hq}/{hkv} query heads); q is {shown_shape(q)}, k is {shown_shape(k)}; {what}"
