@@ -51,18 +51,6 @@ def qkv(engine):
 
 
 @on_cudnn
-def test_shapes_and_arrays_share_a_plan(engine, qkv, cache):
-    """Shapes give the plan that arrays of these shapes use; no plan is built twice."""
-    q, k, v = qkv
-    report = explain(cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype="float16", causal=True))
-    assert report
-    assert (cache.misses, cache.hits, cache.size) == (1, 0, 1)
-    attention(q, k, v, causal=True)
-    assert (cache.misses, cache.hits) == (1, 1)
-    assert cache.bytes == report.plan.size > 0
-
-
-@on_cudnn
 def test_a_stored_plan_is_loaded(engine, qkv, cache, folder):
     """It has the same properties and gives the same bits; threads that need the same new plan build it once."""
     q, k, v = qkv
@@ -323,20 +311,6 @@ def test_plans_built_ahead_of_time_are_loaded(cupy, plans, folder):
     assert all(entry.plan for entry in built), built
     assert compute() == here
     assert loaded() == [True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-def test_lengths_in_buckets_share_a_plan(engine, cache):
-    """Of seven lengths each bucket has one plan per pass, whatever the memory contained."""
-    lengths = [5, 15, 16, 17, 30, 32, 33]
-    for length in lengths:
-        q, k, v = (engine.normal(seed, 16, 2, n, 1) for seed, n in enumerate((length, length + 4, length + 4)))
-        out, stats = attention(q, k, v, return_stats=True, bucket=16)
-        attention_backward(q, q, k, v, out, stats, bucket=16)
-        engine.agrees(engine.case(sq=length, skv=length + 4, backward=True, options={"bucket": 16, "causal": "bottom_right"}))
-    buckets = {(-(-n // 16), -(-(n + 4) // 16)) for n in lengths}
-    assert cache.misses == 4 * len(buckets)
 
 
 STRESS = """

@@ -6,11 +6,11 @@ import importlib.util
 import re
 
 import pytest
-from benchmark_rows import rows_of, two_presets
+from benchmark_rows import two_presets
 from command_line import run as run_command
 from tiers import missing
 
-from benchmarks import cpu, plots, presets, runner, table
+from benchmarks import cpu, presets, runner, table
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.contenders import registry
 from benchmarks.presets import PRESETS
@@ -155,15 +155,6 @@ def test_without_a_gpu_the_reason_is_one_line(name):
 
 
 # figures
-
-
-def test_figures(folder):
-    """One for every direction with rows, and one for the host time; equal rows give equal files."""
-    pytest.importorskip("matplotlib")
-    rows = [*two_presets(), *rows_of(PRESETS[0], {"ours": 2.0, "flex": 4.0}, "backward")]
-    drawn, again = (plots.draw(rows, folder / name) for name in "ab")
-    assert [path.name for path in drawn] == [f"bench_{name}.svg" for name in ("forward", "backward", "host")]
-    assert [path.read_bytes() for path in drawn] == [path.read_bytes() for path in again]
 
 
 def test_figures_from_a_file(folder):
