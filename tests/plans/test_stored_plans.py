@@ -177,17 +177,6 @@ def test_refusals_are_cached_as_text(fake, cache):
     attention(x, x, x)
 
 
-def test_max_workspace_refuses_plans(fake):
-    """The message has the workspace and the limit; deterministic gradients beyond it name what the other engine requires."""
-    x = fake.ones((16, 2, 20, 1), np.float16, order="F")
-    assert explain(x, x, x, max_workspace=4096).plan.workspace == 4096
-    with pytest.raises(Unsupported, match="needs a workspace of 4096 bytes, 4095 are allowed"):
-        attention(x, x, x, max_workspace=4095)
-    out, stats = attention(x, x, x, return_stats=True)
-    with pytest.raises(Unsupported, match=r"requires cuDNN 9\.25\.1 or newer and a Hopper GPU; this is cuDNN 9\.19\.0"):
-        attention_backward(x, x, x, x, out, stats, deterministic=True, max_workspace=100)
-
-
 def test_a_plan_that_cannot_be_stored_is_destroyed(fake, monkeypatch):
     """An exception of the disk cache is raised, and no descriptor is left."""
 
