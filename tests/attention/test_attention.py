@@ -154,7 +154,10 @@ def test_the_public_names_are_these():
     assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
 
 
-@pytest.mark.parametrize("imported", ["cupy_sdpa", "cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache"])
+@pytest.mark.parametrize(
+    "imported",
+    ["cupy_sdpa", pytest.param("cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache", marks=pytest.mark.slow)],
+)
 def test_a_new_process_finds_the_public_names(imported):
     """dir() lists these and the public modules only, which are imported on first use."""
     code = f"import {imported}; print(*dir(cupy_sdpa)); print(*(getattr(cupy_sdpa, n).__name__ for n in {MODULES})); "

@@ -95,7 +95,7 @@ print(json.dumps([library().found_via, library().version, library().is_light]))
 """
 
 
-@pytest.mark.parametrize("light", [True, False])
+@pytest.mark.parametrize("light", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_light_wheels_are_found(light, tmp_path):
     """In the folder of NVIDIA's wheels, of which cuda.pathfinder knows nothing; the engines of the full cuDNN are a file beside it."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -122,6 +122,7 @@ with Planner() as planner:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cudnn
 def test_a_refusal_of_the_light_configuration():
     """It names the extras that install all engines."""

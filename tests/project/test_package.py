@@ -50,6 +50,7 @@ def test_import_loads_neither_cupy_nor_cudnn(tmp_path):
     assert "ml_dtypes" in after_another  # the test can fail
 
 
+@pytest.mark.slow
 def test_the_plan_cache_without_a_gpu(tmp_path):
     """A RuntimeError names what is missing: the GPU, or CuPy and how to install it."""
     if not missing("gpu"):
