@@ -67,9 +67,6 @@ BACKWARD = [
     row("attention_backward", "no arrays", lambda x: attention_backward(), TypeError, "dout, q, k, v, out and stats"),
     row("attention_backward", "options by position", lambda x: attention_backward(x.dout, *x.qkv, x.dout, x.dout, True),
         TypeError, "options are keywords"),
-    row("attention_backward", "the order q, k, v, out, stats, dout, as in flash-attn",
-        lambda x: attention_backward(*x.qkv, x.dout, attention(*x.qkv, return_stats=True)[1], x.dout), ValueError,
-        "head dims", "q is (8, 2, 7, 3)"),
     row("attention_backward", "dout after v", square("q k v dout out stats"), ValueError, "stats"),
     row("attention_backward", "dout and out swapped", square("out q k v dout stats"), ValueError, "out"),
     row("attention_backward", "another block mask", backward({"block_mask": block_mask(zoo.causal, 6, 7)},
@@ -80,14 +77,8 @@ BACKWARD = [
     row("attention_backward", "no statistics", backward(replaced=lambda x, a: {"stats": None}), TypeError, "stats is None",
         "return_stats=True"),
     row("attention_backward", "no output", backward(replaced=lambda x, a: {"out": None}), TypeError, "out is None"),
-    row("attention_backward", "dout of q's shape", backward(replaced=lambda x, a: {"dout": x.q}), ValueError, "(8, 4, 6, 3)",
-        "(16, 4, 6, 3)"),
-    row("attention_backward", "dout in float64", backward(replaced=lambda x, a: {"dout": x.dout.astype("f8")}), TypeError,
-        "dout is float64", "float32"),
     row("attention_backward", "a number as dout", backward(replaced=lambda x, a: {"dout": 1.0}), TypeError, "dout is a float",
         "numpy.asarray"),
-    row("attention_backward", "dout is broadcast", backward(replaced=lambda x, a: {
-        "dout": np.broadcast_to(np.float32(1), x.dout.shape)}), ValueError, "dout", "contiguous", "asfortranarray"),
     row("attention_backward", "one array for two gradients", backward(replaced=lambda x, a: dict.fromkeys(
         ("dk", "dq"), x.k.copy(order="F"))), ValueError, "dq", "(8, 4, 6, 3)"),
     row("attention_backward", "one array for the gradients of equal arrays", lambda x: equal_gradients(x), ValueError, "overlaps"),
@@ -109,8 +100,6 @@ BACKWARD = [
     row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
         np.zeros((6, 4, 3), "f4")), TypeError, "q is an Fp8Array", "dequantize"),
     row("attention_backward", "float32 statistics of float64 arrays", lambda x: double_gradients(x), lambda x: right(x)),
-    row("attention_backward", "statistics of numpy with arrays of CuPy", lambda x: attention_backward(
-        x.dout, *x.qkv, x.dout, np.zeros((6, 4, 3), "f4")), TypeError, "stats is a numpy", engine="fake"),
 ]  # fmt: skip
 
 VJP = [
@@ -288,7 +277,6 @@ JVP = [
     row("attention_jvp", "a misspelled option", lambda x: derived(x, casual=True), TypeError, "did you mean causal"),
     row("attention_jvp", "lengths beyond the keys", lambda x: derived(x, seq_lens_kv=np.array([7, 8, 7], "i4")), ValueError, "seq_lens_kv",
         "8"),
-    row("attention_jvp", "negative lengths", lambda x: derived(x, seq_lens_q=np.array([6, -1, 6], "i4")), ValueError, "seq_lens_q", "-1"),
     row("attention_jvp", "lengths in the place of offsets", lambda x: attention_jvp(x.pq, x.pk, x.pv, x.pq, cu_seqlens_q=np.array(
         [5, 0, 6], "i4"), cu_seqlens_kv=np.array([5, 0, 6], "i4"), max_seqlen_q=6, max_seqlen_kv=6), ValueError, "cu_seqlens"),
     row("attention_jvp", "out over a bias", lambda x: over_bias(x), ValueError, "out overlaps bias"),
@@ -373,7 +361,6 @@ DESCRIPTIONS = [
     row("problem", "a misspelled option", shapes(casual=True), TypeError, "did you mean causal"),
     row("problem", "a gradient of a bias that is missing", shapes(backward=True, return_dbias=True), ValueError, "bias is None"),
     row("problem", "an output dtype of bfloat16 arrays", shapes(out_dtype="float16"), ValueError, "only FP8"),
-    row("problem", "an array and a shape", lambda x: problem(x.q, (8, 2, 7, 3), x.v), TypeError, "dtype"),
     row("Problem", "a field is changed", lambda x: setattr(shapes()(x), "q", None), AttributeError, "q"),
     row("explain", "shapes in place of a problem", lambda x: explain(SHAPE, SHAPE, SHAPE), TypeError, "cupy_sdpa.problem("),
     row("explain", "a problem and options", lambda x: explain(shapes()(x), causal=True, gpu="H200", cudnn="9.19"), TypeError,
@@ -401,7 +388,6 @@ DESCRIPTIONS = [
     row("prepare", "results in place of flags", lambda x: prepare(*x.qkv, out=x.dout), TypeError, "out"),
     row("Prepared", "arrays of another shape", prepared(lambda x, call: call(*(a[..., :2] for a in x.qkv))), ValueError,
         "(8, 4, 6, 2)", "(8, 4, 6, 3)", "Prepare a call for each problem"),
-    row("Prepared", "another option", prepared(lambda x, call: call(*x.qkv, causal=True)), ValueError, "causal"),
     row("Prepared", "two arrays", prepared(lambda x, call: call(x.q, x.k)), TypeError, "2 arrays", "q, k, v"),
     row("Prepared", "a gradient of a forward pass", prepared(lambda x, call: call(*x.qkv, dq=x.q)), TypeError,
         "dq is not a result"),

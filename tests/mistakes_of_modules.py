@@ -130,16 +130,12 @@ NNLIB = [
     row("nnlib.dot_product_attention", "the mask in place of the bias", nn(6, 6, 6, 6), ValueError, "bias has shape", "(Skv, Sq, Hq, B)"),
     row("nnlib.dot_product_attention", "causal=True", nn(6, 6, 6, causal=True), TypeError, "unexpected keyword argument 'causal'"),
     row("nnlib.dot_product_attention", "True as the mask", nn(6, 6, 6, mask=True), TypeError, "mask is a bool", "array"),
-    row("nnlib.dot_product_attention", "a mask of the queries before the keys", nn(6, 7, 7, mask=np.ones((6, 7), bool)),
-        ValueError, "mask"),
     row("nnlib.dot_product_attention", "a causal mask of another length", nn(6, 6, 6, mask=nnlib.make_causal_mask(np.zeros((4, 5)))),
         ValueError, "5 keys", "6 keys"),
     row("nnlib.dot_product_attention", "a padding mask of another batch",
         nn(6, 7, 7, mask=nnlib.make_padding_mask(np.array([3, 4]), 7)), ValueError, "2 lengths", "3 batch entries"),
     row("nnlib.dot_product_attention", "fdrop as a rate", nn(6, 7, 7, fdrop=0.1), TypeError, "fdrop is 0.1", "function"),
     row("nnlib.dot_product_attention", "fdrop that returns nothing", nn(6, 7, 7, fdrop=lambda a: None), TypeError, "fdrop"),
-    row("nnlib.dot_product_attention", "(B, S, features) in C order", lambda x: nnlib.dot_product_attention(
-        *[flat(x).T.copy()] * 3), ValueError, "contiguous"),
     row("nnlib.dot_product_attention", "(1, S, features) in C order", lambda x: nnlib.dot_product_attention(
         *[flat(x)[..., :1].T.copy()] * 3), ValueError, "C order", ".T"),
     row("nnlib.dot_product_attention", "two heads", lambda x: nn(6, 7, 7, nheads=2)(x)[0], lambda x: output(
@@ -380,8 +376,6 @@ def thinc_call(heads=2, width=24, lengths=(2, 4), **options):
 
 
 INTEGRATIONS = [
-    row("integrations.torch.attention", "arrays of numpy", torch_call(positional=lambda x, libraries: x.qkv), TypeError, "numpy.ndarray",
-        "torch.Tensor"),
     row("integrations.torch.attention", "is_causal", torch_call(is_causal=True), TypeError, "causal=True"),
     row("integrations.torch.attention", "return_stats", torch_call(return_stats=True), TypeError, "return_stats"),
     row("integrations.torch.attention", "an option that requires a gradient", torch_call(alibi_slopes=lambda x, libraries: libraries.torch(

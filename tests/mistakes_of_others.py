@@ -46,14 +46,10 @@ HELPERS = [
     row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
     row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
-    row("merge", "outputs of two dtypes", merged(lambda o, s: ([o[0], o[1].astype("f8")], s)), TypeError, "float64", "float32"),
     row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
-    row("merge", "outputs of other lengths", merged(lambda o, s: ([o[0], o[1][:, :, :5]], s)), ValueError, "(16, 4, 5, 3)"),
     row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),
     row("merge", "an output of the parts as out", lambda x: overlapping_merge(x), ValueError, "out overlaps outs[0]"),
     row("merge", "a read-only out", lambda x: merge(*halves(x), out=read_only(x.dout)), ValueError, "read-only"),
-    row("merge", "sinks in the parts and in the merge", lambda x: merge(*halves(x), sinks=np.zeros(2, "f4")), ValueError, "(2,)",
-        "(4,)"),
     row("merge", "return_stats=1", merged(return_stats=1), TypeError, "return_stats is 1"),
     row("merge", "parts in reverse order", merged(lambda o, s: (o[::-1], s[::-1])), lambda x: output(*x.qkv)),
     row("merge", "a part without keys", lambda x: merge(*[[*a, b] for a, b in zip(halves(x), attention(
@@ -157,8 +153,6 @@ CACHE = [
         "integer"),
     row("KVCache", "integers as the dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="int8", numpy=True),
         TypeError, "int8", "float8_e4m3fn"),
-    row("KVCache", "an unknown dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="bf16", numpy=True), TypeError,
-        "bf16", "bfloat16"),
     row("KVCache", "a scale of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, k_scale=1.0, numpy=True),
         ValueError, "FP8 caches"),
     row("KVCache", "a scale for each head", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True,
@@ -166,7 +160,6 @@ CACHE = [
     row("KVCache", "a scale of 0", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, k_scale=0),
         ValueError, "k_scale is 0", "above 0"),
     row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
-    row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
         RuntimeError, "layers [1]", "layer="),
     row("KVCache.cancel_step", "a step whose layers are all appended", stepped(lambda x, c, t: c.cancel_step()), RuntimeError,
@@ -233,13 +226,10 @@ CACHE = [
     row("shared_prefix_attention", "an array for the prefix", lambda x: prefixed(x, np.array([4])), TypeError, "number of keys"),
     row("shared_prefix_attention", "sequences with other pages", lambda x: prefixed(x, 4), ValueError, "KVCache.shared_prefix"),
     row("shared_prefix_attention", "causal=True", lambda x: prefixed(x, 4, causal=True), ValueError, "'bottom_right'"),
-    row("shared_prefix_attention", "a window", lambda x: prefixed(x, 4, window=(3, 0)), ValueError, "window",
-        "cupy_sdpa.attention"),
     row("shared_prefix_attention", "layout=", lambda x: shared_prefix_attention(
         x.q.T, x.pages_k.T, x.pages_v.T, 4, **x.paged, layout="bshd"), ValueError, "layout"),
     row("shared_prefix_attention", "statistics of rows", lambda x: prefixed(x, 4, return_stats="max_sumexp"), ValueError,
         "return_stats is 'max_sumexp'", "False or True"),
-    row("shared_prefix_attention", "a bias", lambda x: prefixed(x, 4, bias=np.zeros((8, 1, 1, 1), "f4")), ValueError, "bias"),
     row("shared_prefix_attention", "a misspelled option", lambda x: prefixed(x, 4, casual=True), TypeError, "causal"),
     row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(
         x.q, fp8.quantize(x.pages_k), fp8.quantize(x.pages_v), 4, **x.paged), TypeError, "cupy_sdpa.attention"),
@@ -410,8 +400,6 @@ MASKS = [
         np.ones((1, 1, 1), int), np.full((1, 1, 1, 1), 1)), ValueError, "0 to 0"),
     row("BlockMask.from_kv_blocks", "a block twice", lambda x: BlockMask.from_kv_blocks(
         np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 2), int)), ValueError, "kv_indices", "twice"),
-    row("BlockMask.from_kv_blocks", "float indices", lambda x: BlockMask.from_kv_blocks(
-        np.ones((1, 1, 1)), np.zeros((1, 1, 1, 1))), ValueError, "float64", "integers"),
     row("BlockMask.from_kv_blocks", "full numbers without full indices", lambda x: BlockMask.from_kv_blocks(
         np.ones((1, 1, 1), int), np.zeros((1, 1, 1, 1), int), np.ones((1, 1, 1), int)), ValueError, "pass both"),
     row("BlockMask.from_kv_blocks", "the mask of FlexAttention", lambda x: BlockMask.from_kv_blocks(object(), None), TypeError,
