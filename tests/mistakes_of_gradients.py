@@ -3,10 +3,8 @@
 # mypy: ignore-errors
 # (most mistakes are type errors)
 
-import math
-
 import numpy as np
-from mistakes import causal, dense, gradients, output, row
+from mistakes import gradients, output, row
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -113,24 +111,11 @@ VJP = [
     row("attention_vjp", "an unknown dtype", pulled(compute_dtype="float8"), ValueError, "'float8'", "'float8_e4m3fn'"),
     row("attention_vjp", "the gradient of a missing tensor", pulled(return_dtensors="slopes"), ValueError, "'slopes'"),
     row("attention_vjp", "a misspelled option", pulled(retain_graph=True), TypeError, "retain_graph"),
-    row("attention_vjp", "functions of a loop that all read the last value", lambda x: looped(x),
-        lambda x: [gradients(x.dout, *x.qkv, scale=t / math.sqrt(8))[0] * 1.0 for t in (1.0, 0.25)]),
-    row("attention_vjp", "a closure that changes before the pullback", lambda x: changed_function(x),
-        lambda x: gradients(x.dout, *x.qkv, scale=1 / math.sqrt(8))),
-    row("attention_vjp", "a mapping of tensors that is used again", lambda x: reused_tensors(x),
-        lambda x: gradients(x.dout, *x.qkv, scale=3 / math.sqrt(8))),
-    row("attention_vjp", "a dictionary of options that is used again", lambda x: reused_options(x),
-        lambda x: gradients(x.dout, *x.qkv, causal(6, 7))),
-    row("attention_vjp", "lists of tensors' gradients that change before the pullback", lambda x: reused_names(x),
-        lambda x: [*gradients(x.dout, *x.qkv), slopes_gradient(x)]),
-    row("attention_vjp", "a list of the window that changes before the pullback", lambda x: reused_window(x),
-        lambda x: gradients(x.dout, *x.qkv, np.abs(np.arange(7)[:, None] - np.arange(6))[:, :, None, None] < 2)),
     row("Pullback", "the gradient of another shape", pulled(lambda x, out, pull: pull(x.q)), ValueError, "(8, 4, 6, 3)", "dout"),
     row("Pullback", "no gradient", pulled(lambda x, out, pull: pull()), TypeError, "dout"),
     row("Pullback", "None as the gradient", pulled(lambda x, out, pull: pull(None)), TypeError, "dout is None"),
     row("Pullback", "a number as the gradient", pulled(lambda x, out, pull: pull(1.0)), TypeError, "dout is a float"),
     row("Pullback", "two gradients", pulled(lambda x, out, pull: pull(x.dout, x.dout)), TypeError, "positional"),
-    row("Pullback", "a second call", pulled(lambda x, out, pull: [pull(x.dout * 0), pull(x.dout)][1]), right),
     row("Pullback", "a call after a failed one", pulled(lambda x, out, pull: [failing(pull, x.q), pull(x.dout)][1]), right),
     row("Pullback", "the output as the gradient", pulled(lambda x, out, pull: pull(out)),
         lambda x: gradients(output(*x.qkv), *x.qkv)),
@@ -164,67 +149,6 @@ def failing(function, *arguments):
     except ValueError:
         return
     raise AssertionError("no error")
-
-
-def looped(x):
-    """The gradients of q of two calls whose functions read a variable of a loop."""
-    pulls = [attention_vjp(*x.qkv, score_mod=lambda s, *_: s * t)[1] for t in (1.0, 0.25)]  # noqa: B023
-    return [pull(x.dout)[0] for pull in pulls]
-
-
-def changed_function(x):
-    """The gradients after the value that the function reads has changed."""
-    factor = 1.0
-    _, pull = attention_vjp(*x.qkv, score_mod=lambda s, *_: s * factor)
-    factor = 2.0
-    return pull(x.dout)
-
-
-def scaled(s, b, h, i, j, t):
-    """A score function with a factor for each head."""
-    return s * t[h]
-
-
-def reused_tensors(x):
-    """The gradients after the mapping of tensors was filled for another call."""
-    tensors = {"t": np.full(4, 3, np.float32)}
-    _, pull = attention_vjp(*x.qkv, score_mod=scaled, tensors=tensors)
-    tensors["t"] = np.ones(4, np.float32)
-    return pull(x.dout)
-
-
-def reused_options(x):
-    """The gradients after the options were changed for another call."""
-    options = {"causal": True}
-    _, pull = attention_vjp(*x.qkv, **options)
-    options["causal"] = False
-    return pull(x.dout)
-
-
-def reused_names(x):
-    """The gradients after the list of names was changed."""
-    names = ["slopes"]
-    tensors = {"slopes": np.zeros(4, np.float32)}
-    _, pull = attention_vjp(*x.qkv, score_mod=zoo.alibi, tensors=tensors, return_dtensors=names)
-    names.clear()
-    *found, others = pull(x.dout)
-    return [*found, others["slopes"]]
-
-
-def reused_window(x):
-    """The gradients after the list of the window was changed."""
-    window = [1, 1]
-    _, pull = attention_vjp(*x.qkv, window=window)
-    window[:] = 3, 3
-    return pull(x.dout)
-
-
-def slopes_gradient(x):
-    """The gradient of slopes of 0."""
-    out, _, p = dense(*x.qkv)
-    dp = np.einsum("dhib,dhjb->jihb", np.float64(x.dout), np.repeat(np.float64(x.v), 2, axis=1))
-    distance = np.abs(np.arange(7)[:, None] - np.arange(6))[:, :, None, None]
-    return -(p * (dp - np.einsum("dhib,dhib->ihb", x.dout, out)) * distance).sum(axis=(0, 1, 3))
 
 
 def changed_query(x):
@@ -271,9 +195,6 @@ JVP = [
     row("attention_jvp", "the output as its derivative", lambda x: one_output(x), ValueError, "overlaps"),
     row("attention_jvp", "FP8 arrays", lambda x: attention_jvp(*fp8.quantize_qkv(*x.qkv), x.q), TypeError, "Fp8Array",
         "dequantize"),
-    row("attention_jvp", "the primals as tangents", derived, tangent),
-    row("attention_jvp", "tangents of zeros", lambda x: attention_jvp(*x.qkv, x.q * 0), lambda x: (
-        output(*x.qkv), np.zeros((16, 4, 6, 3)))),
     row("attention_jvp", "a misspelled option", lambda x: derived(x, casual=True), TypeError, "did you mean causal"),
     row("attention_jvp", "lengths beyond the keys", lambda x: derived(x, seq_lens_kv=np.array([7, 8, 7], "i4")), ValueError, "seq_lens_kv",
         "8"),
@@ -294,9 +215,6 @@ JVP = [
         ValueError, "q differs", "call widen again"),
     row("composed.widen", "another v in the second call", lambda x: attention_jvp(x.q, x.k, x.v * 2, widened=widen(*x.qkv, x.q)),
         ValueError, "v differs", "call widen again"),
-    row("composed.widen", "wide arrays for two calls", lambda x: widened_twice(x), lambda x: tangent(x)),
-    row("composed.widen", "causal only in the second call", lambda x: attention_jvp(*x.qkv, widened=widen(*x.qkv, *x.qkv), causal=True),
-        lambda x: tangent(x, causal(6, 7))),
     row("composed.jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
     row("composed.jvp_problems", "a text of tangents", lambda x: jvp_problems(*x.qkv, tangents="dq"), TypeError, "tangents", "['dq']"),
     row("composed.jvp_problems", "no tangents", lambda x: jvp_problems(*x.qkv, tangents=()), ValueError, "tangents is empty"),
@@ -317,13 +235,6 @@ def one_output(x):
     """One array for the output and its derivative."""
     target = np.empty_like(x.dout)
     return derived(x, out=target, dout=target)
-
-
-def widened_twice(x):
-    """The second derivative from the same wide arrays."""
-    arrays = widen(*x.qkv, *x.qkv)
-    attention_jvp(*x.qkv, widened=arrays)
-    return attention_jvp(*x.qkv, widened=arrays)
 
 
 SHAPES = {"dtype": "bfloat16"}
@@ -395,12 +306,8 @@ DESCRIPTIONS = [
         "return_stats"),
     row("Prepared", "another function", prepared(lambda x, call: call(*x.qkv, score_mod=zoo.root), score_mod=zoo.softsign),
         ValueError, "function"),
-    row("Prepared", "a function whose closure changes", lambda x: changed_prepared(x), lambda x: output(
-        *x.qkv, scale=3 / math.sqrt(8))),
     row("Prepared", "the forward arrays of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(*x.qkv), TypeError,
         "3 arrays", "dout, q, k, v, out, stats"),
-    row("Prepared", "a dictionary of options that changes", lambda x: prepared_options(x), lambda x: output(
-        *x.qkv, allowed=causal(6, 7))),
     row("Prepared", "a call after a failed one", prepared(lambda x, call: [failing(call, *(a[..., :2] for a in x.qkv)),
         call(*x.qkv)][1]), lambda x: output(*x.qkv)),
     row("autotune", "without `with`", lambda x: len(cupy_sdpa.autotune()), TypeError, "len"),
@@ -414,23 +321,6 @@ DESCRIPTIONS = [
 def no_blocks():
     """A block mask without blocks."""
     return BlockMask.from_blocks(np.zeros((1, 1), bool), 6, 6)
-
-
-def changed_prepared(x):
-    """A prepared call whose function reads another value."""
-    factor = 3.0
-    call = prepare(*x.qkv, score_mod=lambda s, *_: s * factor)
-    call(*x.qkv)
-    factor = 2.0
-    return call(*x.qkv)
-
-
-def prepared_options(x):
-    """A prepared call whose dictionary of options has changed."""
-    options = {"causal": True}
-    call = prepare(*x.qkv, **options)
-    options["causal"] = False
-    return call(*x.qkv)
 
 
 ROWS = [*BACKWARD, *VJP, *JVP, *DESCRIPTIONS]

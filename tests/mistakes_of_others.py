@@ -51,12 +51,7 @@ HELPERS = [
     row("merge", "an output of the parts as out", lambda x: overlapping_merge(x), ValueError, "out overlaps outs[0]"),
     row("merge", "a read-only out", lambda x: merge(*halves(x), out=read_only(x.dout)), ValueError, "read-only"),
     row("merge", "return_stats=1", merged(return_stats=1), TypeError, "return_stats is 1"),
-    row("merge", "parts in reverse order", merged(lambda o, s: (o[::-1], s[::-1])), lambda x: output(*x.qkv)),
-    row("merge", "a part without keys", lambda x: merge(*[[*a, b] for a, b in zip(halves(x), attention(
-        x.q, x.k[:, :, :0], x.v[:, :, :0], return_stats=True), strict=True)]), lambda x: output(*x.qkv)),
     row("merge", "FP8 outputs", lambda x: merge([fp8.quantize(x.q)], [x.q[0]]), TypeError, "Fp8Array", "dequantize"),
-    row("merge", "results of max_sumexp", lambda x: merge(*[[a] for a in attention(*x.qkv, return_stats="max_sumexp")[:2]]),
-        lambda x: output(*x.qkv)),
     row("merge", "numpy and CuPy arrays", lambda x: merge([x.dout], [np.zeros((6, 4, 3), "f4")]), TypeError, "mixed",
         engine="fake"),
     row("alibi_slopes", "an array of heads", lambda x: alibi_slopes(np.arange(4)), TypeError, "heads"),
@@ -69,9 +64,6 @@ HELPERS = [
     row("dropout_mask", "a rate in percent", dropped(dropout_p=50), ValueError, "below 1"),
     row("dropout_mask", "shapes", lambda x: dropout_mask((8, 2, 6, 1), (8, 2, 6, 1), dropout_p=0.5, seed=1), TypeError,
         "q is a tuple"),
-    row("dropout_mask", "the rate 0", dropped(dropout_p=0.0), lambda x: np.ones((7, 6, 4, 3))),
-    row("dropout_mask", "a mask that is used in a call", lambda x: attention(*x.qkv, dropout_p=0.5, dropout_mask=dropped()(x)),
-        lambda x: output(*x.qkv, keep=2.0 * dropped()(x))),
     row("dropout_mask", "causal masks", dropped(causal=True), TypeError, "causal"),
     row("to_julia", "a layout of fewer axes", lambda x: layout.to_julia(x.q, "thd"), ValueError, "4 axes", "'thd'"),
     row("to_julia", "no layout", lambda x: layout.to_julia(x.q, None), ValueError, "None"),
@@ -209,7 +201,6 @@ CACHE = [
     row("KVCache.fork", "a target that is not empty", after(lambda c, t: c.fork(0, 1)), ValueError, "release(1)"),
     row("KVCache.fork", "a sequence that does not exist", after(lambda c, t: c.fork(0, 3)), ValueError, "from 0 to 2"),
     row("KVCache.fork", "several targets", after(lambda c, t: c.fork(0, [1, 2])), TypeError, "integer"),
-    row("KVCache.fork", "an append to one of the copies", lambda x: forked(x), lambda x: forked_result(x)),
     row("KVCache.truncate", "a length above the present one", after(lambda c, t: c.truncate(0, 4)), ValueError, "from 0 to 3"),
     row("KVCache.truncate", "all sequences", after(lambda c, t: c.truncate([0, 1], 1)), TypeError, "integer"),
     row("KVCache.truncate", "a float length", after(lambda c, t: c.truncate(0, 1.0)), TypeError, "1.0"),
@@ -233,8 +224,6 @@ CACHE = [
     row("shared_prefix_attention", "a misspelled option", lambda x: prefixed(x, 4, casual=True), TypeError, "causal"),
     row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(
         x.q, fp8.quantize(x.pages_k), fp8.quantize(x.pages_v), 4, **x.paged), TypeError, "cupy_sdpa.attention"),
-    row("shared_prefix_attention", "the prefix after sequence 0 was released", lambda x: released_prefix(x),
-        lambda x: released_prefix_result(x)),
     row("shared_prefix_attention", "lengths in float64", lambda x: prefixed(x, 4, seq_lens_kv=np.array([5.0, 8, 4])), TypeError,
         "float64", "int32"),
     row("shared_prefix_attention", "pages and lengths in lists", lambda x: prefixed(x, 4, page_table=[[3] * 3, [1, 4, 0]],
@@ -282,22 +271,6 @@ def changed_counts(x):
     return c.lengths
 
 
-def forked(x):
-    """Attention of the sequence that was copied, after an append to its copy."""
-    c, t = new_cache(), tokens(x)
-    c.append(t, t, counts=[3, 0, 3])
-    c.fork(0, 1)
-    c.append(t, t, counts=[0, 3, 0])
-    return attended(c, x.q[:, :, :1])[..., [0, 2]], attended(c, x.q[:, :, :1])[..., 1:2]
-
-
-def forked_result(x):
-    """Attention of sequences 0 and 2 to their tokens, and of sequence 1 to those of sequence 0 and its own."""
-    t, q = tokens(x), x.q[:, :, :1]
-    both = np.concatenate([t[..., :1], t[..., 1:2]], axis=2)
-    return output(q[..., [0, 2]], *[t[..., [0, 2]]] * 2), output(q[..., 1:2], both, both)
-
-
 def within_step(x):
     """A truncation between the announcement and the append."""
     c = new_cache()
@@ -308,25 +281,6 @@ def within_step(x):
 def prefixed(x, prefix, **options):
     """Attention with a shared prefix."""
     return shared_prefix_attention(x.q, x.pages_k, x.pages_v, prefix, **{**x.paged, **options})
-
-
-def released_prefix(x):
-    """Two of three sequences with a common page, after the first one was released."""
-    c, t = new_cache(), tokens(x, 4)
-    c.append(t, t, counts=[4, 0, 0])
-    c.fork(0, 1)
-    c.fork(0, 2)
-    c.release(0)
-    c.append(*[tokens(x)] * 2, counts=[0, 1, 2])
-    pages = {"page_table": c.table, "seq_lens_kv": c.lengths}
-    return shared_prefix_attention(x.q[:, :, :1], c.keys(), c.values(), 4, **pages)[..., 1:]
-
-
-def released_prefix_result(x):
-    """The outputs of sequences 1 and 2."""
-    t = tokens(x, 4)[..., :1]
-    parts = [np.concatenate([t, tokens(x)[:, :, :n, n : n + 1]], axis=2) for n in (1, 2)]
-    return np.concatenate([output(x.q[:, :, :1, n : n + 1], p, p) for n, p in zip((1, 2), parts, strict=True)], axis=3)
 
 
 def masked(mask_mod, sq=6, skv=7, **options):
