@@ -54,7 +54,7 @@ def swapped(*order):
 
 AXES = [
     row("attention", "(B, S, H, D) without layout=, and more keys than queries", lambda x: attention(*longer(x, 3, 2, 1, 0)), ValueError,
-        "6 must be a multiple of 9", "axes are (batch 3, seq 6, heads 4, head_dim 8), pass layout='bshd'"),
+        "axes are (batch 3, seq 6, heads 4, head_dim 8), pass layout='bshd'"),
     row("attention", "(B, H, S, D) without layout=, and more keys than queries", lambda x: attention(*longer(x, 3, 1, 2, 0)), ValueError,
         "axes are (batch 3, heads 4, seq 6, head_dim 8), pass layout='bhsd'", "if they are (head_dim, heads, seq, batch), copy it"),
     row("attention", "own axes and layout='bshd', and more keys than queries",
@@ -91,7 +91,7 @@ OFFSETS = [
 ]  # fmt: skip
 
 PAGES = [
-    row("attention", "causal=True with pages", pages(causal=True), ValueError, "causal is True", "6 queries and pages for 8 keys",
+    row("attention", "causal=True with pages", pages(causal=True), ValueError, "causal is True", "Sq is 6", "up to 8 keys",
         "'bottom_right'", "'top_left'"),
     row("attention", "causal='top_left' with pages", pages(causal="top_left"), lambda x: gathered(x, causal(6, 8))),
     row("attention", "a page twice, because the lengths are those of the table", pages([[3, 1, 5], [3, 4, 0]], (8, 8, 8)), ValueError,

@@ -11,7 +11,15 @@ import numpy as np
 
 from ..problem.bucket import Rounding, check_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
-from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, dtype_name, numpy_dtype
+from ..problem.tensor_spec import (
+    FLOAT_DTYPES,
+    ITEMSIZE,
+    Signature,
+    dense_signature,
+    dtype_name,
+    has_callers_axes,
+    numpy_dtype,
+)
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
@@ -115,9 +123,6 @@ def _read(
     check_names(options)
     layout = layouts.other_layout(options)
     if layout is None:
-        if options.get("layout") is None:  # before shapes are compared, whose axes would be the wrong ones
-            for name in ("q", "k", "v"):
-                layouts.check_strides_of(name, arrays[name])
         call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
         layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
         return call
@@ -140,6 +145,9 @@ def _read_own(
     }
     tensors = [read_array(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
     on_gpu = arrays_on_gpu([*arguments.values(), *tensors])
+    if options.get("layout") is None and not has_callers_axes():
+        for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
+            layouts.check_strides_of(name, arguments[name].array)
     settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
     signatures = {name: argument.signature for name, argument in arguments.items()}
