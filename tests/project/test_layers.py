@@ -90,6 +90,7 @@ def imported(text, package=()):
                 yield tuple(inner)
 
 
+@functools.cache
 def imports_of(path):
     return set(imported(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).parts[:-1]))
 
@@ -163,6 +164,7 @@ def counted():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", AT_MOST)
 def test_limits_of_the_tests(limit):
     """Most modules of tests use only what is public; they are short, and independent of each other."""
