@@ -102,7 +102,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or mask._has_its_function else None
+    return found
 
 
 def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
@@ -123,29 +123,20 @@ def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
     return attends[kv_idx, q_idx, b] != 0
 
 
-def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A view of an array with another shape and strides in bytes."""
-    if isinstance(array, View):
-        return array.strided(shape, strides)
-    if cupy_runtime.is_array(array):
-        return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
-    return np.lib.stride_tricks.as_strided(array, shape, strides)
-
-
-def flattened(array: Any) -> Any | None:
-    """An array ``(D, H, S, B)`` as ``(D, H, S B)``, a view; None if the batch entries do not follow one another."""
+def flattened(array: View) -> View | None:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch entries do not follow one another."""
     d, h, s, b = array.shape
     unit, head, row, batch = array.strides
-    return strided(array, (d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
+    return array.strided((d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
 
 
-def as_pages(array: Any) -> Any | None:
-    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``, a view; None if S is no multiple of BLOCK."""
+def as_pages(array: View) -> View | None:
+    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``; None if S is no multiple of BLOCK."""
     flat = flattened(array)
     if flat is None or array.shape[2] % BLOCK:
         return None
     d, h, total = flat.shape
-    return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
+    return array.strided((d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
 
 
 #: The options that the blocks of a mask are computed with.

@@ -27,7 +27,7 @@ from ..programs.passes import add_results, wanted_results
 from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
-from ..support import fp8_rules
+from ..support.rules import writes_16_bits
 from .array import Fp8Array, factor, made
 from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, read_results
 from .quantize import SOURCES, check_alike, check_source
@@ -230,7 +230,7 @@ def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
         return True
     if out_dtype not in _OUTPUTS:
         return False
-    return not cupy_runtime.is_array(like) or fp8_rules.writes_16_bits(cupy_runtime.capability(like.data.device_id))
+    return not cupy_runtime.is_array(like) or writes_16_bits(cupy_runtime.capability(like.data.device_id))
 
 
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:

@@ -22,9 +22,9 @@ from ..runtime.interpreted_array import plain
 from .steps import Constant
 
 
-def key_of(mask: Any) -> tuple[Any, ...]:
-    """What the key of a cached call has of a mask: its number, and whether its function has not changed."""
-    return mask._cache_key if isinstance(mask, BlockMask) else (None, None)
+def key_of(mask: Any) -> int | None:
+    """What the key of a cached call has of a mask."""
+    return mask._cache_key if isinstance(mask, BlockMask) else None
 
 
 def of_call(

@@ -21,11 +21,14 @@ others change the graph (graph/attention_forward.py, graph/attention_backward.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ..errors import Unsupported
 from ..problem.problem import Problem, writes_dq_directly
-from .rules import FRONTEND, PYTORCH
+from ..problem.split import obstacle
+from ..version import version_text
+from .rules import ALL_GPUS, BLACKWELL, FRONTEND, HOPPER, PYTORCH
 
 #: What each guard does to avoid a bug.
 GUARDS = {
@@ -35,20 +38,21 @@ GUARDS = {
     "no-split": "the kernel that splits the keys is not used",
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "each sequence is planned for two queries",
+    "merged-sinks": "the sinks are merged into the results after the kernel",
     "one-key": "sequences without keys get one key, and their results are cleared after the kernel",
     "dense-queries": "the queries are copied to a dense array",
     "dense-gradients": "dq, dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
-STAGING_GUARDS = frozenset({"clear-last", "two-rows", "one-key", "dense-queries", "dense-gradients", "finite-bias"})
+STAGING_GUARDS = frozenset(
+    {"clear-last", "two-rows", "merged-sinks", "one-key", "dense-queries", "dense-gradients", "finite-bias"}
+)
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
 #: The queries of a tile of the FP8 kernel for Hopper.
 FP8_TILE = 128
-#: Compute capabilities.
-_ALL_GPUS, _HOPPER, _BLACKWELL = range(80, 130), range(90, 100), range(100, 120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class Bug:
     name: str
     first: int = 91900
     last: int = NOT_FIXED
-    capabilities: range = _ALL_GPUS
+    capabilities: range = ALL_GPUS
     condition: Callable[[Problem], bool]
     when: str
     effect: str
@@ -80,9 +84,21 @@ class Bug:
     link: str = "docs/cudnn.md"
     planned: bool = True
 
+    error = Unsupported
+
+    @property
+    def refuses(self) -> bool:
+        """Whether affected problems are refused."""
+        return not self.guards
+
     def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
         """Whether the bug affects a problem with this version of cuDNN on this GPU."""
         return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
+
+    def violations(self, problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+        """As those of a rule."""
+        if self.affects(problem, cudnn, capability):
+            yield f"{self.when}: {self.effect} with cuDNN {version_text(cudnn)} on this GPU: {self.remedy} ({self.link})"
 
 
 def _one_query(problem: Problem) -> bool:
@@ -95,9 +111,19 @@ def _one_query_forward(problem: Problem) -> bool:
 
 
 def _one_paged_key_of_heads(problem: Problem) -> bool:
-    """One query, and one key in a page, with a mask or bias of more than one head or batch entry."""
-    several = any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
-    return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and several
+    """One query, and one key in a page, with scores or a mask that differ between heads."""
+    program = problem.settings.program
+    of_head = program is not None and any(step.mode == "index" and step.name == "h" for step in program.steps)
+    of_head |= any(spec.shape[2] > 1 for spec in problem.captured)
+    of_head |= any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
+    return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and of_head
+
+
+def _one_paged_query_with_sinks(problem: Problem) -> bool:
+    """One query, grouped heads and sinks, with paged keys that are not split because of another option."""
+    _, _, hq, hkv, *_ = problem.sizes
+    affected = _one_query_forward(problem) and problem.paged and not problem.packed
+    return bool(affected and problem.sinks is not None and hq != hkv and obstacle(problem))
 
 
 def _may_mask_all_keys(problem: Problem) -> bool:
@@ -164,22 +190,17 @@ def _single_key_difference(problem: Problem) -> bool:
 
 
 def _reads_positions(problem: Problem) -> bool:
-    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel.
-
-    With paged keys, dropout and sinks do not: beside sinks, a function's array of one element per head was read at the wrong
-    place (H200, 9.19, pages of one key).
-    """
+    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
     program = problem.settings.program
     in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = in_function or problem.alibi_slopes is not None
-    other_kernel = (problem.settings.dropout or problem.sinks is not None) and not problem.paged
-    return _one_query_forward(problem) and reads and not other_kernel
+    return _one_query_forward(problem) and reads and not problem.settings.dropout and problem.sinks is None
 
 
 _DECODE_BLACKWELL = Bug(
     name="decode-blackwell",
     last=92400,
-    capabilities=_BLACKWELL,
+    capabilities=BLACKWELL,
     condition=_one_query_forward,
     when="forward pass with one query",
     effect="silently wrong results",
@@ -190,7 +211,7 @@ _FP8_WIDE_OUTPUT = Bug(
     name="fp8-wide-output",
     first=92400,
     last=92499,
-    capabilities=_BLACKWELL,
+    capabilities=BLACKWELL,
     condition=lambda p: p.fp8 and p.out.dtype != p.dtype and p.sizes[4] > 1 and p.sizes[5] >= 4096 and p.band is None,
     when="FP8 with an output of another dtype, two or more queries, 4096 keys or more and no mask",
     effect="an output of 0",
@@ -225,7 +246,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="direct-narrow-values",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=_direct_with_narrow_values,
         when="deterministic gradients, or gradients of bias or tensors, with a head dim of q and k above 128 and a different "
         "head dim of v, except 192 and 128",
@@ -234,7 +255,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="packed-narrow-values",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=_packed_with_narrow_values,
         when="gradients of packed sequences with a head dim of q and k above 192 and of v from 72 to 128",
         effect="wrong dq, and dk beyond its first 128 head dims is not written (measured with 9.19 for all head dims)",
@@ -288,7 +309,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="packed-narrow-gradient",
         last=92700,
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.packed and p.backward and p.sizes[0] % 16 != 0,
         when="gradients of packed sequences with a head dim that is not a multiple of 16",
         effect="wrong dq",
@@ -346,9 +367,16 @@ BUGS: tuple[Bug, ...] = (
         name="one-paged-key",
         capabilities=range(80, 100),
         condition=_one_paged_key_of_heads,
-        when="one query and one paged key, with a mask or bias of several heads or batch entries",
-        effect="every head has the mask of the first one",
+        when="one query and one paged key, with a mask or bias of several heads or batch entries, or a function of the head",
+        effect="every head of a group has the scores and the mask of the first one",
         remedy="pass the key without pages",
+    ),
+    Bug(
+        name="one-paged-query-sinks",
+        condition=_one_paged_query_with_sinks,
+        when="one query, grouped heads, paged keys and sinks, beside an option with which keys are not split, such as a mask",
+        effect="every head of a group has the sink of the first one",
+        guards=frozenset({"merged-sinks"}),
     ),
     Bug(
         name="fp8-empty-sequences",
@@ -359,7 +387,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-empty-tiles",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.fp8 and p.sizes[4] > FP8_TILE and _may_mask_all_keys(p),
         when=f"FP8 with more than {FP8_TILE} queries, some of which may have no keys because of a window, or of a causal mask "
         "from the bottom right with lengths",
@@ -368,7 +396,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-short-sequences",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: (
             p.fp8 and p.seq_lens_kv is not None and p.band is not None and p.band.left is not None and p.band.bottom_right
         ),
@@ -379,7 +407,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="backward-key-tail",
         last=92501,
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and _without_mask(p) and p.k.shape[2] % 128 == 64,
         when="gradients without a mask, with Skv % 128 == 64 and a log-sum-exp below -88.7",
         effect="dq is NaN",
@@ -388,7 +416,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="backward-query-tail",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and _without_mask(p) and _one_query(p) and p.k.shape[2] % 64 == 0,
         when="gradients of one query without a mask, with Skv % 64 == 0 and a log-sum-exp below -88.7",
         effect="dk and dv are NaN",
@@ -397,7 +425,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="backward-scale",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and not p.settings.positive_scale,
         when="gradients with a scale of 0 or below and lengths that are not multiples of 64",
         effect="all gradients are NaN",

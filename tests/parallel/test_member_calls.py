@@ -15,7 +15,6 @@ from parallel_cases import METHODS
 from planner import library_version, plan_problem
 
 import cupy_sdpa
-from benchmarks import figures
 from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
@@ -146,9 +145,3 @@ def test_the_benchmark_measures_a_small_group(monkeypatch, tmp_path):
     assert [(row["method"], row["pass"]) for row in rows] == [(m, p) for m in METHODS for p in ("forward", "backward", "both")]
     timed = [row for row in rows if row["pass"] != "both"]
     assert all(float(row["error"]) < 1e-5 and 0 <= float(row["hidden"]) <= 1 for row in timed)
-
-
-def test_the_figure_of_the_scaling_is_up_to_date():
-    """docs/_static/parallel_scaling.svg shows the results."""
-    drawn = (figures.FOLDER / "parallel_scaling.svg").read_text(encoding="utf-8")
-    assert drawn == figures.parallel_scaling(), "draw it anew: python -m benchmarks tables figures"
