@@ -1,5 +1,7 @@
 """Attention and its gradients against PyTorch, cudnn-frontend, FlexAttention and JAX, for the presets.
 
+    python -m benchmarks compare [results.csv] [options]
+
 All contenders run on the same inputs in the same process, in an order that is shuffled in every round. Their results are
 compared with ours first; a contender that fails or differs is left out, with the reason. The disk cache is off.
 """
@@ -8,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import re
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from cupy_sdpa.cli import machine, picture
-from cupy_sdpa.cli.console import CommandError, Progress, file_error, one_line, output_file, positive
+from cupy_sdpa.cli import machine
+from cupy_sdpa.cli.console import CommandError, one_line, positive
 
-from . import cpu, device, plots, presets, runner, table, timing
+from . import cpu, device, presets, runner, timing
 from .contenders.contender import Call, Contender, Inputs, Timer, UnavailableError
 from .contenders.ours import Ours
 from .contenders.registry import PEERS, select, unavailable
@@ -33,17 +32,20 @@ from .table import Row, complete
 TOLERANCE = 0.02
 #: The most input sets. More would only add launches: the products before the calls sweep the cache, too.
 MAX_SETS = 64
+#: The columns that are printed.
+SHOWN = ("preset", "direction", "way", "ms", "ours_over_it", "share", "share_of", "host_us", "peak_bytes", "clock", "left_out")
 _EPILOG = """\
 A ratio is our time divided by the other contender's. A share is relative to
 the rate of a large matrix product in the same run, for decoding to the rate
-of a copy.
+of a copy. FlexAttention is compiled for a minute in its first run; several
+processes with different presets fill its cache faster.
 
 examples:
   python -m benchmarks compare --list
-  python -m benchmarks compare --presets llama-8b decode --csv out.csv
-  python -m benchmarks compare --compile --peers flex --presets vit
+  python -m benchmarks compare out.csv --presets llama-8b decode
   python -m benchmarks compare --cpu                             needs no GPU
-  python -m benchmarks compare --from out.csv --plots pictures   needs no GPU
+  python -m benchmarks tables speed out.csv                      as a table
+  python -m benchmarks tables figures out.csv --folder pictures
 """
 
 
@@ -132,16 +134,6 @@ class ContenderRun:
             self._host_count = max(1, timing.affordable_calls(calls[0], made.wait) // timing.HOST_ROUNDS)
         self._timer = made.timer(calls, busy)
 
-    def call_once(self, inputs: Inputs) -> None:
-        """Run the call once, which fills the caches of compiled kernels."""
-
-        def once() -> None:
-            made = self._create()
-            with made.active():
-                made.wait(made.call(inputs)())
-
-        self.attempt(once)
-
     def _create(self) -> Contender:
         if reason := unavailable(self._kind):
             raise UnavailableError(reason)
@@ -186,29 +178,11 @@ def failure_reason(error: Exception, caught: Sequence[str]) -> str:
     return " ".join("; ".join(dict.fromkeys([f"{name}{error}", *explanations])).split())[:300]
 
 
-def run(settings: Settings, progress: Callable[[int, int, str], None]) -> Iterator[list[Row]]:
-    """Measure; yields the rows of one preset and direction at a time.
-
-    Args:
-        settings: what to measure.
-        progress: called with the number of finished cases, their total, and the next case's name.
-    """
-    for peer in settings.peers:
-        unavailable(peer)  # imports peers before cuDNN is loaded, so that all use the same library
-    os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
-    versions, rates = device.all_versions(), Rates(*device.matmul_tflops(), device.copy_gbs())
-    for number, (preset, direction) in enumerate(settings.cases):
-        progress(number, len(settings.cases), f"{preset.name} {direction}")
-        rows = measure(preset, direction, settings, rates)
-        device.free_memory()
-        yield [complete({**row, **versions}) for row in rows]
-
-
 def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) -> list[Row]:
     """Measure a preset in one direction; returns a row for each contender, ours first."""
     sets = [Inputs(preset) for _ in range(min(device.input_sets(preset.input_bytes), MAX_SETS))]
     busy, _ = device.busy_matrix()
-    kinds: list[type[Contender]] = [Ours, *settings.peers]
+    kinds: list[type[Contender]] = [Ours, *(peer for peer in settings.peers if preset.dtype in peer.dtypes)]
     ours, *others = runs = [ContenderRun(kind, preset, direction) for kind in kinds]
     ours.prepare(sets, [], busy, settings.tune)
     for other in others:
@@ -243,162 +217,63 @@ def add_ratios(rows: list[Row], preset: Preset, rates: Rates) -> list[Row]:
     return rows
 
 
-def compile_peers(settings: Settings, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Call every peer once in every case without measuring; yields a line for each that fails.
-
-    FlexAttention compiles for a minute and stores the result in a cache on disk. Several processes with different presets fill
-    that cache faster.
-    """
-    for number, (preset, direction) in enumerate(settings.cases):
-        progress(number, len(settings.cases), f"{preset.name} {direction}")
-        inputs = Inputs(preset)
-        for kind in settings.peers:
-            one = ContenderRun(kind, preset, direction)
-            one.call_once(inputs)
-            if reason := one.row.get("left_out"):
-                yield f"{kind.name} ({preset.name} {direction}): {reason}"
-        device.free_memory()
-
-
 # the command
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
-    parser = runner.parser("compare", __doc__)
-    parser.epilog = _EPILOG
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--cpu", action="store_true", help="time the CPU engine against plain numpy only")
-    mode.add_argument("--from", dest="source", type=Path, metavar="FILE", help="the rows of an earlier run, from its CSV file")
-    mode.add_argument("--list", action="store_true", help="list presets, directions and peers, and which peers are available")
-    mode.add_argument("--compile", action="store_true", help="call every peer once to fill the caches of compiled kernels")
-    parser.add_argument("--presets", nargs="+", metavar="NAME", help="names or prefixes of presets (default: all)")
-    parser.add_argument("--directions", nargs="+", choices=presets.DIRECTIONS, metavar="NAME",
-        help=f"{', '.join(presets.DIRECTIONS)} (default: all)",
-    )  # fmt: skip
-    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(PEERS)} (default: all; no name: none)")
-    parser.add_argument(
-        "--rounds", type=positive, metavar="N", help=f"rounds (default {timing.ROUNDS}, with --cpu {cpu.ROUNDS})"
-    )
-    parser.add_argument("--tune", action="store_true", help="autotune our plans first (docs/plans.md)")
-    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all rows, each with all versions")
-    parser.add_argument("--json", action="store_true", help="print all rows as JSON instead of the table")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write figures (needs matplotlib)")
-    return parser
-
-
-#: The options that cannot be combined with a mode.
-_EXCLUDED = {
-    "cpu": ("presets", "directions", "peers", "tune"),
-    "source": ("rounds", "tune", "csv"),
-    "list": ("presets", "directions", "peers", "rounds", "tune", "csv", "plots"),
-    "compile": ("rounds", "tune", "csv", "plots", "json"),
-}
-
-
-def main(words: Sequence[str]) -> int:
-    """Run ``compare``; returns 1 if one of our own calls failed.
+def rows(given: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all cases; or of the CPU engine and plain numpy.
 
     Raises:
-        CommandError: it cannot run.
+        CommandError: there is no such preset or peer, or the GPU cannot be used.
     """
-    given = parser().parse_args(words)
-    for mode, names in _EXCLUDED.items():
-        present = [name for name in names if getattr(given, name) not in (None, False)]
-        if getattr(given, mode) and present:
-            raise CommandError(f"--{present[0]} has no effect with --{'from' if mode == 'source' else mode}: remove it")
-    try:
-        settings = Settings(
-            presets.select(given.presets), given.directions or presets.DIRECTIONS, select(given.peers),
-            given.rounds or timing.ROUNDS, given.tune,
-        )  # fmt: skip
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    if given.list:
-        _list(as_json=given.json)
-        return 0
-    if given.compile:
-        _check_gpu(settings)
-        with Progress("compiling") as bar:
-            for line in compile_peers(settings, _reporter(bar)):
-                print(f"left out: {line}")
-        return 0
-    if given.plots and not picture.importable():
-        raise CommandError("--plots needs matplotlib: pip install 'cupy-sdpa[plot]'")
-    rows = _collect(given, settings)
-    return int(any(row["left_out"] and row["way"] == Ours.name for row in rows))
-
-
-def _collect(given: argparse.Namespace, settings: Settings) -> list[Row]:
-    """Measure or read the rows, and write them to all outputs; rows of an interrupted run are written, too."""
-    rows: list[Row] = []
-    try:
-        for new in _rows(given, settings):
-            rows += new
-            if given.csv:
-                runner.write_csv(given.csv, rows)
-    except OSError as error:
-        raise CommandError(file_error(error)) from error
-    except (ValueError, device.WrongResultError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        if rows:
-            print(json.dumps(rows, indent=1) if given.json else "\n".join(table.lines(rows)))
-            if given.plots:
-                for path in plots.draw(rows, given.plots):
-                    print(f"wrote {path}", file=sys.stderr)
-    return rows
-
-
-def _rows(given: argparse.Namespace, settings: Settings) -> Iterator[list[Row]]:
-    """The rows of an earlier run, or of each case as soon as it is measured."""
-    if given.source:
-        ways = (Ours.name, *(peer.name for peer in settings.peers))
-        names = {preset.name for preset in settings.presets}
-        yield [
-            row for row in table.read_csv(given.source)
-            if (given.presets is None or row["preset"] in names)
-            and row["direction"] in settings.directions
-            and (given.peers is None or row["way"] in ways)
-        ]  # fmt: skip
+    if given.cpu:
+        yield from map(complete, cpu.rows(given.rounds or cpu.ROUNDS))
         return
-    with Progress("measuring") as bar:
-        report = _reporter(bar)
-        if not given.cpu:
-            _check_gpu(settings)
-            yield from run(settings, report)
-        if given.cpu or given.presets is None:
-            yield [complete(row) for row in cpu.measure(rounds=given.rounds or cpu.ROUNDS, progress=report)]
-
-
-def _check_gpu(settings: Settings) -> None:
-    if reason := machine.no_gpu():
-        raise CommandError(f"compare needs a GPU ({reason}); --cpu runs the part that needs none")
+    settings = Settings(
+        presets.select(given.presets), given.directions, select(given.peers), given.rounds or timing.ROUNDS, given.tune
+    )
+    if given.list:
+        _list()
+        return
     for peer in settings.peers:
         unavailable(peer)  # imports peers before cuDNN is loaded, so that all use the same library
     if obstacles := machine.obstacles():
         raise CommandError(f"compare cannot run here: {obstacles[0]}; --cpu runs the part that needs no GPU")
+    os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
+    versions, rates = device.all_versions(), Rates(*device.matmul_tflops(), device.copy_gbs())
+    for preset, direction in settings.cases:
+        for row in measure(preset, direction, settings, rates):
+            yield complete({**row, **versions})
 
 
-def _reporter(bar: Progress) -> Callable[[int, int, str], None]:
-    """A function that shows progress: a bar on a terminal, else a line for every case."""
-
-    def report(done: int, total: int, case: str) -> None:
-        if sys.stderr.isatty():
-            bar(done, total)
-        else:
-            print(f"{done + 1} of {total}: {case}", file=sys.stderr, flush=True)
-
-    return report
-
-
-def _list(*, as_json: bool) -> None:
+def _list() -> None:
     """Print all presets, directions and peers."""
-    peers = {name: one_line(unavailable(kind)) or "available" for name, kind in PEERS.items()}
-    found = {preset.name: preset.described() for preset in presets.PRESETS}
-    if as_json:
-        print(json.dumps({"presets": found, "directions": presets.DIRECTIONS, "peers": peers}, indent=1))
-        return
-    print("presets:", *(f"  {name:26}{text}" for name, text in found.items()), sep="\n")
+    print("presets:", *(f"  {preset.name:26}{preset.described()}" for preset in presets.PRESETS), sep="\n")
     print(f"directions: {', '.join(presets.DIRECTIONS)}")
-    print("peers:", *(f"  {name:16}{PEERS[name].title:18}{state}" for name, state in peers.items()), sep="\n")
+    peers = ((name, kind.title, one_line(unavailable(kind)) or "available") for name, kind in PEERS.items())
+    print("peers:", *(f"  {name:16}{title:18}{state}" for name, title, state in peers), sep="\n")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    names = ", ".join(presets.DIRECTIONS)
+    parser.epilog = _EPILOG
+    parser.add_argument("--cpu", action="store_true", help="time the CPU engine against plain numpy only")
+    parser.add_argument("--list", action="store_true", help="list presets, directions and peers, and which peers are available")
+    parser.add_argument("--presets", nargs="+", metavar="NAME", help="names or prefixes of presets (default: all)")
+    parser.add_argument(
+        "--directions", nargs="+", choices=presets.DIRECTIONS, default=presets.DIRECTIONS, metavar="NAME",
+        help=f"{names} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(PEERS)} (default: all; no name: none)")
+    default = f"rounds (default {timing.ROUNDS}, with --cpu {cpu.ROUNDS})"
+    parser.add_argument("--rounds", type=positive, metavar="N", help=default)
+    parser.add_argument("--tune", action="store_true", help="autotune our plans first (docs/plans.md)")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``compare``; returns 1 if one of our own calls failed."""
+    return runner.run(
+        "compare", __doc__, words, rows, add_options, needs_gpu=lambda given: not (given.cpu or given.list), shown=SHOWN,
+        failed=lambda row: bool(row["left_out"]) and row["way"] == Ours.name,
+    )  # fmt: skip

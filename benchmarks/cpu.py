@@ -8,16 +8,17 @@ import platform
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupy_sdpa.attention import attention, attention_backward
+from cupy_sdpa.cli.console import CommandError
 from cupy_sdpa.version import __version__
 
-from .device import WrongResultError, largest_difference
+from .device import largest_difference
 from .timing import interleaved, ratio
 
 Array = NDArray[Any]
@@ -68,21 +69,15 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     return peak - before
 
 
-def measure(
-    shape: tuple[int, int, int, int] = SHAPE, rounds: int = ROUNDS, progress: Callable[[int, int, str], None] | None = None
-) -> list[dict[str, Any]]:
-    """Measure time and memory of both contenders in both directions.
+def rows(rounds: int = ROUNDS, shape: tuple[int, int, int, int] = SHAPE) -> Iterator[dict[str, Any]]:
+    """A row with the time and memory of each contender and direction.
 
     Args:
-        shape: ``(head_dim, heads, seq, batch)``.
         rounds: the number of rounds.
-        progress: called with the number of finished directions, their total, and the next one's name.
-
-    Returns:
-        A row for each contender and direction.
+        shape: ``(head_dim, heads, seq, batch)``.
 
     Raises:
-        WrongResultError: the results differ.
+        CommandError: the results differ.
     """
     rng = np.random.default_rng(0)
     dout, q, k, v = (np.asfortranarray(rng.standard_normal(shape, np.float32)) for _ in range(4))
@@ -95,24 +90,20 @@ def measure(
         },
     }
     d, h, s, b = shape
-    name = f"cpu-{h}-heads-{s}"
-    problem = {"preset": name, "b": b, "hq": h, "hkv": h, "sq": s, "skv": s, "d": d, "dv": d, "causal": False}
+    problem = {"preset": f"cpu-{h}-heads-{s}", "b": b, "hq": h, "hkv": h, "sq": s, "skv": s, "d": d, "dv": d, "causal": False}
     versions = {"numpy": np.__version__, "python": platform.python_version(), "cupy_sdpa": __version__}
-    rows = []
-    for number, (direction, calls) in enumerate(every.items()):
-        if progress:
-            progress(number, len(every), f"{name} {direction}")
+    for direction, calls in every.items():
         difference = largest_difference(calls["ours"](), calls["numpy"]())
         if not difference < TOLERANCE:
-            raise WrongResultError(f"the CPU engine and numpy differ by {difference:.1e} of the largest value, {direction}")
+            raise CommandError(f"the CPU engine and numpy differ by {difference:.1e} of the largest value, {direction}")
         times = interleaved({way: functools.partial(_ms, call) for way, call in calls.items()}, rounds)
         for way, call in calls.items():
-            rows.append({
+            compared = {"ours_over_it": ratio(times["ours"], times["numpy"]), "best_peer": True, "difference": difference}
+            yield {
                 **problem, "direction": direction, "dtype": "float32", "way": way, "ms": statistics.median(times[way]),
                 "rounds": rounds, "clock": "wall clock", "peak_bytes": peak_bytes(call), **versions,
-            })  # fmt: skip
-        rows[-1] |= {"ours_over_it": ratio(times["ours"], times["numpy"]), "best_peer": True, "difference": difference}
-    return rows
+                **(compared if way == "numpy" else {}),
+            }  # fmt: skip
 
 
 def _ms(call: Callable[[], Any]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import platform
@@ -19,8 +18,9 @@ from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import cupy_runtime
 from cupy_sdpa.version import __version__, version_text
 
-from .timing import PRODUCTS, device_ms, interleaved
+from .timing import Events, device_ms, interleaved
 
+Call = Callable[[], Any]
 #: Rows and columns of the matrix whose products keep the device busy, and of the one whose rate is measured.
 BUSY_SIZE, RATE_SIZE = 4096, 8192
 #: Bytes of the copy that measures the memory's rate.
@@ -38,11 +38,11 @@ def input_sets(bytes_per_set: int) -> int:
     return max(2, -(-2 * l2_bytes() // bytes_per_set))
 
 
-def random_normal(*shape: int) -> Any:
-    """Normal random numbers in bfloat16, in Fortran order."""
+def random_normal(*shape: int, dtype: str = "bfloat16") -> Any:
+    """Normal random numbers in Fortran order."""
     cupy = cupy_runtime.cupy()
     numbers = cupy.random.standard_normal(shape, dtype="float32")
-    return cupy.asfortranarray(numbers.astype(numpy_dtype("bfloat16")))
+    return cupy.asfortranarray(numbers.astype(numpy_dtype(dtype)))
 
 
 def as_torch(array: Any) -> Any:
@@ -62,22 +62,29 @@ def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
     return torch.randn(size, size, dtype=torch.bfloat16, device="cuda"), "bfloat16"
 
 
-def timed(
-    calls: Mapping[str, Sequence[Callable[[], Any]]], rounds: int, *, products: int = PRODUCTS, **limits: Any
-) -> dict[str, list[float]]:
-    """The milliseconds of several contenders' calls by CUDA events, in interleaved rounds.
+def running(calls: Mapping[str, Sequence[Call]]) -> dict[str, Sequence[Call]]:
+    """The contenders whose calls run here, repeated until they are captured; why another one does not run is printed."""
+    found = {}
+    for name, several in calls.items():
+        try:
+            for call in [*several] * 4:
+                call()
+        except (RuntimeError, NotImplementedError, MemoryError) as error:
+            print(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+        else:
+            found[name] = several
+    return found
+
+
+def timed(calls: Mapping[str, Sequence[Call]], rounds: int, **limits: Any) -> dict[str, list[float]]:
+    """The milliseconds of the contenders that run here by CUDA events, in interleaved rounds.
 
     Args:
-        calls: for each contender the calls, which are first repeated, so that repeated calls are captured.
+        calls: the calls of each contender.
         rounds, limits: see :func:`~benchmarks.timing.interleaved`.
-        products: the matrix products that hide the host's time.
     """
-    for several in calls.values():
-        for call in [*several] * 4:
-            call()
     busy, _ = busy_matrix()
-    timers = {name: functools.partial(device_ms, several, busy, products) for name, several in calls.items()}
-    return interleaved(timers, rounds, **limits)
+    return interleaved({name: Events(several, busy) for name, several in running(calls).items()}, rounds, **limits)
 
 
 def matmul_tflops() -> tuple[float, str]:
@@ -105,7 +112,12 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def peak_allocation(call: Callable[[], Any]) -> int:
+def peak_of(name: str, call: Call) -> int:
+    """The peak of the memory that a call allocates, in the pool of PyTorch if the name of its contender contains ``torch``."""
+    return (torch_peak if "torch" in name.lower() else peak_allocation)(call)
+
+
+def peak_allocation(call: Call) -> int:
     """The peak of the bytes that CuPy's memory pool hands out during a call."""
     hook = cupy_runtime.cupy().cuda.MemoryHook
     current, peak = 0, 0
@@ -132,7 +144,7 @@ def peak_allocation(call: Callable[[], Any]) -> int:
     return peak
 
 
-def torch_peak(call: Callable[[], Any]) -> int:
+def torch_peak(call: Call) -> int:
     """The peak of the memory that a call allocates in PyTorch's pool."""
     from torch import cuda
 

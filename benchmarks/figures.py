@@ -1,157 +1,185 @@
-"""The figures of FP8 errors and of scaling over GPUs: ``python -m benchmarks tables figures`` writes them to ``docs/_static``.
-
-They are SVG files that need no library to draw, so that equal results give equal files.
-"""
+"""The figures of the documentation, drawn from recorded results: ``python -m benchmarks tables figures``; needs matplotlib."""
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-RESULTS = Path(__file__).parent / "results"
+from . import table
+from .contenders.ours import Ours
+from .contenders.registry import CONTENDERS
+from .presets import DIRECTIONS
+from .table import RESULTS, Row, by_case, contenders_of, read
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 FOLDER = Path(__file__).parents[1] / "docs" / "_static"
-#: The methods of the FP8 errors, and the contenders of the scaling, with their colors.
+#: A transparent background, and a grey that is readable on light and dark pages. Equal rows give equal files.
+THEME: dict[str, Any] = {
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.facecolor": "none",
+    "text.color": "#777777", "axes.labelcolor": "#777777", "axes.edgecolor": "#777777", "axes.titlecolor": "#777777",
+    "xtick.color": "#777777", "ytick.color": "#777777", "svg.hashsalt": "cupy_sdpa",
+}  # fmt: skip
+#: Inches: the width of a figure, the height of a preset's line, and the rest of the height.
+_WIDTH, _LINE, _MARGIN = 9.0, 0.2, 1.4
+_COLORS = ("#3a86c8", "#8a8a8a", "#c9a227", "#6a994e", "#b56576", "#8e7dbe", "#2a9d8f")
+_MARKERS = ("o", "s", "v", "D", "^", "P", "X")
+#: The presets of the figure in the README.
+FRONT = ("llama-8b-8k-causal", "llama-70b-8k", "mla-4k-causal", "gpt-oss-8k-window-128", "gemma-4k-causal", "vit-1024")
+#: The methods of the FP8 errors, and the contenders of the scaling over GPUs, with their colors.
 METHODS = {
     "bfloat16": "#7a7a7a", "FP8": "#d1603d", "FP8, rotated": "#1b6ca8", "FP8, rotated, parts": "#3a8f5c",
     "FP8, rotated, centered": "#8458a8",
 }  # fmt: skip
-KINDS = {"measured": "#1b6ca8", "PyTorch": "#d1603d"}
+KINDS = {"measured": ("2 GPUs", "#1b6ca8"), "PyTorch": ("PyTorch, 2 GPUs", "#d1603d")}
 
 
-def read(*names: str) -> list[dict[str, str]]:
-    """The rows of files in ``benchmarks/results``."""
-    rows = []
-    for name in names:
-        with (RESULTS / name).open(newline="") as file:
-            rows += list(csv.DictReader(file))
-    return rows
+def write(path: Path | None = None, folder: Path = FOLDER) -> list[Path]:
+    """Write all figures, or those of a file of ``compare``; returns their paths.
 
-
-class Panel(NamedTuple):
-    """A panel of a figure: its place and size in pixels, and the range of the vertical axis.
-
-    Attributes:
-        number: its number from the left.
-        width, height, left, gap: pixels of every panel, before the first one, and between them.
-        low, high: the values at the bottom and at the top.
-        log: whether the axis is logarithmic.
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: it is not a file of ``compare``.
     """
+    import matplotlib
 
-    number: int
-    width: int
-    height: int
-    left: int
-    gap: int
-    low: float
-    high: float
-    log: bool = False
-
-    @property
-    def x(self) -> int:
-        """The left edge."""
-        return self.left + self.number * (self.width + self.gap)
-
-    def y(self, value: float) -> float:
-        """The height of a value."""
-        return TOP + self.height - max(0.0, part(value, self.low, self.high, log=self.log)) * self.height
-
-    def frame(self, title: str, ticks: Iterable[float]) -> Iterator[str]:
-        """The title, the frame, and lines with numbers at the first panel."""
-        yield text(self.x + self.width / 2, TOP - 12, title)
-        yield f'<rect x="{self.x}" y="{TOP}" width="{self.width}" height="{self.height}" fill="none" stroke="#999999"/>'
-        for value in ticks:
-            yield f'<path d="M{self.x} {self.y(value):.1f}h{self.width}" stroke="#999999" stroke-opacity="0.4"/>'
-            if self.number == 0:
-                yield text(self.x - 6, self.y(value) + 4, f"{value:g}", "end")
+    drawn: dict[str, Callable[[], Figure]] = _of_compare(table.read_csv(path or RESULTS / "h200_cudnn919.csv"))
+    if path is None:
+        drawn |= {"decode": decode, "fp8_errors": fp8_errors, "parallel_scaling": parallel_scaling}
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(THEME):
+        for name, draw in drawn.items():
+            draw().savefig(folder / f"{name}.svg", dpi=110, metadata={"Date": None})
+    return [folder / f"{name}.svg" for name in drawn]
 
 
-TOP = 34
+def _of_compare(rows: Sequence[Row]) -> dict[str, Callable[[], Figure]]:
+    """The figures of the rows of ``compare`` that they have data for: a rate for each direction, and the host's time."""
+    found: dict[str, Callable[[], Figure]] = {}
+
+    def add(name: str, selected: list[Row], column: str, title: str, *, log: bool = False) -> None:
+        if selected := [row for row in selected if row[column] is not None]:
+            found[name] = lambda: _dots(selected, column, title, log=log)
+
+    by_direction = {name: [row for row in rows if row["direction"] == name] for name in DIRECTIONS}
+    for direction, selected in by_direction.items():
+        add(f"bench_{direction}", selected, "tflops", f"{direction}: useful operations, TFLOP/s")
+    front = [row for row in by_direction["forward"] if row["preset"] in FRONT]
+    add("bench_front", front, "tflops", "forward: useful operations, TFLOP/s")
+    of_host = "forward: time until a call returns, the device idle, microseconds"
+    add("bench_host", by_direction["forward"], "host_us", of_host, log=True)
+    return found
 
 
-def part(value: float, low: float, high: float, *, log: bool) -> float:
-    """Where a value is between two others: 0 to 1."""
+def _dots(rows: Sequence[Row], column: str, title: str, *, log: bool = False) -> Figure:
+    """A line for each preset with a marker for each contender; ours are filled and on top."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    names, groups = contenders_of(rows), list(by_case(rows).items())
+    figure = Figure(figsize=(_WIDTH, _MARGIN + _LINE * len(groups)), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(names):
+        points = [(found[name][column], line) for line, (_, found) in enumerate(groups) if name in found]
+        color, ours = _COLORS[number % len(_COLORS)], name == Ours.name
+        axes.plot(
+            *zip(*points, strict=True), _MARKERS[number % len(_MARKERS)], label=_title(name), color=color,
+            markersize=7 if ours else 6, markerfacecolor=color if ours else "none", zorder=3 if ours else 2,
+        )  # fmt: skip
+    axes.set_yticks(range(len(groups)), [preset for (preset, _), _ in groups])
+    axes.set_ylim(len(groups) - 0.5, -0.5)  # the first preset at the top
     if log:
-        value, low, high = map(math.log, (value, low, high))
-    return (value - low) / (high - low)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+    else:
+        axes.set_xlim(0)
+    axes.set_title(_heading(title, rows[0]))
+    axes.grid(alpha=0.4, which="both")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    return figure
 
 
-def text(x: float, y: float, words: object, anchor: str = "middle") -> str:
-    """Words at a place."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#777777">{words}</text>'
+def _title(name: str) -> str:
+    return CONTENDERS[name].title if name in CONTENDERS else name
 
 
-def figure(panels: Sequence[Panel], parts: Iterable[str], legend: dict[str, str]) -> str:
-    """A figure with a legend below its panels."""
-    last = panels[-1]
-    width, height = last.x + last.width + last.gap, TOP + last.height + 66
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">', *parts]
-    x = last.left
-    for name, color in legend.items():
-        lines.append(f'<path d="M{x} {height - 22}h18" stroke="{color}" stroke-width="4"/>')
-        lines.append(text(x + 23, height - 18, name, "start"))
-        x += 42 + 7 * len(name)
-    return "\n".join([*lines, "</svg>\n"])
+def _heading(title: str, row: Row) -> str:
+    machine = ", ".join(filter(None, [row["gpu"], row["cudnn"] and f"cuDNN {row['cudnn']}"]))
+    return f"{title}\n{machine}" if machine else title
 
 
-def fp8_errors() -> str:
-    """The error against the number of keys, a panel for each kind of inputs. Lines of the CPU engine are dashed."""
+def decode() -> Figure:
+    """Decoding times relative to ours, for one and four queries."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    chosen = [row for row in read("h200_cudnn919_decode.csv") if row["problem"] == "decode" and not row["option"]]
+    problems = list(dict.fromkeys((int(row["batch"]), int(row["keys"])) for row in chosen))
+    names = list(dict.fromkeys(row["contender"] for row in chosen))
+    for axes, queries in zip(figure.subplots(1, 2), (1, 4), strict=True):
+        for name in names:
+            times = {
+                (int(row["batch"]), int(row["keys"])): float(row["of_ours"])
+                for row in chosen
+                if row["contender"] == name and int(row["queries"]) == queries
+            }
+            points = [(place, times[problem]) for place, problem in enumerate(problems) if problem in times]
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set_xticks(range(len(problems)), [f"{b} x {keys // 1024}k" for b, keys in problems], rotation=45)
+        axes.set_yscale("log")
+        axes.set_title(f"{queries} quer{'y' if queries == 1 else 'ies'}: time, of ours")
+        axes.grid(alpha=0.4, which="both")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
+    return figure
+
+
+def fp8_errors() -> Figure:
+    """The error against the number of keys for each kind of inputs. Lines of the CPU engine are dashed."""
+    from matplotlib.figure import Figure
+
     rows = read("h200_cudnn919_fp8_errors.csv", "cpu_fp8_errors.csv")
+    figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     titles = {"normal": "normal", "outliers": "outliers in q and k", "mean": "v with mean 0.3"}
-    panels = [Panel(number, 230, 230, 50, 20, 8e-4, 1.0, log=True) for number in range(len(titles))]
-    parts: list[str] = []
-    for panel, (inputs, title) in zip(panels, titles.items(), strict=True):
-        parts += panel.frame(title, (0.001, 0.01, 0.1, 1.0))
-
-        def across(keys: float, panel: Panel = panel) -> float:
-            return panel.x + part(keys, 1024, 131072, log=True) * panel.width
-
-        parts += [text(across(keys), TOP + panel.height + 16, f"{keys // 1024}k") for keys in (1024, 8192, 65536)]
-        lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for row in rows:
-            if row["inputs"] == inputs:
-                lines.setdefault((row["engine"], row["method"]), []).append((float(row["keys"]), float(row["error"])))
-        for (engine, method), points in lines.items():
-            path = " ".join(f"{across(x):.1f},{panel.y(y):.1f}" for x, y in sorted(points))
-            dashes = ' stroke-dasharray="4 3"' if engine == "numpy" else ""
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{METHODS[method]}" stroke-width="1.6"{dashes}/>')
-    return figure(panels, parts, METHODS)
+    for axes, (inputs, title) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
+        for engine, style in (("cuDNN", "-"), ("numpy", "--")):
+            for method, color in METHODS.items():
+                found = [row for row in rows if (row["engine"], row["inputs"], row["method"]) == (engine, inputs, method)]
+                points = sorted((int(row["keys"]), float(row["error"])) for row in found)
+                axes.loglog(*zip(*points, strict=True), style, color=color, label=method if style == "-" else None)
+        axes.set_xticks((1024, 8192, 65536), ("1k", "8k", "64k"))
+        axes.minorticks_off()
+        axes.set_title(title)
+        axes.grid(alpha=0.4)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS), fontsize="small")
+    return figure
 
 
-def parallel_scaling() -> str:
-    """The time of one GPU divided by the number of GPUs, relative to the best method's time; a panel for each pass."""
-    rows = read("h200x2_cudnn919_parallel.csv")
+def parallel_scaling() -> Figure:
+    """The time of one GPU divided by the number of GPUs, relative to the best method's time, for each pass."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in read("h200x2_cudnn919_parallel.csv") if row["of_ideal"]]
     problems = list(dict.fromkeys(row["problem"] for row in rows if row["kind"] == "PyTorch"))
-    panels = [Panel(number, 380, 190, 44, 26, 0.6, 1.05) for number in range(2)]
-    parts: list[str] = []
-    for panel, direction in zip(panels, ("forward", "both"), strict=True):
-        title = {"forward": "forward", "both": "forward and backward"}[direction]
-        parts += panel.frame(title, (0.6, 0.7, 0.8, 0.9, 1.0))
-        step, bottom = panel.width / len(problems), TOP + panel.height
-        for index, problem in enumerate(problems):
-            x = panel.x + index * step
-            for column, (kind, color) in enumerate(KINDS.items()):
-                key = (kind, problem, direction)
-                found = [row["of_ideal"] for row in rows if (row["kind"], row["problem"], row["pass"]) == key]
-                if values := [float(value) for value in found if value]:
-                    at, y = x + step * (0.2 + 0.3 * column), panel.y(max(values))
-                    parts.append(
-                        f'<rect x="{at:.1f}" y="{y:.1f}" width="{step * 0.27:.1f}" height="{bottom - y:.1f}" fill="{color}"/>'
-                    )
-            mask, length, *heads = problem.replace(" per GPU", "").split(", ")
-            for line, words in enumerate((f"{mask}, {length}", heads[0] if heads else "32 heads")):
-                parts.append(text(x + step / 2, bottom + 15 + 13 * line, words))
-    return figure(panels, parts, dict(zip(("2 GPUs", "PyTorch, 2 GPUs"), KINDS.values(), strict=True)))
-
-
-#: The figures by the names of their files.
-FIGURES = {"fp8_errors": fp8_errors, "parallel_scaling": parallel_scaling}
-
-
-def write() -> None:
-    """Write all figures."""
-    for name, draw in FIGURES.items():
-        (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    passes = {"forward": "forward", "both": "forward and backward"}
+    for axes, (direction, title) in zip(figure.subplots(1, 2, sharey=True), passes.items(), strict=True):
+        for column, (kind, (label, color)) in enumerate(KINDS.items()):
+            best: dict[str, float] = {}
+            for row in rows:
+                if (row["kind"], row["pass"]) == (kind, direction):
+                    best[row["problem"]] = max(float(row["of_ideal"]), best.get(row["problem"], 0.0))
+            heights = [best.get(problem, 0.0) for problem in problems]
+            axes.bar([place + 0.3 * column - 0.15 for place in range(len(problems))], heights, 0.27, color=color, label=label)
+        texts = [problem.replace(" per GPU", "").replace(", ", "\n") for problem in problems]
+        axes.set_xticks(range(len(problems)), texts, fontsize="small")
+        axes.set_ylim(0.6, 1.05)
+        axes.set_title(title)
+        axes.grid(alpha=0.4, axis="y")
+        axes.set_axisbelow(True)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    return figure

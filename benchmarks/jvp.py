@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cupy
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import cupy_sdpa
 
 from . import runner
-from .device import as_torch, busy_matrix, peak_allocation, random_normal, torch_peak
-from .timing import Events, host_us, interleaved, ratio
+from .device import as_torch, peak_of, random_normal, timed
+from .timing import host_us, ratio
 
 ROUNDS, SECONDS = 9, 0.4
 #: PyTorch stores matrices of size Sq x Skv: problems whose matrices take more bytes in float32 are measured without it.
@@ -111,7 +110,7 @@ class Problem:
         return call
 
 
-def rows_of(size: Size, busy: Any) -> Iterator[dict[str, Any]]:
+def rows_of(size: Size) -> Iterator[dict[str, Any]]:
     """A row for every contender of one problem."""
     problem = Problem(size)
     calls: dict[str, Call] = {
@@ -120,21 +119,12 @@ def rows_of(size: Size, busy: Any) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     if 4 * size.b * size.hq * size.s * size.s <= MOST_BYTES:
         calls["torch.func.jvp, math"] = problem.pytorch()
-    for name, call in list(calls.items()):
-        try:
-            for _ in range(4):  # plans, and the captured CUDA graphs of repeated calls
-                call()
-        except (RuntimeError, NotImplementedError) as error:
-            print(f"{size.name}: {name} does not run: {str(error).splitlines()[0][:150]}", flush=True)
-            del calls[name]
-    times: Mapping[str, Sequence[float]] = interleaved(
-        {name: Events([call], busy) for name, call in calls.items()}, ROUNDS, seconds=SECONDS
-    )
-    peaks = {name: (torch_peak if name.startswith("torch") else peak_allocation)(call) for name, call in calls.items()}
-    for name in calls:
+    found = timed({name: [call] for name, call in calls.items()}, ROUNDS, seconds=SECONDS)
+    peaks = {name: peak_of(name, calls[name]) for name in found}
+    for name, times in found.items():
         yield {
-            **size._asdict(), "contender": name, "ms": round(statistics.median(times[name]), 4),
-            "of_jvp": round(ratio(times[name], times["attention_jvp"]), 3), "peak_mib": round(peaks[name] / 2**20, 1),
+            **size._asdict(), "contender": name, "ms": round(statistics.median(times), 4),
+            "of_jvp": round(ratio(times, found["attention_jvp"]), 3), "peak_mib": round(peaks[name] / 2**20, 1),
             "memory_of_jvp": round(peaks[name] / max(peaks["attention_jvp"], 1), 2),
             "host_us": "" if name.startswith("torch") else round(host_us(calls[name], 20), 1),
         }  # fmt: skip
@@ -142,12 +132,8 @@ def rows_of(size: Size, busy: Any) -> Iterator[dict[str, Any]]:
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all problems."""
-    busy, _ = busy_matrix()
     for size in SIZES:
-        try:
-            yield from rows_of(size, busy)
-        except (cupy.cuda.memory.OutOfMemoryError, torch.OutOfMemoryError) as error:
-            print(f"{size.name}: {type(error).__name__}", flush=True)
+        yield from rows_of(size)
 
 
 def main(words: Sequence[str]) -> int:

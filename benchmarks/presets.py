@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from cupy_sdpa.cli.console import CommandError
 from cupy_sdpa.explain import problem
 from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.tensor_spec import ITEMSIZE
 
 #: What is timed: the forward pass without row statistics; the backward pass; both, the forward pass with row statistics.
 DIRECTIONS = ("forward", "backward", "both")
-#: Bytes of an element. Every preset is bfloat16.
-BYTES = ITEMSIZE["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Preset:
         causal: query i attends to keys up to and including i.
         left: query i attends to at most this many keys before i; None for no limit.
         directions: the directions that are timed.
+        dtype: the dtype of the arrays.
+        engine: ``"cupy"`` for CuPy's own operations, which are compared with PyTorch's math backend.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Preset:
     causal: bool = False
     left: int | None = None
     directions: tuple[str, ...] = DIRECTIONS
+    dtype: str = "bfloat16"
+    engine: str | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -58,7 +61,7 @@ class Preset:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of cupy_sdpa's calls."""
         window = {} if self.left is None else {"window": (self.left, 0)}
-        return {"causal": self.causal, **window}
+        return {"causal": self.causal, **window, **({"engine": self.engine} if self.engine else {})}
 
     @property
     def decode(self) -> bool:
@@ -82,18 +85,18 @@ class Preset:
     @property
     def input_bytes(self) -> int:
         """The bytes of q, k and v."""
-        return sum(BYTES * d * h * s * b for d, h, s, b in self.shapes)
+        return sum(ITEMSIZE[self.dtype] * d * h * s * b for d, h, s, b in self.shapes)
 
     @property
     def moved_bytes(self) -> int:
         """The bytes that a forward pass must read and write: q, k, v and out."""
         d, h, s, b = self.out_shape
-        return self.input_bytes + BYTES * d * h * s * b
+        return self.input_bytes + ITEMSIZE[self.dtype] * d * h * s * b
 
     def columns(self) -> dict[str, Any]:
         """The columns of a row that describe the problem."""
         names = ("b", "hq", "hkv", "sq", "skv", "d", "dv", "causal")
-        return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": "bfloat16"}
+        return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": self.dtype}
 
     def described(self) -> str:
         """The problem in words."""
@@ -103,12 +106,14 @@ class Preset:
         return f"batch {self.b}, {self.hq}/{self.hkv} heads, {lengths}, {dims}, {mask}: {', '.join(self.directions)}"
 
     def problems(self, direction: str) -> tuple[Problem, ...]:
-        """The problems of cupy_sdpa's calls, in their order."""
+        """The problems of cupy_sdpa's calls, in their order; none without cuDNN."""
+        if self.engine:
+            return ()
         q, k, v = self.shapes
         calls = {"forward": ("forward",), "backward": ("backward",), "both": ("forward with stats", "backward")}[direction]
         return tuple(
             problem(
-                q, k, v, dtype="bfloat16", **self.options,
+                q, k, v, dtype=self.dtype, **self.options,
                 return_stats=call == "forward with stats", backward=call == "backward",
             )
             for call in calls
@@ -151,6 +156,23 @@ PRESETS: tuple[Preset, ...] = (
     _square("notebook-512", 2, 8, 8, 512, 64),
     _decode("decode-8k-batch-32", 32, 8192),
     _decode("decode-32k-batch-1", 1, 32768),
+    *(
+        _square(
+            f"cupy-{dtype}-{length // 1024}k{'-causal' * causal}",
+            1,
+            8,
+            8,
+            length,
+            64,
+            causal=causal,
+            directions=("forward", "both"),
+            dtype=dtype,
+            engine="cupy",
+        )
+        for dtype in ("float32", "float64")
+        for length in (1024, 4096, 16384)
+        for causal in (False, True)
+    ),
 )
 
 
@@ -158,7 +180,7 @@ def select(names: Sequence[str] | None) -> list[Preset]:
     """The presets with the given names. A name that no preset has selects the presets that begin with it; None selects all.
 
     Raises:
-        ValueError: no preset has such a name or prefix.
+        CommandError: no preset has such a name or prefix.
 
     >>> [preset.name for preset in select(["decode", "llama-8b-2k"])]
     ['llama-8b-2k', 'decode-8k-batch-32', 'decode-32k-batch-1']
@@ -170,6 +192,6 @@ def select(names: Sequence[str] | None) -> list[Preset]:
         exact = [preset for preset in PRESETS if preset.name == name]
         matches = exact or [preset for preset in PRESETS if preset.name.startswith(name)]
         if not matches:
-            raise ValueError(f"there is no preset {name!r}; --list shows all presets")
+            raise CommandError(f"there is no preset {name!r}; --list shows all presets")
         selected.update(matches)
     return [preset for preset in PRESETS if preset in selected]

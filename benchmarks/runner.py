@@ -36,6 +36,8 @@ def run(
     add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     needs_gpu: Callable[[argparse.Namespace], bool] = lambda given: True,
+    shown: Sequence[str] = (),
+    failed: Callable[[Row], bool] = lambda row: False,
 ) -> int:
     """Run a benchmark: print its rows, and write them after each, so that an interrupted run keeps its rows.
 
@@ -45,6 +47,11 @@ def run(
         rows: yields the rows for the options. The versions of the libraries are added to each.
         add: adds options to the parser. The path of the CSV file is one already.
         needs_gpu: whether these options need a GPU.
+        shown: the columns that are printed; all if empty.
+        failed: whether a row is that of a failure.
+
+    Returns:
+        1 if a row is that of a failure.
 
     Raises:
         CommandError: there is no GPU.
@@ -55,30 +62,31 @@ def run(
     given = arguments.parse_args(words)
     on_gpu = needs_gpu(given)
     if on_gpu:
-        check_gpu(command)
-    torch = getattr(sys.modules.get("torch"), "__version__", None)
-    used = versions(**({"torch": str(torch)} if torch else {})) if on_gpu else {}
-    if used:
-        print(listed(used))
+        check_gpu(command, "; --cpu needs none" * hasattr(given, "cpu"))
     found: list[Row] = []
+    used: dict[str, str] = {}
     for row in rows(given):
-        print(listed({name: value for name, value in row.items() if value not in (None, "")}), flush=True)
+        if on_gpu and not used:  # peers have been imported
+            torch = getattr(sys.modules.get("torch"), "__version__", None)
+            used = versions(**({"torch": str(torch)} if torch else {}))
+            print(listed(used))
+        print(listed({name: row[name] for name in shown or row if row[name] not in (None, "")}), flush=True)
         found.append({**row, **used})
         if on_gpu:
             free_memory()
         if given.csv:
             write_csv(given.csv, found)
-    return 0
+    return int(any(map(failed, found)))
 
 
-def check_gpu(command: str) -> None:
+def check_gpu(command: str, remedy: str = "") -> None:
     """Check that there is a GPU; loads no cuDNN, so that a peer that is imported later can load its own.
 
     Raises:
         CommandError: there is none.
     """
     if reason := machine.no_gpu():
-        raise CommandError(f"{command} needs a GPU ({reason})")
+        raise CommandError(f"{command} needs a GPU ({reason}){remedy}")
 
 
 def listed(facts: Mapping[str, Any]) -> str:

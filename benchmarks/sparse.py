@@ -1,11 +1,11 @@
 """Block masks against FlexAttention's: the same functions and arrays in one run, interleaved; forward, and both passes.
 
-    python -m benchmarks sparse [results.csv] [--only NAME ...] [--lengths N ...] [--compile]
+    python -m benchmarks sparse [results.csv] [--only NAME ...] [--lengths N ...]
 
 bfloat16, batch 1, 16 heads, head dim 128. Both have their block mask before the measurement; FlexAttention is compiled. Times
 are by CUDA events, as in ``compare``. An error is the largest difference from PyTorch in float64 with the whole score matrix,
-of two heads and at most 8192 positions, divided by the largest magnitude. ``--compile`` compiles FlexAttention and measures
-nothing: several such processes with different names fill PyTorch's cache faster. Needs PyTorch and Triton besides CuPy.
+of two heads and at most 8192 positions, divided by the largest magnitude. Several processes with different names fill PyTorch's
+cache of compiled kernels faster. Needs PyTorch and Triton besides CuPy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .timing import host_us, ratio
 H, D, LENGTHS, BLOCK, DOCUMENT, WINDOW = 16, 128, (8192, 32768), 128, 1024, 1024
 #: The longest problem whose errors are computed, and the number of heads of which they are.
 EXACT_LENGTH, EXACT_HEADS = 8192, 2
-ROUNDS, PRODUCTS = 11, 24
+ROUNDS = 11
 
 Call = Callable[[], Any]
 
@@ -106,7 +106,7 @@ def exact(mask_mod: Callable[..., Any], inputs: Sequence[Any], dout: Any) -> lis
     return [out.detach(), *torch.autograd.grad(out, leaves, dout[:, :EXACT_HEADS].double())]
 
 
-def measure(pattern: Pattern, length: int, *, only_compile: bool) -> dict[str, Any]:
+def measure(pattern: Pattern, length: int) -> dict[str, Any]:
     """One row of the table."""
     arrays = {name: cupy.asarray(x) for name, x in pattern.tensors(np.random.default_rng(0)).items()}
     tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
@@ -129,8 +129,6 @@ def measure(pattern: Pattern, length: int, *, only_compile: bool) -> dict[str, A
         ours, theirs = functools.partial(both, mask, q, k, v, dout), functools.partial(both_by_flex, flex, leaves, gradient)
         results = theirs()
         flex(*detached)
-        if only_compile:
-            return row
         if number == 0 and length <= EXACT_LENGTH:
             expected = exact(mask_mod, leaves, gradient)
             row["error"], row["flex_error"] = (f"{error(found, expected):.1e}" for found in ([*map(bhsd, ours())], results))
@@ -142,7 +140,7 @@ def measure(pattern: Pattern, length: int, *, only_compile: bool) -> dict[str, A
         calls["both"]["flex"].append(theirs)
         free_memory()
     for direction, several in calls.items():
-        times = timed(several, ROUNDS, products=PRODUCTS)
+        times = timed(several, ROUNDS)
         ms = {name: statistics.median(found) for name, found in times.items()}
         row |= {f"{direction}_us": round(1e3 * ms["ours"], 1), f"{direction}_flex_us": round(1e3 * ms["flex"], 1)}
         row |= {f"{direction}_ratio": round(ratio(times["ours"], times["flex"]), 3)}
@@ -167,7 +165,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for length in given.lengths:
         for pattern in patterns(length):
             if given.only is None or pattern.name in given.only:
-                yield measure(pattern, length, only_compile=given.compile)
+                yield measure(pattern, length)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +175,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", nargs="*", type=positive, default=LENGTHS, metavar="N", help="the numbers of queries and keys"
     )
-    parser.add_argument("--compile", action="store_true", help="compile FlexAttention only; no measurement")
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The rows of a run: written to and read from CSV, printed as a table, and summarized by geometric means.
+"""The rows of ``compare``: their columns, reading them from CSV, and geometric means; and the rows of other recorded results.
 
 The column ``way`` is the contender's name, and ``ours_over_it`` is our time divided by the contender's. Both names are part
 of the format of the files.
@@ -7,9 +7,8 @@ of the format of the files.
 from __future__ import annotations
 
 import csv
-import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from .contenders.ours import Ours
 from .device import STATE_COLUMNS
 
 Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
 
 #: The numeric columns, with the number of decimals; None for integers.
 NUMBERS: dict[str, int | None] = {
@@ -82,6 +82,15 @@ def _parsed(column: str, text: str | None) -> Any:
     return text
 
 
+def read(*names: str) -> list[dict[str, str]]:
+    """The rows of files in ``benchmarks/results``, as texts."""
+    rows = []
+    for name in names:
+        with (RESULTS / name).open(newline="") as file:
+            rows += list(csv.DictReader(file))
+    return rows
+
+
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     """The rows by (preset, direction), then by contender."""
     cases: dict[tuple[str, str], dict[str, Row]] = {}
@@ -123,79 +132,6 @@ def summary(values: Sequence[float]) -> str:
     return f"{statistics.geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The printed table: a line for each preset and direction, then means, clocks, and left-out contenders."""
-    others = [name for name in contenders_of(rows) if name != Ours.name]
-    yield from _table(rows, others)
-    yield ""
-    several = len({row["preset"] for row in rows}) > 1
-    ratios_of = "Geometric means and ranges of the ratios" if several else "The ratios"
-    yield f"The columns of other contenders: our time divided by theirs. {ratios_of}:"
-    groups = {"on the GPU": [row for row in rows if row["gpu"]], "on the CPU": [row for row in rows if not row["gpu"]]}
-    for title, group in groups.items():
-        if group and all(groups.values()):
-            yield f" {title}:"
-        yield from _means(group, others)
-    yield from _clocks(rows)
-    yield from _left_out(rows)
-
-
 def short(name: str) -> str:
     """A short column heading for a contender."""
     return {"torch-cudnn": "cudnn", "torch-flash": "flash", "cudnn-frontend": "frontend"}.get(name, name)
-
-
-def _table(rows: Sequence[Row], others: Sequence[str]) -> Iterator[str]:
-    of_gpus = {"tflops": ("TFLOP/s", ".0f"), "share": ("share", ".0%"), "host_us": ("host us", ".1f")}
-    columns = {"ms": ("ms", ".4f")} | (of_gpus if any(row["gpu"] for row in rows) else {})
-    table = [["preset", "direction", *(title for title, _ in columns.values()), *map(short, others)]]
-    for (preset, direction), found in by_case(rows).items():
-        ours = found.get(Ours.name, complete({}))
-        values = [_cell(ours[column], form) for column, (_, form) in columns.items()]
-        ratios = [_cell(found[name]["ours_over_it"], ".3f") if name in found else "" for name in others]
-        table.append([preset, direction, *values, *ratios])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        left = [cell.ljust(width) for cell, width in zip(cells[:2], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
-        yield "  ".join([*left, *right]).rstrip()
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _means(rows: Sequence[Row], others: Sequence[str]) -> Iterator[str]:
-    present = [name for name in others if any(row["way"] == name for row in rows)]
-    names = (None, *present) if len(present) > 1 else present
-    for direction, name in itertools.product(dict.fromkeys(row["direction"] for row in rows), names):
-        values = [(title, ratios(rows, direction, name, column)) for column, title in MEANS.items()]
-        texts = (f"{title} {summary(found) if len(found) > 1 else format(found[0], '.2f')}" for title, found in values if found)
-        if text := ", ".join(texts):
-            yield f"  {direction:9} {name or 'the fastest':15} {text}"
-
-
-def _clocks(rows: Sequence[Row]) -> Iterator[str]:
-    """The contenders that are not timed by events; their times may include the host's."""
-    counts: dict[tuple[str, str], int] = {}
-    for row in rows:
-        if row["gpu"] and row["clock"] and row["clock"] != "events":
-            counts[row["way"], row["clock"]] = counts.get((row["way"], row["clock"]), 0) + 1
-    if counts:
-        yield ""
-        yield "may include the host's time:"
-    for (name, clock), count in counts.items():
-        yield f"  {name}, {count} times: {clock}"
-
-
-def _left_out(rows: Sequence[Row]) -> Iterator[str]:
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row["left_out"]:
-            reasons.setdefault((row["way"], row["left_out"]), []).append(f"{row['preset']} {row['direction']}")
-    if reasons:
-        yield ""
-        yield "left out:"
-    for (name, reason), cases in reasons.items():
-        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        yield f"  {name} ({cases[0]}{more}): {reason}"

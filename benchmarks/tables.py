@@ -1,28 +1,27 @@
-"""The tables of the documentation, made from the files in ``benchmarks/results``.
+"""The tables and figures of the documentation, made from the files in ``benchmarks/results``.
 
     python -m benchmarks tables plans > docs/plans_table.md
-    python -m benchmarks tables figures                         # docs/_static/fp8_errors.svg and parallel_scaling.svg
+    python -m benchmarks tables figures                         # in docs/_static
+    python -m benchmarks tables speed FILE ...                  # of other runs of compare
+    python -m benchmarks tables figures FILE --folder FOLDER
 
-``tables speed`` takes the paths of other CSV files of ``compare``.
+The tables of functions, host and graphs are of commands that were removed, and do not change.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cupy_sdpa.cli.console import CommandError, output_file
+from cupy_sdpa.cli.console import CommandError
 
 from . import figures, table
-from .figures import RESULTS, read
-from .plots import draw_decode
 from .runner import parser
+from .table import RESULTS, read
 
 PASSES = ("forward", "backward")
 #: Shorter names of contenders, for table cells.
 ABBREVIATIONS = {"cudnn-frontend": "fe"}
-DECODE_FILE = "h200_cudnn919_decode.csv"
 PLAN_FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
 
 
@@ -86,29 +85,6 @@ def bucket_table(files: list[Values], titles: list[str]) -> Iterator[str]:
     yield ""
 
 
-def functions() -> Iterator[str]:
-    """The lines of the table of ``functions``."""
-    rows = read("h200_cudnn919_functions.csv")
-    head = rows[0]
-    yield (
-        f"Measured on an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}: "
-        "bfloat16, batch 2, 16 query and 4 key/value heads, length 4096, head dim 128. "
-        "A ratio is our time divided by FlexAttention's. "
-        "An error is the largest of the output and the three gradients, relative to the largest magnitude.\n"
-    )
-    yield "| function | forward | ratio | backward | ratio | error | FlexAttention's |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in rows:
-        errors = [max(float(row[f"{name}{suffix}_error"]) for name in ("out", "dq", "dk", "dv")) for suffix in ("", "_flex")]
-        times = [f"{float(row[f'{name}_ms']):.2f} ms | {float(row[f'{name}_ratio']):.2f}" for name in PASSES]
-        yield f"| {row['name']} | " + " | ".join([*times, *(f"{error:.1e}" for error in errors)]) + " |"
-    yield ""
-    for name in PASSES:
-        ratios = [float(row[f"{name}_ratio"]) for row in rows]
-        mean = statistics.geometric_mean(ratios)
-        yield f"{name.capitalize()}, geometric mean of the ratios: {mean:.2f}; from {min(ratios):.2f} to {max(ratios):.2f}."
-
-
 def speed(*paths: str | Path) -> Iterator[str]:
     """The lines of the table of ``compare``: all rows of the first file, and means of the others."""
     first, *others = paths or (RESULTS / "h200_cudnn919.csv",)
@@ -170,52 +146,9 @@ def speed_cells(contenders: dict[str, table.Row]) -> tuple[str, str, str]:
     return f"{ours['ms']:.3g}", f"{ours['tflops']:.0f}", "".join(best)
 
 
-def host() -> Iterator[str]:
-    """The lines of the table of ``host``."""
-    rows = read("h200_cudnn919_host.csv")
-    head = rows[0]
-    us = {row["name"]: float(row["us"]) for row in rows}
-    yield (
-        f"On the host of an {head['gpu']} with cuDNN {head['cudnn']} and PyTorch {head['torch']}: "
-        "q, k, v of shape (64, 8, 128, 2), in sequences of calls length 256. "
-        "The device is idle before a call unless stated.\n"
-    )
-    yield "| call | us | of PyTorch's |"
-    yield "|---|---|---|"
-    for row in rows:
-        if row["kind"] == "call":
-            yield f"| {row['name']} | {float(row['us']):.2f} | {float(row['over_torch']):.2f} |"
-    yield ""
-    prepared = us["prepared, out="] / us["cudnnBackendExecute"]
-    yield f"A prepared call takes {prepared:.2f} of the time of `cudnnBackendExecute`. The steps of a repeated call:\n"
-    yield "| step | us |"
-    yield "|---|---|"
-    for row in rows:
-        if row["kind"] == "step":
-            yield f"| {row['name']} | {float(row['us']):.2f} |"
-    yield f"| launch | {us['cuGraphLaunch']:.2f} |"
-
-
-def graphs() -> Iterator[str]:
-    """The lines of the table of ``graphs``."""
-    rows = read("h200_cudnn919_graphs.csv")
-    columns = {"device_us": "device", "host_us": "host", "row_us": "sequence"}
-    yield (
-        f"On an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, microseconds per launch: "
-        "of the device, of the host, and of both in a long sequence of launches.\n"
-    )
-    yield f"| pass, captured graphs | {' | '.join(f'{title}: graph | kernels' for title in columns.values())} |"
-    yield "|---|" + "---|---|" * len(columns)
-    by_case = {(row["direction"], int(row["recordings"]), row["way"]): row for row in rows}
-    for direction, count in sorted({case[:2] for case in by_case}, key=lambda case: (case[0] != "forward", case[1])):
-        methods = [by_case[direction, count, method] for method in ("graph", "kernels")]
-        cells = [f"{float(row[column]):.1f}" for column in columns for row in methods]
-        yield f"| {direction}, {count} | {' | '.join(cells)} |"
-
-
 def decode() -> Iterator[str]:
     """The lines of the table of ``decode``."""
-    rows = read(DECODE_FILE)
+    rows = read("h200_cudnn919_decode.csv")
     yield (
         f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks decode`: bfloat16, 32 "
         "query and 8 key/value heads, head dim 128, pages of 64 keys. The rate is the bytes of the keys and values by the "
@@ -330,28 +263,28 @@ def parallel() -> Iterator[str]:
 
 
 TABLES = {
-    "plans": plans, "decode": decode, "functions": functions, "speed": speed, "host": host, "host_options": host_options,
-    "graphs": graphs, "jvp": jvp, "sparse": sparse, "parallel": parallel,
+    "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
+    "parallel": parallel,
 }  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
-    """Print a table."""
+    """Print a table, or write the figures."""
     options = parser("tables", __doc__)
     options.add_argument("table", choices=(*TABLES, "figures"), metavar="TABLE", help=f"of {', '.join((*TABLES, 'figures'))}")
-    options.add_argument("csv", nargs="*", default=[], metavar="FILE", help="for speed: CSV files of compare")
-    options.add_argument("--plot", type=output_file, metavar="FILE", help="for decode: also draw the times relative to ours")
-    arguments = options.parse_args(words)
-    for name, given, table_of_it in (("FILE", arguments.csv, "speed"), ("--plot", arguments.plot, "decode")):
-        if given and arguments.table != table_of_it:
-            raise CommandError(f"{name} has no effect with {arguments.table}, only with {table_of_it}: remove it")
-    if arguments.table == "figures":
-        figures.write()
-        return 0
+    options.add_argument("csv", nargs="*", default=[], type=Path, metavar="FILE", help="CSV files of compare")
+    options.add_argument("--folder", type=Path, default=figures.FOLDER, help="the folder of the figures")
+    given = options.parse_args(words)
+    if given.csv and given.table not in ("speed", "figures"):
+        raise CommandError(f"FILE has no effect with {given.table}, only with speed and figures: remove it")
     try:
-        if arguments.plot:
-            draw_decode(read(DECODE_FILE), arguments.plot)
-        print("\n".join(TABLES[arguments.table](*arguments.csv)).rstrip())
-    except ValueError as error:  # an unknown format of the figure, or a file of another command
+        if given.table == "figures":
+            for path in (path for source in given.csv or [None] for path in figures.write(source, given.folder)):
+                print(f"wrote {path}")
+        else:
+            print("\n".join(TABLES[given.table](*given.csv)).rstrip())
+    except ImportError as error:
+        raise CommandError("figures need matplotlib: pip install 'cupy-sdpa[plot]'") from error
+    except ValueError as error:  # a file of another command
         raise CommandError(str(error)) from error
     return 0

@@ -1,4 +1,20 @@
-"""Scaled dot-product attention for CuPy arrays with cuDNN's fused kernels, and for numpy arrays on the CPU."""
+"""Scaled dot-product attention for CuPy arrays with cuDNN's fused kernels, and for numpy arrays on the CPU.
+
+``help(cupy_sdpa.attention)`` shows one function. The functions and classes are:
+
+============  ========================================================================================================
+attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, weight_sums
+masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
+inference     KVCache, Rope, apply_rope, shared_prefix_attention, merge
+packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
+plans         explain (Report), prepare (Prepared), autotune, get_plan_cache, problem (Problem); store: plans on disk
+checks        validate; reference: attention in float64
+more          composed, fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
+errors        Unsupported, CudnnError, StepError, OutOfPages, DiskCacheWarning
+============  ========================================================================================================
+
+Names in parentheses are the classes of results.
+"""
 
 from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
 
@@ -9,36 +25,34 @@ from typing import TYPE_CHECKING
 
 from .attention import attention, attention_backward
 from .block_masks.block_mask import BlockMask, block_mask
-from .errors import CudnnError, DiskCacheWarning, OutOfPages, StepError, Unsupported
+from .errors import CudnnError as CudnnError
+from .errors import DiskCacheWarning as DiskCacheWarning
+from .errors import OutOfPages as OutOfPages
+from .errors import StepError as StepError
+from .errors import Unsupported as Unsupported
 from .explain import explain, get_plan_cache, problem
 from .helpers import alibi_slopes, dropout_mask, merge
 from .jvp import attention_jvp
 from .kv_cache.cache import KVCache
 from .kv_cache.shared_prefix import shared_prefix_attention
-from .prepare import Prepared, autotune, prepare
-from .problem.problem import Problem
+from .prepare import Prepared as Prepared
+from .prepare import autotune, prepare
+from .problem.problem import Problem as Problem
 from .programs.watch import validate
-from .replay.call_report import Report
+from .replay.call_report import Report as Report
 from .rope import Rope, apply_rope
 from .sequences import cu_seqlens_with_gaps, page_table_from_lists
 from .tree import tree_mask
 from .version import __version__
-from .vjp import Pullback, attention_vjp
+from .vjp import Pullback as Pullback
+from .vjp import attention_vjp
 from .weights import weight_sums
 
+#: What users call, and what ``help`` prints.
 __all__ = [
     "BlockMask",
-    "CudnnError",
-    "DiskCacheWarning",
     "KVCache",
-    "OutOfPages",
-    "Prepared",
-    "Problem",
-    "Pullback",
-    "Report",
     "Rope",
-    "StepError",
-    "Unsupported",
     "__version__",
     "alibi_slopes",
     "apply_rope",
@@ -62,12 +76,16 @@ __all__ = [
     "weight_sums",
 ]
 
+#: The classes of results and errors.
+_TYPES = (
+    "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "StepError", "Unsupported",
+)  # fmt: skip
 #: Public modules, imported on first use.
 _MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
-    "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "flex_attention",
-    "scaled_dot_product_attention",
+    "DotProductAttention", "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "flex_attention", "scaled_dot_product_attention", "single_prefill_with_kv_cache",
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -93,7 +111,7 @@ else:
 
     def __dir__():
         """The public names."""
-        return sorted([*__all__, *_MODULES])
+        return sorted([*__all__, *_TYPES, *_MODULES])
 
 
 if os.environ.get("CUPY_SDPA_TRACE"):

@@ -62,13 +62,12 @@ def attention(
     .. math:: O = \operatorname{softmax}(S)\, V, \qquad S_{ij} = \tau\, q_i \cdot k_j, \qquad
               L_i = \log \sum_j e^{S_{ij}}
 
-    numpy arrays are computed on the CPU. CuPy arrays are computed by cuDNN's fused kernels on CuPy's current stream, without
-    synchronization; nothing of size Sq x Skv is stored. Arrays of other libraries with DLPack are shared (:doc:`/layouts`).
+    numpy arrays are computed on the CPU, CuPy arrays by cuDNN on CuPy's current stream, without synchronization; nothing of
+    size Sq x Skv is stored. :doc:`/options` defines each option, :doc:`/layouts` the arrays of other libraries.
 
     Args:
-        q: queries ``(D, Hq, Sq, B)``; without a batch axis, results have none, either. float16 or bfloat16; on the CPU also
-            float32 and float64. q, k and v may be FP8 arrays (:func:`cupy_sdpa.fp8.attention`).
-        k, v: keys ``(D, Hkv, Skv, B)`` and values ``(Dv, Hkv, Skv, B)`` of q's dtype; Hq is a multiple of Hkv.
+        q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)``, ``(Dv, Hkv, Skv, B)``, or all without B; Hq is a multiple of Hkv.
+            float16 or bfloat16; on the CPU also float32 and float64. FP8: :func:`cupy_sdpa.fp8.attention`.
         return_stats: also return L, float32; ``"max_sumexp"``: also the maximum m and the sum of :math:`e^{S_{ij} - m_i}`.
         deterministic: return the same bits in every run. Default False.
         out, stats: arrays ``(Dv, Hq, Sq, B)`` and ``(Sq, Hq, B)`` to write the results into.
@@ -77,24 +76,20 @@ def attention(
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.
         page_table, num_splits: paged keys and values, int32 ``(P, B)``, as of :class:`cupy_sdpa.KVCache`.
         scale, score_mod, softcap, alibi_slopes, bias: change the scores, in this order; the scale is ``1/sqrt(D)`` by default.
-        sinks: the score of a key without a value for each head, ``(Hq,)``.
-        tensors: a mapping of names to arrays that ``score_mod`` and ``mask_mod`` read.
+        sinks, tensors: the score of a key without a value, ``(Hq,)``; arrays that ``score_mod`` and ``mask_mod`` read.
         dropout_p, seed, offset, dropout_mask: dropout. Default 0.
         batch_invariant: refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.
         max_workspace, bucket: how calls are planned.
         layout, compute_dtype, engine: axes, precision and engine. Default: ``"dhsb"``, q's dtype, and that of the arrays.
 
-    :doc:`/options` defines each option: its shapes, dtypes and defaults.
-
     Returns:
-        ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``. New arrays are in Fortran order. A fully masked row has
-        output 0, and L and m are -inf; with a sink, the row attends to the sink.
+        ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``, in Fortran order. A fully masked row has output 0, and L
+        and m are -inf; with a sink, the row attends to the sink.
 
     Raises:
         TypeError: numpy and CuPy arrays are mixed, or an array has a type or dtype that is not supported.
         ValueError: shapes do not match, cuDNN cannot read the strides of an array, or an option has an invalid value.
-        Unsupported: this cuDNN or GPU cannot run it; :func:`cupy_sdpa.explain` returns the reasons.
-        CudnnError: cuDNN failed.
+        Unsupported, CudnnError: this cuDNN or GPU cannot run it, see :func:`cupy_sdpa.explain`; or cuDNN failed.
 
     Sources: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Dao 2023, "FlashAttention-2", section 3.1 (L).
 

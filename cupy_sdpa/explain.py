@@ -18,10 +18,11 @@ from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
 from .graph import graph_of
-from .jvp import TANGENTS, attention_jvp, given_by
+from .jvp import attention_jvp, given_by
 from .problem.problem import Problem
 from .problem.validation import NO_FP8_GRADIENTS
 from .programs.block_mask_calls import dense_description, description, of_call, reasons_for_dense
+from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import program_of, report_of, with_missing
 from .replay.call_report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .block_masks.block_mask import BlockMask
 from .block_masks.method import check as check_mask
 from .boundary.arguments import read_shapes, views_of_shapes
 from .boundary.compute import cast, check_converted, read_compute_dtype
 from .boundary.conversion import convert, needs_conversion
 from .boundary.layouts import of_caller, options_in_own, other_layout, to_own
-from .boundary.options import PAGES, Options, read_flag, read_scale, takes_options
+from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype, placeholder
 from .problem.view import View
 from .programs.block_mask_calls import key_of, without_keys
-from .programs.derivative import Arrays, Tangents, derivative
+from .programs.derivative import ARRAYS, TANGENTS, WIDENED, derivative
 from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, read_form
 from .programs.derivative_form import Form, Widened, form_of
 from .programs.executor import Inputs, run_program
-from .programs.passes import blocks_of, rounded
-from .programs.program import Builder, Program
+from .programs.passes import add_results, blocks_of
+from .programs.program import Builder
 from .replay.replay_cache import run_cached
 from .runtime import cupy_runtime
-
-#: The tangents.
-TANGENTS = ("dq", "dk", "dv")
-#: The names of the wider arrays among those of a call.
-_WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
-_NAMES = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
 
 
 @takes_options(without=PAGES)
@@ -109,17 +102,16 @@ def attention_jvp(
         )  # fmt: skip
         return converted
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    flags = {"return_stats": return_stats, "deterministic": deterministic}
-    for name, value in flags.items():
+    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
         if type(value) is not bool:
             read_flag(name, value)
     given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
     mask, others = blocks_of(q, k, options, automatic=False)
     of_form = {**others, "block_mask": mask}
-    names: tuple[str, ...] = _NAMES
+    names: tuple[str, ...] = ARRAYS
     kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
     if widened is not None and isinstance(widened, Widened):
-        given, names, kind = (*given, *widened[:-1]), (*_NAMES, *_WIDENED), (*kind, widened.form)
+        given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
     # On the CPU the elements of widened are compared with those of q, k and v in every call.
     results = run_cached(kind, given, others) if widened is None or cupy_runtime.is_array(q) else None
     if results is None:
@@ -133,85 +125,22 @@ def attention_jvp(
         check_results(out, dout, stats, q, v)
         with cupy_runtime.device_context(q):
             try:
-                results = _run(kind, names, given, form, others, mask, dtype, flags)
+                arrays = dict(zip(names, given, strict=True))
+                wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
+                wanted["dout"] = wanted["out"]
+                if return_stats or stats is not None:
+                    wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
+                inputs = Inputs(arrays, kept_options(q, others))
+                add_results(inputs, q, wanted)
+                of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": bool(deterministic)}
+                build = functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program)
+                results = run_program(kind, names, given, others, inputs, list(wanted), build)
             except Unsupported as error:
                 if (step := getattr(error, "step", None)) is None:
                     raise  # an option is refused, not a pass
                 name = str(step).partition(":")[0]
                 raise Unsupported(refusal(form, name, str(error))) from error
     return tuple(results)
-
-
-def _run(
-    kind: Any,
-    names: tuple[str, ...],
-    given: tuple[Any, ...],
-    form: Form,
-    options: Mapping[str, Any],
-    mask: BlockMask | None,
-    dtype: str | None,
-    flags: Mapping[str, bool],
-) -> list[Any]:
-    """Run the program of a call whose arguments are valid.
-
-    Args:
-        kind: the key of the call besides arrays and options.
-        names, given: the arrays that the caller passed, which may be None, and their names.
-        form: how the derivative is computed.
-        options: the options, without the block mask.
-        mask: the block mask, or None.
-        dtype: the dtype to compute in; None for that of q.
-        flags: ``return_stats`` and ``deterministic``.
-    """
-    arrays = dict(zip(names, given, strict=True))
-    q, v = arrays["q"], arrays["v"]
-    for name in ("out", "dout"):
-        if arrays[name] is None:
-            arrays[name] = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype)
-    with_stats = flags["return_stats"] or arrays["stats"] is not None
-    if with_stats and arrays["stats"] is None:
-        arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
-    inputs = Inputs(arrays, kept_options(q, options))
-    build = functools.partial(
-        _build,
-        views=inputs.views,
-        options=inputs.options,
-        form=form,
-        mask=mask,
-        dtype=dtype,
-        deterministic=flags["deterministic"],
-    )
-    results = ["out", "dout", *(["stats"] if with_stats else [])]
-    return run_program(kind, names, given, options, inputs, results, build)
-
-
-def _build(
-    builder: Builder,
-    views: Mapping[str, View],
-    options: Mapping[str, Any],
-    form: Form,
-    mask: BlockMask | None,
-    dtype: str | None,
-    *,
-    deterministic: bool,
-) -> None:
-    """Add the steps of a derivative.
-
-    Args:
-        builder: collects the steps.
-        views: the arrays by name: q, k, v, out and dout; stats if it is returned; and tangents, or the wider arrays.
-        options: the options, with views in place of arrays, and without the block mask.
-        form, mask, dtype, deterministic: as for :func:`_run`.
-    """
-    own, finish = rounded(builder, {name: views.get(name) for name in _NAMES}, dtype, ("out", "dout"))
-    tangents: Tangents | Widened = Tangents(*(own[name] for name in TANGENTS))
-    if any(name in views for name in _WIDENED):
-        made: dict[str, Any] = dict(zip(Widened._fields, [*map(views.get, _WIDENED), form], strict=True))
-        tangents = Widened(**made)
-    scaled = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
-    of_call = Arrays(*(own[name] for name in Arrays._fields))
-    derivative(builder, of_call, tangents, scaled, form=form, mask=mask, deterministic=bool(deterministic))
-    finish()
 
 
 def _rounded(name: str, x: Any, dtype: str, *, read: bool) -> Any:
@@ -273,62 +202,30 @@ def jvp_problems(
         raise ValueError(f"tangents contains {unknown[0]!r}; it can contain {', '.join(TANGENTS)}")
     if not tangents:
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
-    common = {"dtype": dtype, "seq_lens": seq_lens, "deterministic": deterministic}
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_DERIVATIVES)
     if layout := other_layout(options):
         q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
         options = options_in_own(options, layout)
-    return problems_of(q, k, v, tangents, options, return_stats=return_stats, **common)
-
-
-def problems_of(
-    q: Any, k: Any, v: Any, tangents: Sequence[str], options: Mapping[str, Any], *, return_stats: bool = False, **common: Any
-) -> tuple[Problem, ...]:
-    """:func:`jvp_problems` for valid names of tangents, and for either engine (``on_gpu``)."""
-    if options.get("page_table") is not None:
-        raise Unsupported(NO_PAGED_DERIVATIVES)
-    program, views = _program_of(q, k, v, tangents, options, return_stats=return_stats, **common)
-    found = program.problems()
-    if found:
-        return tuple(found)
-    return (without_keys(views["q"].shape, views["v"].shape, views["q"].dtype, return_stats=return_stats),)
-
-
-def _program_of(
-    q: Any,
-    k: Any,
-    v: Any,
-    tangents: Sequence[str],
-    options: Mapping[str, Any],
-    *,
-    return_stats: bool = False,
-    deterministic: bool = False,
-    dtype: Any = None,
-    seq_lens: bool = False,
-    on_gpu: bool = True,
-) -> tuple[Program, dict[str, View]]:
-    """The program of a derivative of arrays or of shapes, and q, k and v; tangents and results are assumed to be dense."""
-    shapes = [tuple(x.shape if hasattr(x, "shape") else x) for x in (q, k, v)]
-    if not all(shapes):
-        raise ValueError(f"q, k and v have shapes {shapes}; a shape is (head_dim, heads, seq, batch)")
     mask, others = blocks_of(q, k, options, automatic=False)
-    device = 0 if on_gpu else None
     if mask is None:
-        # checks the arguments
-        read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, on_gpu=on_gpu, deterministic=deterministic)
-    views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, device=device)
+        read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
+    views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)
     if mask is not None:
         like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
         check_mask(**like, mask=mask)
-    head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
-    form = form_of(head_dim, value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
-    shapes_of = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
-    shapes_of |= dict.fromkeys(("out", "dout"), (value_dim, *views["q"].shape[1:]))
-    made = {name: View.dense(name, shape, views["q"].dtype, device) for name, shape in shapes_of.items()}
+    shape, value_dim, kind = views["q"].shape, views["v"].shape[0], views["q"].dtype
+    form = form_of(shape[0], value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
+    builder = Builder(views["q"].storage.device)
+    # tangents and results are assumed to be dense
+    shapes = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
+    shapes |= dict.fromkeys(("out", "dout"), (value_dim, *shape[1:]))
+    made = {name: View.dense(name, of, kind, builder.device) for name, of in shapes.items()}
     if return_stats:
-        made["stats"] = View.dense("stats", row_stats_shape(views["q"].shape), np.float32, device)
-    builder = Builder(device)
-    _build(builder, views | made, own, form, mask, None, deterministic=deterministic)
-    return builder.build(), views
+        made["stats"] = View.dense("stats", row_stats_shape(shape), np.float32, builder.device)
+    derivative(builder, views | made, own, form=form, mask=mask, deterministic=deterministic)
+    found = builder.build().problems()
+    return tuple(found) if found else (without_keys(shape, views["v"].shape, kind, return_stats=return_stats),)
 
 
 def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 
 from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
-from .boundary.call import tuning_enabled
+from .boundary.call import in_mode
 from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
 from .boundary.layouts import has_own_axes, other_layout, results_in
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
@@ -143,7 +143,7 @@ def prepare_function(
             inputs = [own[name] for name in "qkv"]
             own["out"], own["stats"] = attention(*inputs, return_stats=True, **options)
             own["dout"] = own["out"]
-        with tuning_enabled() as tunings:
+        with in_mode(tunings=tunings):
             function(**own, **options, **outputs)
         report = report_of(program_of(function, **arrays, **options, **outputs))
     tuning = tunings[0] if tunings else None
@@ -289,5 +289,6 @@ def autotune() -> Iterator[list[Tuning]]:
     >>> tunings
     []
     """
-    with tuning_enabled() as tunings:
+    tunings: list[Tuning] = []
+    with in_mode(tunings=tunings):
         yield tunings

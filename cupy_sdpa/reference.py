@@ -6,6 +6,7 @@ per query and one column per key, ``(Sq, Skv)``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -68,23 +69,23 @@ def attention(
     >>> bool(np.allclose(out, 1 / 3)), m.ravel(), sum_exp.ravel()
     (True, array([0., 0.]), array([3., 3.]))
     """
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        options |= {"scale": scale, "sinks": sinks, "dropout_p": dropout_p, "dropout_mask": dropout_mask}
-        return _packed_attention((q, k, v), _sequences(cu_seqlens_q, cu_seqlens_kv), max_sumexp, options)
-    _check(q, k, v, **options)
-    _, query_heads, queries, batch = q.shape
-    dv, key_heads, _, _ = v.shape
-    out = np.zeros((dv, query_heads, queries, batch))
-    stats, maxima, sums = (np.zeros((queries, query_heads, batch)) for _ in range(3))
-    for b, h in np.ndindex(batch, query_heads):
-        g = h // (query_heads // key_heads)  # the key/value head of this query head
-        s = scores(q, k, h, b, scale=scale, **options)
-        p, _, m, sum_exp = _softmax(s, _sink(sinks, h, b, queries, options))
-        keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
-        out[:, h, :, b] = _attended(v[:, g, :, b], s != -np.inf) @ (p * keep).T
-        maxima[:, h, b], sums[:, h, b] = m, sum_exp
-        with np.errstate(divide="ignore"):  # log 0 = -inf
-            stats[:, h, b] = m + np.log(sum_exp)
+    _check(q, k, v, packed=cu_seqlens_q is not None, **options)
+    query_heads, key_heads = q.shape[1], k.shape[1]
+    out = np.zeros((len(v), *q.shape[1:]))
+    shape = (q.shape[2], query_heads, q.shape[3]) if q.ndim == 4 else q.shape[1:]
+    stats, maxima, sums = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
+    for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
+        own = sequence.options(options)
+        qs, ks, vs = sequence.of_queries(q), sequence.of_keys(k), sequence.of_keys(v)
+        for h in range(query_heads):
+            g = h // (query_heads // key_heads)  # the key/value head of this query head
+            s = scores(qs, ks, h, 0, scale=scale, **own)
+            p, _, m, sum_exp = _softmax(s, _sink(sinks, h, qs.shape[2], own))
+            keep = sequence.keep(dropout_mask, h, s.shape) / (1 - dropout_p)
+            sequence.of_queries(out)[:, h, :, 0] = _attended(vs[:, g, :, 0], s != -np.inf) @ (p * keep).T
+            sequence.of_rows(maxima)[:, h], sequence.of_rows(sums)[:, h] = m, sum_exp
+            with np.errstate(divide="ignore"):  # log 0 = -inf
+                sequence.of_rows(stats)[:, h] = m + np.log(sum_exp)
     return (out, stats, maxima, sums) if max_sumexp else (out, stats)
 
 
@@ -134,40 +135,35 @@ def attention_backward(
     >>> float(abs(dq).max()), dv.ravel()[0]
     (0.0, np.float64(1.0))
     """
-    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
-        options |= {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks, "dropout_p": dropout_p}
-        options |= {"dropout_mask": dropout_mask, "return_dbias": return_dbias, "return_dsinks": return_dsinks}
-        return _packed_attention_backward((dout, q, k, v), _sequences(cu_seqlens_q, cu_seqlens_kv), options)
-    _check(q, k, v, dout, bias, needs_bias=return_dbias, **options)
-    d, query_heads, queries, batch = q.shape
-    _, key_heads, keys, _ = k.shape
-    tau = 1 / math.sqrt(d) if scale is None else scale
+    _check(q, k, v, dout, bias, packed=cu_seqlens_q is not None, needs_bias=return_dbias, **options)
+    query_heads, key_heads = q.shape[1], k.shape[1]
+    tau = 1 / math.sqrt(len(q)) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    dscores = np.zeros((keys, queries, query_heads, batch))
+    dbias: NDArray[np.float64] = np.zeros((1, 1, 1, 1) if bias is None else bias.shape)
+    _, _, bias_heads, _ = dbias.shape
     dsinks = np.zeros(query_heads)
-    for b, h in np.ndindex(batch, query_heads):
-        g = h // (query_heads // key_heads)
-        s = scores(q, k, h, b, scale=scale, softcap=softcap, bias=bias, **options)
-        qh, doh = (_attending(x[:, h, :, b], s != -np.inf) for x in (q, dout))
-        kh, vh = (_attended(x[:, g, :, b], s != -np.inf) for x in (k, v))
-        p, p_sink, _, _ = _softmax(s, _sink(sinks, h, b, queries, options))
-        keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
-        dv[:, g, :, b] += doh @ (p * keep)
-        dp = (doh.T @ vh) * keep
-        mean = (p * dp).sum(axis=1)
-        ds = p * (dp - mean[:, None])
-        dsinks[h] += (p_sink * (0 - mean)).sum()
-        dscores[:, :, h, b] = ds.T
-        dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
-        dq[:, h, :, b] = tau * (kh @ dx.T)
-        dk[:, g, :, b] += tau * (qh @ dx)
-    gradients: list[NDArray[np.float64]] = [dq, dk, dv]
-    if return_dbias and bias is not None:
-        broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
-        gradients.append(dscores.sum(axis=broadcast, keepdims=True))
-    if return_dsinks:
-        gradients.append(dsinks)
-    return tuple(gradients)
+    for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
+        own = sequence.options(options | {"bias": bias})
+        qs, dos = (sequence.of_queries(x) for x in (q, dout))
+        ks, vs = (sequence.of_keys(x) for x in (k, v))
+        for h in range(query_heads):
+            g = h // (query_heads // key_heads)
+            s = scores(qs, ks, h, 0, scale=scale, softcap=softcap, **own)
+            qh, doh = (_attending(x[:, h, :, 0], s != -np.inf) for x in (qs, dos))
+            kh, vh = (_attended(x[:, g, :, 0], s != -np.inf) for x in (ks, vs))
+            p, p_sink, _, _ = _softmax(s, _sink(sinks, h, qs.shape[2], own))
+            keep = sequence.keep(dropout_mask, h, s.shape) / (1 - dropout_p)
+            sequence.of_keys(dv)[:, g, :, 0] += doh @ (p * keep)
+            dp = (doh.T @ vh) * keep
+            mean = (p * dp).sum(axis=1)
+            ds = p * (dp - mean[:, None])
+            dsinks[h] += (p_sink * (0 - mean)).sum()
+            part = sequence.of_scores(dbias)[:, :, h % bias_heads, 0]
+            part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
+            dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
+            sequence.of_queries(dq)[:, h, :, 0] = tau * (kh @ dx.T)
+            sequence.of_keys(dk)[:, g, :, 0] += tau * (qh @ dx)
+    return (dq, dk, dv, *([dbias] if return_dbias else []), *([dsinks] if return_dsinks else []))
 
 
 def scores(
@@ -223,7 +219,7 @@ def scores(
         s = s - float(alibi_slopes[h]) * np.abs(center - j)
     if bias is not None:
         s = s + np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
-        attends = attends & (s > -1e6)
+        attends = attends & ~(s <= -1e6)  # NaN is not masked
     return np.where(attends, s, -np.inf)
 
 
@@ -306,11 +302,13 @@ def diagonal(
     return i
 
 
-def _check(q: Any, k: Any, v: Any, dout: Any = None, bias: Any = None, *, needs_bias: bool = False, **options: Any) -> None:
+def _check(
+    q: Any, k: Any, v: Any, dout: Any = None, bias: Any = None, *, packed: bool, needs_bias: bool = False, **options: Any
+) -> None:
     """Raise ValueError for what numpy would broadcast, ignore or misread."""
     shapes = f"q {q.shape}, k {k.shape} and v {v.shape} must be (D, Hq, Sq, B), (D, Hkv, Skv, B) and (Dv, Hkv, Skv, B)"
-    match = {q.ndim, k.ndim, v.ndim} == {4} and q.shape[::3] == k.shape[::3] and k.shape[1:] == v.shape[1:]
-    if not match or q.shape[1] % max(k.shape[1], 1):
+    match = {q.ndim, k.ndim, v.ndim} == {3 if packed else 4} and len(q) == len(k) and k.shape[1:] == v.shape[1:]
+    if not match or q.shape[3:] != k.shape[3:] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"{shapes}, Hq a multiple of Hkv; packed arrays need cu_seqlens_q and cu_seqlens_kv")
     if dout is not None and dout.shape != (len(v), *q.shape[1:]):
         raise ValueError(f"dout has shape {dout.shape}; it must be {(len(v), *q.shape[1:])}, (Dv, Hq, Sq, B)")
@@ -337,19 +335,11 @@ def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64
     return np.where(attends.any(axis=0), k.astype(np.float64), 0.0)
 
 
-def _sink(sinks: NDArray[Any] | None, h: int, b: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
+def _sink(sinks: NDArray[Any] | None, h: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
     """The sink's score for each query: -inf without sinks and beyond the length."""
     if sinks is None:
         return np.full(queries, -np.inf)
-    return np.where(np.arange(queries) < _length(queries, b, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
-
-
-def _keep(dropout_mask: NDArray[Any] | None, h: int, b: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """1 where dropout keeps a weight of the head, else 0."""
-    if dropout_mask is None:
-        return np.ones(shape)
-    _, _, heads, batch = dropout_mask.shape
-    return np.broadcast_to(dropout_mask[:, :, h % heads, b % batch].T, shape).astype(np.float64)
+    return np.where(np.arange(queries) < _length(queries, 0, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
 
 
 def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
@@ -360,64 +350,58 @@ def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray
 
 
 class _Sequence(NamedTuple):
-    """Packed sequence b: its positions among the packed queries and keys."""
+    """Sequence b: a batch entry, or a part of packed arrays. Its views have a batch axis of length 1.
+
+    Attributes:
+        b: its number.
+        queries, keys: its positions in packed arrays; all of them in arrays with a batch axis.
+        packed: whether the arrays are packed.
+    """
 
     b: int
     queries: slice
     keys: slice
+    packed: bool
 
-    def part(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The view ``(Skv|1, Sq|1, H|1, 1)`` of a bias or mask ``(.., .., H|1, B|1)`` that belongs to the sequence."""
-        b = self.b % x.shape[3]
-        return x[: self.keys.stop - self.keys.start, : self.queries.stop - self.queries.start, :, b : b + 1]
+    def of_queries(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The view ``(D, Hq, Sq, 1)``."""
+        return x[:, :, self.queries, None] if self.packed else x[..., self.b : self.b + 1]
+
+    def of_keys(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The view ``(D, Hkv, Skv, 1)``."""
+        return x[:, :, self.keys, None] if self.packed else x[..., self.b : self.b + 1]
+
+    def of_rows(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The view ``(Sq, Hq)`` of a number for each query."""
+        return x[:, self.queries].T if self.packed else x[..., self.b]
+
+    def of_scores(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The view ``(Skv|1, Sq|1, H|1, 1)`` of a bias or mask ``(.., .., H|1, B|1)``."""
+        b, queries, keys = self.b % x.shape[3], self.queries, self.keys
+        return x[: keys.stop - keys.start, : queries.stop - queries.start, :, b : b + 1]
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of the sequence."""
-        matrices = [name for name in ("bias", "mask", "dropout_mask") if options.get(name) is not None]
-        return options | {name: self.part(options[name]) for name in matrices}
+        own = {name: self.of_scores(options[name]) for name in ("bias", "mask") if options.get(name) is not None}
+        lengths = [name for name in ("seq_lens_q", "seq_lens_kv") if options.get(name) is not None]
+        return options | own | {name: options[name][self.b : self.b + 1] for name in lengths}
+
+    def keep(self, dropout_mask: NDArray[Any] | None, h: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        """1 where dropout keeps a weight of the head, else 0."""
+        if dropout_mask is None:
+            return np.ones(shape)
+        return np.broadcast_to(self.of_scores(dropout_mask)[:, :, h % dropout_mask.shape[2], 0].T, shape).astype(np.float64)
 
 
-def _sequences(cu_seqlens_q: NDArray[Any], cu_seqlens_kv: NDArray[Any]) -> list[_Sequence]:
-    """The packed sequences."""
-    cu_q, cu_kv = ([int(offset) for offset in cu] for cu in (cu_seqlens_q, cu_seqlens_kv))
-    return [_Sequence(b, slice(*cu_q[b : b + 2]), slice(*cu_kv[b : b + 2])) for b in range(len(cu_q) - 1)]
-
-
-def _packed_attention(
-    arrays: tuple[NDArray[Any], ...], sequences: list[_Sequence], max_sumexp: bool, options: dict[str, Any]
-) -> tuple[NDArray[np.float64], ...]:
-    """:func:`attention` of each sequence; ``arrays`` are q, k and v."""
-    (q, k, v), (_, heads, total) = arrays, arrays[0].shape
-    out, sums = np.zeros((v.shape[0], heads, total)), np.zeros((heads, total))
-    stats, maxima = (np.full((heads, total), -np.inf) for _ in range(2))
-    for sequence in sequences:
-        i, j = sequence.queries, sequence.keys
-        inputs = q[:, :, i, None], k[:, :, j, None], v[:, :, j, None]
-        part, *rows = attention(*inputs, max_sumexp=True, **sequence.options(options))
-        out[:, :, i] = part[:, :, :, 0]
-        stats[:, i], maxima[:, i], sums[:, i] = (row[:, :, 0].T for row in rows)
-    return (out, stats, maxima, sums) if max_sumexp else (out, stats)
-
-
-def _packed_attention_backward(
-    arrays: tuple[NDArray[Any], ...], sequences: list[_Sequence], options: dict[str, Any]
-) -> tuple[NDArray[np.float64], ...]:
-    """:func:`attention_backward` of each sequence, with dbias and dsinks summed; ``arrays`` are dout, q, k and v."""
-    dout, q, k, v = arrays
-    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    bias = options["bias"]
-    dbias = np.zeros(bias.shape) if options["return_dbias"] and bias is not None else None
-    dsinks = np.zeros(q.shape[1]) if options["return_dsinks"] else None
-    for sequence in sequences:
-        i, j = sequence.queries, sequence.keys
-        inputs = dout[:, :, i, None], q[:, :, i, None], k[:, :, j, None], v[:, :, j, None]
-        parts = attention_backward(*inputs, **sequence.options(options))
-        dq[:, :, i], dk[:, :, j], dv[:, :, j] = (part[:, :, :, 0] for part in parts[:3])
-        if dbias is not None:
-            sequence.part(dbias)[...] += parts[3]
-        if dsinks is not None:
-            dsinks += parts[-1]
-    return (dq, dk, dv, *(gradient for gradient in (dbias, dsinks) if gradient is not None))
+def _sequences(q: NDArray[Any], k: NDArray[Any], cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None) -> list[_Sequence]:
+    """The batch entries, or the packed sequences."""
+    if cu_q is None or cu_kv is None:
+        return [_Sequence(b, slice(0, q.shape[2]), slice(0, k.shape[2]), packed=False) for b in range(q.shape[-1])]
+    starts = [[int(offset) for offset in cu] for cu in (cu_q, cu_kv)]
+    return [
+        _Sequence(b, slice(*queries), slice(*keys), packed=True)
+        for b, (queries, keys) in enumerate(zip(*map(itertools.pairwise, starts), strict=False))
+    ]
 
 
 def __dir__() -> list[str]:

@@ -42,6 +42,7 @@ def without_kernels():
     from cupy_sdpa.cudnn.constants import AttributeType
     from cupy_sdpa.cudnn.descriptor import Descriptor
     from cupy_sdpa.cudnn_engine.engines import Candidate, EngineSearch, _number_and_notes
+    from cupy_sdpa.cudnn_engine.plan_file import Facts
 
     def take(search, config):
         engine, notes = _number_and_notes(config)
@@ -50,7 +51,8 @@ def without_kernels():
         if search.limit is not None and total > search.limit:
             search.refused.append(f"engine {engine}: it needs a workspace of {total} bytes, {search.limit} are allowed")
             return None
-        return Candidate(Descriptor("EXECUTION_PLAN"), "", engine, (), notes, need, 0.0)
+        facts = Facts(search.uids, engine, (), notes, need, 0.0, tuple(search.refused))
+        return Candidate(Descriptor("EXECUTION_PLAN"), "", facts)
 
     with mock.patch.object(EngineSearch, "_try", take):
         yield
@@ -80,14 +82,14 @@ def plan_problem(problem, gpu):
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn_engine.plan import Plan, SerializedPlan
+    from cupy_sdpa.cudnn_engine.plan import Plan
     from cupy_sdpa.cudnn_engine.planner import engine_search
     from cupy_sdpa.offline.remote_planner import load_target
 
     target = load_target(gpu)
     try:
-        with engine_search(graph, target, guarded=guarded) as (search, uids):
-            plan = Plan(SerializedPlan(uids, search.first(config), tuple(search.refused)), graph, target, "", 0.0)
+        with engine_search(graph, target, guarded=guarded) as search:
+            plan = Plan(search.first(config), graph, target, "", 0.0)
     except Unsupported as error:
         return str(error)
     plan.close()
@@ -105,9 +107,9 @@ def candidates_of(problem):
     target, graph = load_target("h200"), forward(problem)
     plan = load_or_build(graph, target, disk_cache=DiskCache(None))
     found = []
-    with engine_search(graph, target) as (search, _):
+    with engine_search(graph, target) as search:
         for candidate in _candidates(search, plan):
-            found.append((candidate.engine, candidate.knobs))
+            found.append((candidate.facts.engine, candidate.facts.knobs))
             candidate.close()
     plan.close()
     return (plan.info.engine, plan.info.knobs), found

@@ -35,8 +35,8 @@ class Inputs:
     """Random q, k, v and gradient of the output, ``(head_dim, heads, seq, batch)`` in Fortran order."""
 
     def __init__(self, preset: Preset) -> None:
-        self.q, self.k, self.v = (random_normal(*shape) for shape in preset.shapes)
-        self.dout = random_normal(*preset.out_shape)
+        self.q, self.k, self.v = (random_normal(*shape, dtype=preset.dtype) for shape in preset.shapes)
+        self.dout = random_normal(*preset.out_shape, dtype=preset.dtype)
 
 
 class Contender:
@@ -48,11 +48,13 @@ class Contender:
         name: the name on the command line and in files.
         title: the name in figures.
         requires: the modules that it needs.
+        dtypes: the dtypes of the presets that it takes part in.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     requires: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16",)
 
     def __init__(self, preset: Preset, direction: str) -> None:
         self.preset, self.direction = preset, direction

@@ -99,6 +99,13 @@ class TorchFlash(_Sdpa):
     name, title, backend = "torch-flash", "PyTorch, flash", "FLASH_ATTENTION"
 
 
+class TorchMath(_Sdpa):
+    """PyTorch's math backend, which stores matrices of size Sq x Skv."""
+
+    name, title, backend = "torch-math", "PyTorch, math", "MATH"
+    dtypes = ("float32", "float64")
+
+
 class Flex(_Torch):
     """FlexAttention, compiled, with a block mask for causal presets."""
 

@@ -7,14 +7,16 @@ import importlib
 import warnings
 from collections.abc import Sequence
 
+from cupy_sdpa.cli.console import CommandError
+
 from .contender import Contender
 from .cudnn_frontend import Frontend
 from .jax_cudnn import Jax
 from .ours import Ours
-from .pytorch import Flex, TorchCudnn, TorchFlash
+from .pytorch import Flex, TorchCudnn, TorchFlash, TorchMath
 
 #: The contenders of other libraries.
-PEERS: dict[str, type[Contender]] = {kind.name: kind for kind in (TorchCudnn, TorchFlash, Frontend, Flex, Jax)}
+PEERS: dict[str, type[Contender]] = {kind.name: kind for kind in (TorchCudnn, TorchFlash, Frontend, Flex, Jax, TorchMath)}
 #: All contenders, this package first.
 CONTENDERS: dict[str, type[Contender]] = {Ours.name: Ours, **PEERS}
 
@@ -23,11 +25,11 @@ def select(names: Sequence[str] | None) -> list[type[Contender]]:
     """The peers with the given names; None selects all.
 
     Raises:
-        ValueError: no peer has such a name.
+        CommandError: no peer has such a name.
     """
     for name in names or ():
         if name not in PEERS:
-            raise ValueError(f"there is no peer {name!r}: choose from {', '.join(PEERS)}")
+            raise CommandError(f"there is no peer {name!r}: choose from {', '.join(PEERS)}")
     return [kind for name, kind in PEERS.items() if names is None or name in names]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..boundary.arguments import read_shapes
-from ..boundary.call import describing, for_gpu, with_plan
+from ..boundary.call import for_gpu, mode, with_plan
 from ..errors import Unsupported
 from ..kernels.block_rows import BLOCK
 from ..problem.band import Band
@@ -124,7 +124,7 @@ def is_supported(
     q, _, v = arrays
     if not for_gpu(q) or native_of(mask) is None:
         return False
-    if (description := describing.get()) is not None and description.for_gpu:  # which need not be here
+    if (description := mode.get().description) is not None and description.for_gpu:  # which need not be here
         described = native_problem(arrays, mask, sizes, options, return_stats=return_stats, dtype=dtype)
         return bool(described and description.is_supported and description.is_supported(described))
     key = (driver.context_id(), sizes, "native", dtype or q.dtype, q.shape[0], v.shape[0], return_stats, *sorted(options))

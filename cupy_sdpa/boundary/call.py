@@ -27,10 +27,6 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 
 T = TypeVar("T")
 
-#: Inside :func:`cupy_sdpa.autotune`: the results so far. None elsewhere.
-active_tunings: ContextVar[list[Tuning] | None] = ContextVar("active_tunings", default=None)
-
-
 #: The environment variables that print the steps of all calls of a process, and compare them with numpy.
 DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
 
@@ -38,10 +34,6 @@ DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
 def is_set(name: str) -> bool:
     """Whether an environment variable turns something on."""
     return os.environ.get(name, "0") not in ("", "0")
-
-
-#: Whether calls are looked up among repeated calls, and captured; False where each one must be parsed.
-repeats: ContextVar[bool] = ContextVar("repeats", default=not is_set(DEBUG) and not is_set(VALIDATE))
 
 
 class Found(BaseException):
@@ -68,13 +60,43 @@ class Description(NamedTuple):
     is_supported: Callable[[Problem], bool] | None
 
 
-#: Inside :func:`cupy_sdpa.programs.describe.program_of`: how the call is described. None elsewhere.
-describing: ContextVar[Description | None] = ContextVar("describing", default=None)
+@dataclass(frozen=True)
+class Mode:
+    """What is done with calls besides running them. Only in the mode :data:`USUAL` are calls looked up among repeated calls
+    and captured; in other modes each one is parsed.
+
+    Attributes:
+        tunings: inside :func:`cupy_sdpa.autotune`: the results so far.
+        description: inside :func:`cupy_sdpa.programs.describe.program_of`: how a call is described, in place of being run.
+        debug: whether the steps are printed.
+        validate: whether the steps are compared with numpy.
+    """
+
+    tunings: list[Tuning] | None = None
+    description: Description | None = None
+    debug: bool = False
+    validate: bool = False
+
+
+USUAL = Mode()
+_OF_PROCESS = Mode(debug=is_set(DEBUG), validate=is_set(VALIDATE))
+#: The mode of the calls in a ``with`` block; by default that of the process.
+mode: ContextVar[Mode] = ContextVar("mode", default=USUAL if _OF_PROCESS == USUAL else _OF_PROCESS)
+
+
+@contextlib.contextmanager
+def in_mode(**changes: Any) -> Iterator[None]:
+    """Change the mode of the calls in a ``with`` block."""
+    token = mode.set(dataclasses.replace(mode.get(), **changes))
+    try:
+        yield
+    finally:
+        mode.reset(token)
 
 
 def for_gpu(q: Any) -> bool:
     """Whether the program of a call is that of a GPU: q is CuPy's, or the call is described for a GPU."""
-    description = describing.get()
+    description = mode.get().description
     return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
 
 
@@ -202,15 +224,3 @@ def _check_not_capturing(problem: Problem) -> None:
             f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building a plan would "
             "break the capture. Run the call, cupy_sdpa.explain(...) or cupy_sdpa.prepare(...) once before the capture begins"
         )
-
-
-@contextlib.contextmanager
-def tuning_enabled() -> Iterator[list[Tuning]]:
-    """Tune the calls in the block; yields the list to which the results are appended."""
-    tunings: list[Tuning] = []
-    tokens = active_tunings.set(tunings), repeats.set(False)
-    try:
-        yield tunings
-    finally:
-        active_tunings.reset(tokens[0])
-        repeats.reset(tokens[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,27 +95,6 @@ def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> t
         name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
     }
     return converted, given
-
-
-def call_in_compute_dtype(
-    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str]
-) -> Any:
-    """Call a function on converted arrays, and convert its results back; arguments as for :func:`in_compute_dtype`.
-
-    Args:
-        function: takes the arrays and the options by name.
-        results: the names of its results, in order; it may return fewer, and a single one not as a tuple.
-    """
-    converted, given = in_compute_dtype(arrays, options)
-    found = function(**converted, **given)
-    own = arrays["q"].dtype
-
-    def back(name: str, x: Any) -> Any:
-        return cast(x, own, cupy_runtime.new_result) if name in VECTORS and x.dtype != own else x
-
-    if not isinstance(found, tuple):
-        return back(results[0], found)
-    return tuple(back(name, x) for name, x in zip(results, found, strict=False))
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:

@@ -40,7 +40,7 @@ def named_layout(case: Case) -> dict[str, Any]:
     """
     one = 1 in (case.d, case.dv)  # a head dim of 1 has no stride: the order of the other axes may be that of another layout
     needed = any(
-        layout != "qkv" and (layout[0] != "d" or "-" in layout or (one and not layout.startswith("dh")))
+        layout != "qkv" and (layout[0] != "d" or "-" in layout or (one and not layout.startswith("dhs")))
         for layout in case.layouts.values()
     )
     return {"layout": "dht" if "packed" in case.options else DENSE} if case.is_interpreted and needed else {}

@@ -24,9 +24,10 @@ from ..problem.problem import Problem
 from ..runtime import cupy_runtime
 from ..runtime.cuda_graph import Recording
 from .disk_cache import current
-from .engines import Candidate, EngineSearch, Knobs, knobs_text
-from .plan import Plan, SerializedPlan
+from .engines import Candidate, EngineSearch, knobs_text
+from .plan import Plan
 from .plan_cache import PlanCache
+from .plan_file import Knobs
 from .planner import engine_search
 
 #: A config must be faster than the current plan by this factor to replace it; a smaller gain is noise.
@@ -113,10 +114,9 @@ def tune(
     try:
         if not is_ordered:
             expected = _results(plan, execute, results)
-            with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as (search, uids):
+            with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as search:
                 for count, candidate in enumerate(_candidates(search, plan), 1):
-                    serialized = SerializedPlan(uids, candidate, plan.info.refused)
-                    other = Plan(serialized, plan.info.graph, plan.target, plan.key, candidate.build_ms)
+                    other = Plan(candidate, plan.info.graph, plan.target, plan.key, candidate.facts.build_ms)
                     times[other] = math.inf
                     if _agrees(other, execute, results, expected):
                         times[other] = _time(other, execute, 3)
@@ -151,7 +151,7 @@ def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
     """Every proposed config except the plan's own, each once; the caller closes them."""
     seen = {(plan.info.engine, plan.info.knobs)}
     for candidate in search.proposed():
-        config = candidate.engine, candidate.knobs
+        config = candidate.facts.engine, candidate.facts.knobs
         if config in seen:
             candidate.close()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..cudnn.constants import AttributeType, CudaGraphRetention, HeurMode, KnobType, NumericalNote, Status, name_of
@@ -13,9 +13,7 @@ from ..cudnn.descriptor import Descriptor
 from ..cudnn.library import library
 from ..errors import CudnnError, Unsupported
 from ..version import version_text
-
-#: Settings of an engine: pairs of a knob's name, as in cuDNN's headers, and its value.
-Knobs = tuple[tuple[str, int], ...]
+from .plan_file import Facts, Knobs
 
 _KNOB = "CUDNN_KNOB_TYPE_"
 #: The first cuDNN version whose captured CUDA graphs keep plans alive.
@@ -35,24 +33,17 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A finalized plan and its properties. The receiver must close it.
+    """A finalized plan. The receiver must close it.
 
     Attributes:
         descriptor: the plan.
         text: the plan as cuDNN serializes it, kernels included.
-        engine, knobs: the engine config.
-        notes: cuDNN's numerical notes on the engine.
-        workspace_bytes: bytes of workspace that cuDNN needs.
-        build_ms: milliseconds that finalization took.
+        facts: its properties.
     """
 
     descriptor: Descriptor = field(repr=False)
     text: str = field(repr=False)
-    engine: int
-    knobs: Knobs
-    notes: tuple[str, ...]
-    workspace_bytes: int
-    build_ms: float
+    facts: Facts
 
     def close(self) -> None:
         """Destroy the plan."""
@@ -65,6 +56,7 @@ class EngineSearch:
 
     Args:
         graph: the finalized operation graph.
+        uids: cuDNN's ids of the tensors that an execution binds, by name.
         handle: the cuDNN handle that plans will belong to; None for a described GPU.
         device: the device properties of the described GPU, finalized.
         limit: the maximum workspace in bytes; None for no limit.
@@ -74,6 +66,7 @@ class EngineSearch:
     """
 
     graph: Descriptor
+    uids: dict[str, int]
     handle: int | None
     device: Descriptor | None
     limit: int | None
@@ -87,7 +80,7 @@ class EngineSearch:
         Raises:
             Unsupported: no config is supported; the message contains every reason.
         """
-        for candidate in self.from_configs([config]) if config else self.proposed():
+        for candidate in self._configured(config) if config else self.proposed():
             return candidate
         reasons = "\n".join(f"  {reason}" for reason in self.refused)
         light = " in its light configuration; pip install 'cupy-sdpa[cuda12]' (or [cuda13]) has all engines"
@@ -116,18 +109,17 @@ class EngineSearch:
                 for config in configs:
                     config.close()
 
-    def from_configs(self, configs: Sequence[EngineConfig]) -> Iterator[Candidate]:
-        """The plans of those configs that are supported, in order."""
-        for config in configs:
-            with contextlib.ExitStack() as stack:
-                try:
-                    descriptor = stack.enter_context(self._engine_config(config, stack))
-                except (Unsupported, CudnnError) as error:
-                    self.refused.append(f"{config}: {error}")
-                    continue
-                candidate = self._try(descriptor)
-            if candidate:
-                yield candidate
+    def _configured(self, config: EngineConfig) -> Iterator[Candidate]:
+        """The plan of a config, if it is supported."""
+        with contextlib.ExitStack() as stack:
+            try:
+                descriptor = stack.enter_context(self._engine_config(config, stack))
+            except (Unsupported, CudnnError) as error:
+                self.refused.append(f"{config}: {error}")
+                return
+            candidate = self._try(descriptor)
+        if candidate:
+            yield candidate
 
     def _engine(self, number: int) -> Descriptor:
         engine = Descriptor("ENGINE")
@@ -206,7 +198,8 @@ class EngineSearch:
             knobs = knobs_of(text)
             if self.no_split and splits_keys(engine, dict(knobs)):
                 raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
-            return Candidate(plan, text, engine, knobs, notes, workspace_bytes, build_ms)
+            facts = Facts(self.uids, engine, knobs, notes, workspace_bytes, round(build_ms, 3), tuple(self.refused))
+            return Candidate(plan, text, facts)
         except BaseException as error:
             plan.close()
             # A kernel that does not compile (4001) is a failure of one engine only. Out of memory is temporary.

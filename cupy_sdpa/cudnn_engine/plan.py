@@ -14,8 +14,8 @@ from ..graph.nodes import Graph
 from ..problem.tensor_spec import ITEMSIZE
 from ..runtime import memory
 from ..version import version_text
-from . import plan_file
-from .engines import Candidate, Knobs, knobs_text
+from .engines import Candidate, knobs_text
+from .plan_file import Knobs
 
 #: Alignment of scratch tensors in the workspace, in bytes; that of CuPy's allocations.
 ALIGNMENT = 256
@@ -98,31 +98,6 @@ def size_text(size: int) -> str:
     return f"{size / (1 << 10 * unit):.1f} {' KMGT'[unit]}iB"
 
 
-@dataclass(frozen=True)
-class SerializedPlan:
-    """A finalized plan with everything that is stored in the disk cache.
-
-    Attributes:
-        uids: cuDNN's ids of the tensors that an execution binds, by name.
-        candidate: the plan.
-        refused: reasons why engine configs tried before were refused.
-        tuned: whether it was chosen by measurement.
-    """
-
-    uids: dict[str, int]
-    candidate: Candidate
-    refused: tuple[str, ...] = ()
-    tuned: bool = False
-
-    def content(self) -> bytes:
-        """The entry in the disk cache."""
-        c = self.candidate
-        facts = plan_file.Facts(
-            self.uids, c.engine, c.knobs, c.notes, c.workspace_bytes, round(c.build_ms, 3), self.refused, self.tuned
-        )
-        return facts.content(c.text)
-
-
 class Scratch:
     """The offsets of a graph's scratch tensors in the workspace, after cuDNN's own part."""
 
@@ -149,7 +124,7 @@ class Plan:
     """A finalized execution plan. Its owner, a plan cache, closes it.
 
     Args:
-        serialized: the finalized plan.
+        candidate: the finalized plan.
         graph: the operation graph.
         target: the GPU.
         key: the key in the disk cache.
@@ -162,36 +137,35 @@ class Plan:
     """
 
     def __init__(
-        self, serialized: SerializedPlan, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False
+        self, candidate: Candidate, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False
     ) -> None:
-        candidate, scratch = serialized.candidate, Scratch(graph)
+        facts, scratch = candidate.facts, Scratch(graph)
         self.key, self.target = key, target
         self.used = False
         self.dependents: set[Closable] = set()
         self._captured = False
-        self._descriptor = candidate.descriptor
-        self._serialized = replace(serialized, candidate=replace(candidate, text=""))  # cuDNN holds the text, see content()
+        self._descriptor, self._facts = candidate.descriptor, facts
         self.info = PlanInfo(
-            engine=candidate.engine,
-            knobs=candidate.knobs,
-            workspace=scratch.total_bytes(candidate.workspace_bytes),
-            notes=candidate.notes,
+            engine=facts.engine,
+            knobs=facts.knobs,
+            workspace=scratch.total_bytes(facts.need),
+            notes=facts.notes,
             build_ms=build_ms,
             loaded=loaded,
-            tuned=serialized.tuned,
+            tuned=facts.tuned,
             size=len(candidate.text),
-            refused=serialized.refused,
+            refused=facts.refused,
             cudnn=library().version,
             graph=graph,
         )
-        self._scratch_offsets = scratch.offsets(candidate.workspace_bytes)
+        self._scratch_offsets = scratch.offsets(facts.need)
         runnable = target.handle is not None
         constants = graph.by_role("constant")
         self._constants = {t.name: memory.multiples(t.step, t.span, t.dtype).data.ptr if runnable else 0 for t in constants}
         self._arrays = [t.name for t in graph.by_role("input", "output", "constant", "scratch")]
         scalars = graph.by_role("scalar")
         self._scalars = [t.name for t in scalars if t.value is None]
-        uids = serialized.uids
+        uids = facts.uids
         self._launcher = Launcher(
             candidate.descriptor, [uids[name] for name in self._arrays], [(uids[t.name], t.dtype, t.value) for t in scalars]
         )
@@ -218,13 +192,12 @@ class Plan:
 
     def mark_tuned(self) -> None:
         """Record that the plan was chosen by measurement."""
-        self._serialized = replace(self._serialized, tuned=True)
+        self._facts = replace(self._facts, tuned=True)
         self.info = replace(self.info, tuned=True)
 
     def content(self) -> bytes:
         """The entry in the disk cache."""
-        text = self._descriptor.get_text("JSON_REPRESENTATION")
-        return replace(self._serialized, candidate=replace(self._serialized.candidate, text=text)).content()
+        return self._facts.content(self._descriptor.get_text("JSON_REPRESENTATION"))
 
     def keep(self) -> None:
         """Never destroy the plan: the caller has captured its kernels into a CUDA graph, which may be replayed at any time."""

@@ -7,30 +7,33 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+#: Settings of an engine: pairs of a knob's name, as in cuDNN's headers, and its value.
+Knobs = tuple[tuple[str, int], ...]
+
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties (facts) that are stored with a plan. The names are the keys in the file.
+    """The properties (facts) of a finalized plan that are stored with it. The names are the keys in the file.
 
     Attributes:
-        uids: cuDNN's ids of the tensors, by name.
+        uids: cuDNN's ids of the tensors that an execution binds, by name.
         engine: cuDNN's number of the engine.
         knobs: the engine's settings, (name, value).
         notes: numerical notes.
         need: bytes of workspace that cuDNN needs.
-        build_ms: milliseconds that it took to build the plan.
+        build_ms: milliseconds that finalization took.
         refused: reasons why engine configs tried before were refused.
         tuned: whether the plan was chosen by measurement.
     """
 
     uids: dict[str, int]
     engine: int
-    knobs: tuple[tuple[str, int], ...]
+    knobs: Knobs
     notes: tuple[str, ...]
     need: int
     build_ms: float
     refused: tuple[str, ...]
-    tuned: bool
+    tuned: bool = False
 
     def content(self, text: str) -> bytes:
         """The entry with a plan as cuDNN serializes it."""

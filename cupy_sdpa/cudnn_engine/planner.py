@@ -22,7 +22,7 @@ from . import plan_file
 from .disk_cache import DiskCache, current
 from .engines import Candidate, EngineConfig, EngineSearch, disable_graph_retention, is_out_of_memory
 from .lowering import OperationGraph
-from .plan import Plan, Scratch, SerializedPlan, Target
+from .plan import Plan, Scratch, Target
 
 #: Hopper's ordered backward engine: it accumulates dQ in a fixed order, so every run gives the same bits, and allocates nothing
 #: of size Sq x Skv. Heuristics never propose it. On an H200 with 9.28, 8192 by 8192, it takes 1.3 times as long as the default
@@ -105,13 +105,13 @@ def load_or_build(
                     raise
                 disk_cache.reject(key, f"{type(error).__name__}: {error}")
         started = time.perf_counter()
-        with engine_search(graph, target, limit, refused) as (search, uids):
-            serialized = SerializedPlan(uids, search.first(config), tuple(search.refused))
+        with engine_search(graph, target, limit, refused) as search:
+            candidate = search.first(config)
         try:
-            plan = Plan(serialized, graph, target, key, (time.perf_counter() - started) * 1e3)
-            disk_cache.put(key, serialized.content())
+            plan = Plan(candidate, graph, target, key, (time.perf_counter() - started) * 1e3)
+            disk_cache.put(key, candidate.facts.content(candidate.text))
         except BaseException:
-            serialized.candidate.close()
+            candidate.close()
             raise
     return plan
 
@@ -137,11 +137,9 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
         workspace_bytes: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
         if workspace_bytes != facts.need:
             raise ValueError(f"its workspace is {workspace_bytes} bytes, the entry has {facts.need}")
-        candidate = Candidate(
-            descriptor, text.decode(), facts.engine, facts.knobs, facts.notes, workspace_bytes, facts.build_ms
+        return Plan(
+            Candidate(descriptor, text.decode(), facts), graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True
         )
-        serialized = SerializedPlan(facts.uids, candidate, facts.refused, facts.tuned)
-        return Plan(serialized, graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True)
     except BaseException:
         descriptor.close()
         raise
@@ -163,8 +161,8 @@ def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, li
 @contextlib.contextmanager
 def engine_search(
     graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
-) -> Iterator[tuple[EngineSearch, dict[str, int]]]:
-    """A search for engine configs of a graph, and cuDNN's ids of the graph's tensors.
+) -> Iterator[EngineSearch]:
+    """A search for engine configs of a graph.
 
     Args:
         graph, target, limit, refused: as for :func:`load_or_build`.
@@ -175,8 +173,7 @@ def engine_search(
         lowered = stack.enter_context(OperationGraph(graph, handle, guarded=guarded))
         device = None if target.description is None else stack.enter_context(_device_properties(target))
         total_bytes = Scratch(graph).total_bytes
-        search = EngineSearch(lowered.descriptor, handle, device, limit, total_bytes, list(refused), graph.no_split)
-        yield search, lowered.uids
+        yield EngineSearch(lowered.descriptor, lowered.uids, handle, device, limit, total_bytes, list(refused), graph.no_split)
 
 
 def _device_properties(target: Target) -> Descriptor:

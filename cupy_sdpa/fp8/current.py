@@ -31,15 +31,15 @@ class PreparedConversion(NamedTuple):
     """The launches of conversions, without the addresses.
 
     Attributes:
-        numbers: the arguments of the kernels, int64.
-        places: the places of the addresses in them: of the source, the target, the factors and the lengths of each array.
+        arguments: of the kernels.
+        places: where the addresses are in them: of the source, the target, the factors and the lengths of each array.
         grid: of both launches.
         kernels: of the largest magnitudes, and of the conversion.
         results: the arrays to create.
         dtype: the FP8 dtype.
     """
 
-    numbers: Any
+    arguments: Any
     places: Any
     grid: tuple[int, int]
     kernels: tuple[Any, Any]
@@ -59,11 +59,10 @@ class PreparedConversion(NamedTuple):
             place = 2 * fp8_kernels.FACTOR_STEP * i
             addresses += [x.data.ptr, data.data.ptr, address + 4 * place, 0 if n is None else n.data.ptr]
             made.append(of_factors(data, factors, place, self.dtype, rotated=rotated, axis=axis))
-        numbers = self.numbers.copy()
-        numbers[self.places] = addresses
-        arguments = numbers.view(fp8_kernels.ARRAYS).reshape(()), np.int64(address + bytes_of_factors)
+        arguments = self.arguments.copy()
+        arguments["numbers"][self.places] = addresses
         for kernel in self.kernels:
-            kernel(self.grid, (fp8_kernels.THREADS,), arguments)
+            kernel(self.grid, (fp8_kernels.THREADS,), (arguments, np.int64(address + bytes_of_factors)))
         return made
 
 
@@ -82,13 +81,13 @@ def prepare(
     conversions = [
         fp8_kernels.Conversion(x, None, None, part, n) for x, part, n in zip(arrays, rotations, lengths, strict=True)
     ]
-    grid, numbers, source = fp8_kernels.arguments_of(conversions)
-    fields, places = len(fp8_kernels.ARRAY_FIELDS), []
+    grid, arguments, source = fp8_kernels.launch(conversions)
+    array, places = fp8_kernels.ARRAY, []
     for i in range(len(arrays)):
-        places += [i * fields + fp8_kernels.ARRAY_FIELDS.index(name) for name in ("source", "target", "factors", "lengths")]
+        places += [i * array.size + array.fields.index(name) for name in ("source", "target", "factors", "lengths")]
     results = [_result(name, x, part, layout) for name, x, part in zip("qkv", arrays, rotations, strict=False)]
     both = fp8_kernels.kernel(source, dtype, "amax"), fp8_kernels.kernel(source, dtype, "convert")
-    return PreparedConversion(numbers, np.array(places), grid, both, tuple(results), dtype)
+    return PreparedConversion(arguments, np.array(places), grid, both, tuple(results), dtype)
 
 
 def _result(name: str, x: Any, rotation: int, layout: str | None) -> _Result:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.interpreted_array import strided
 from ..runtime.memory import UNITS
-from .block_rows import BLOCK, THREADS, BlockRows, is_vector, record_of
-from .ragged import declaration, struct
+from .block_rows import BLOCK, ROWS, THREADS, is_vector, rows_of
 
-
-class _Copies(NamedTuple):
-    """Dense blocks ``(D, H', BLOCK, n)`` as the kernel writes them: addresses, bytes of a row of a head, and H'."""
-
-    data: int
-    width: int
-    heads: int
-    items: int
+#: The arguments of :func:`copy_blocks` and :func:`copy_stats`; width is the bytes of a row of a head of the copies.
+_COPY = Struct("Arguments", source=ROWS, target=Struct("Copies", "data width heads items"))
 
 
 def copy_blocks(copies: Any, array: Any, items: Any, heads: int) -> None:
@@ -42,8 +35,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int) -> None:
     if copies.size:
         size = array.itemsize
         unit = next(unit for unit in UNITS if is_vector(array, unit))
-        target = _Copies(copies.data.ptr, d * size, heads, items.data.ptr)
-        arguments = np.array((record_of(array), target), _COPY)
+        arguments = _COPY(rows_of(array), (copies, d * size, heads, items))
         columns = max(1, min(d * size // unit, 32))
         _copy_kernel(unit)((len(items), heads), (columns, THREADS // columns), (arguments,))
 
@@ -64,34 +56,15 @@ def copy_stats(copies: Any, stats: Any, items: Any, heads: int) -> None:
             copies[:, n * BLOCK : n * BLOCK + block.shape[1]] = np.where(np.isneginf(block), np.float32(np.inf), block)
         return
     if copies.size:
-        s, h, b = stats.strides
-        arguments = np.array(((stats.data.ptr, h, s, b, rows), (copies.data.ptr, heads, items.data.ptr)), _COPY_STATS)
-        _copy_stats_kernel()((count,), (THREADS,), (arguments,))
+        _copy_stats_kernel()((count,), (THREADS,), (_COPY(rows_of(stats), (copies, 4, heads, items)),))
 
 
-_COPY = np.dtype([("source", struct(BlockRows)), ("target", struct(_Copies))])
-
-
-class _Stats(NamedTuple):
-    """Copied row statistics: address, H', and items."""
-
-    data: int
-    heads: int
-    items: int
-
-
-_COPY_STATS = np.dtype([("source", struct(BlockRows)), ("target", struct(_Stats))])
-
-
-@functools.cache
-def _copy_kernel(unit: int) -> Any:
+@cuda_kernel
+def _copy_kernel(unit: int) -> str:
     """The kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
     kind = UNITS[unit]
     zero = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Blocks", BlockRows)}
-        {declaration("Copies", _Copies)}
-        struct Arguments {{ Blocks source; Copies target; }};
+    return f"""{_COPY}
         extern "C" __global__ void cupy_sdpa_copy_blocks(const Arguments x) {{
             const long long n = blockIdx.x, h = blockIdx.y;
             const int* const item = (const int*)x.target.items + 3 * n;
@@ -106,18 +79,13 @@ def _copy_kernel(unit: int) -> Any:
                     if (first + row < x.source.rows) value = ((const {kind}*)(from + (first + row) * x.source.row))[i];
                     (({kind}*)(to + row * x.target.heads * x.target.width))[i] = value;
                 }}
-        }}""",
-        "cupy_sdpa_copy_blocks",
-    )
+        }}"""
 
 
-@functools.cache
-def _copy_stats_kernel() -> Any:
+@cuda_kernel
+def _copy_stats_kernel() -> str:
     """The kernel of :func:`copy_stats`: ``blockIdx`` is the item."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Blocks", BlockRows)}
-        {declaration("Stats", _Stats)}
-        struct Arguments {{ Blocks source; Stats target; }};
+    return f"""{_COPY}
         extern "C" __global__ void cupy_sdpa_copy_stats(const Arguments x) {{
             const long long n = blockIdx.x;
             const int* const item = (const int*)x.target.items + 3 * n;
@@ -130,9 +98,7 @@ def _copy_stats_kernel() -> Any:
                 if (value == __int_as_float(0xff800000)) value = -value;
                 ((float*)x.target.data)[(n * {BLOCK} + row) * x.target.heads + h] = value;
             }}
-        }}""",
-        "cupy_sdpa_copy_stats",
-    )
+        }}"""
 
 
 def copy_elements(copies: Any, array: Any, index: Any) -> None:
@@ -152,16 +118,13 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
         _element_kernel(array.itemsize)((-(-copies.size // THREADS),), (THREADS,), addresses)
 
 
-@functools.cache
-def _element_kernel(size: int) -> Any:
+@cuda_kernel
+def _element_kernel(size: int) -> str:
     """The kernel of :func:`copy_elements`."""
     kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_copy_elements(
+    return f"""extern "C" __global__ void cupy_sdpa_copy_elements(
             long long array, long long index, long long copies, long long size
         ) {{
             const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
             if (i < size) ((({kind}*)copies))[i] = ((const {kind}*)array)[((const long long*)index)[i]];
-        }}""",
-        "cupy_sdpa_copy_elements",
-    )
+        }}"""

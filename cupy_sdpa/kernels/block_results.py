@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
-from .block_rows import BLOCK, THREADS, BlockRows, is_vector, record_of
-from .ragged import declaration, struct
+from .block_rows import BLOCK, ROWS, THREADS, is_vector, rows_of
 
 
 class Sources(NamedTuple):
@@ -27,29 +26,10 @@ class Sources(NamedTuple):
     groups: int
 
 
-class _Merge(NamedTuple):
-    """The arguments of :func:`merge_blocks`; addresses, and strides in bytes."""
-
-    offsets: int
-    parts: int
-    groups: int
-    heads: int
-    blocks: int
-    width: int
-    copies: int
-    copied_stats: int
-    stats: int
-    stats_head: int
-    stats_row: int
-    stats_batch: int
-    base: int
-    base_head: int
-    base_row: int
-    base_batch: int
-    sinks: int
-
-
-_MERGE = np.dtype([("out", struct(BlockRows)), ("x", struct(_Merge))])
+#: The arguments of :func:`sum_blocks`, and those of :func:`merge_blocks`.
+_COPIES = "offsets parts groups heads blocks width copies"
+_SUM = Struct("Arguments", _COPIES, out=ROWS)
+_MERGE = Struct("Arguments", f"{_COPIES} copied_stats sinks", out=ROWS, stats=ROWS, base=ROWS)
 
 
 def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any) -> None:
@@ -67,32 +47,21 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     if not cupy_runtime.is_array(out):
         _merge_on_cpu(sources, copies, copied_stats, out, stats, base, sinks)
         return
+    rows = [None if array is None else rows_of(array) for array in (out, stats, base)]
+    _launch(_merge_kernel, _MERGE, sources, copies, out, copied_stats, sinks, *rows)
+
+
+def _launch(kernel: Any, struct: Struct, sources: Sources, copies: Any, out: Any, *others: Any) -> None:
+    """Launch a kernel that writes the blocks of ``out``; ``others`` are the arguments that are not :data:`_COPIES`."""
     width, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     if not out.size:
         return
-    unit = _unit(out)
-    given = [
-        (0, 0, 0, 0) if array is None else (array.data.ptr, array.strides[1], array.strides[0], array.strides[2])
-        for array in (stats, base)
-    ]
-    record = (
-        sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width,
-        copies.data.ptr, copied_stats.data.ptr, *given[0], *given[1],
-        0 if sinks is None else sinks.data.ptr,
-    )  # fmt: skip
+    unit = 16 // int(out.itemsize) if is_vector(out, 16) else 1  # the elements that a thread reads and writes at once
     columns = max(1, min(width // unit, 32))
-    kernel = _merge_kernel(out.dtype.name, unit)
-    kernel(
-        (blocks * sources.groups * batch, per_group),
-        (columns, THREADS // columns),
-        (np.array((record_of(out), record), _MERGE),),
-    )
-
-
-def _unit(out: Any) -> int:
-    """The number of elements that a thread reads and writes at once."""
-    return 16 // int(out.itemsize) if is_vector(out, 16) else 1
+    arguments = struct(*sources, per_group, blocks, width, copies, *others)
+    grid, block = (blocks * sources.groups * batch, per_group), (columns, THREADS // columns)
+    kernel(out.dtype.name, unit)(grid, block, (arguments,))
 
 
 def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, stats: Any, base: Any, sinks: Any) -> None:
@@ -126,26 +95,22 @@ def _merge_on_cpu(sources: Sources, copies: Any, copied_stats: Any, out: Any, st
             stats[own, of, b] = total
 
 
-@functools.cache
-def _merge_kernel(dtype: str, unit: int) -> Any:
+@cuda_kernel
+def _merge_kernel(dtype: str, unit: int) -> str:
     """The kernel of :func:`merge_blocks`: ``blockIdx`` is (target, head), ``threadIdx`` is (vector of a row, row)."""
     kind = TYPES[dtype]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
-        {declaration("Blocks", BlockRows)}
-        {declaration("Merge", _Merge)}
-        struct Arguments {{ Blocks out; Merge x; }};
+    return f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
+        {_MERGE}
         #define NONE __int_as_float(0xff800000)  // -inf
-        extern "C" __global__ void cupy_sdpa_merge_blocks(const Arguments arguments) {{
-            const Merge& x = arguments.x;
+        extern "C" __global__ void cupy_sdpa_merge_blocks(const Arguments x) {{
             const long long t = blockIdx.x, i = t % x.blocks, g = t / x.blocks % x.groups, b = t / x.blocks / x.groups;
             const long long head = g * x.heads + blockIdx.y;
             const int first = ((const int*)x.offsets)[t], end = ((const int*)x.offsets)[t + 1];
             for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y) {{
                 const long long s = i * {BLOCK} + row;
-                if (s >= arguments.out.rows) break;
-                const float own = x.base
-                    ? *(const float*)(x.base + head * x.base_head + s * x.base_row + b * x.base_batch) : NONE;
+                if (s >= x.out.rows) break;
+                const float own = x.base.data
+                    ? *(const float*)(x.base.data + head * x.base.head + s * x.base.row + b * x.base.batch) : NONE;
                 const float sink = x.sinks ? ((const float*)x.sinks)[head] : NONE;
                 float top = fmaxf(own, sink);
                 for (int n = first; n < end; ++n) {{
@@ -160,13 +125,13 @@ def _merge_kernel(dtype: str, unit: int) -> Any:
                 }}
                 if (own != NONE) total += expf(own - lowest);
                 if (sink != NONE) total += expf(sink - lowest);
-                if (x.stats && threadIdx.x == 0)
-                    *(float*)(x.stats + head * x.stats_head + s * x.stats_row + b * x.stats_batch)
+                if (x.stats.data && threadIdx.x == 0)
+                    *(float*)(x.stats.data + head * x.stats.head + s * x.stats.row + b * x.stats.batch)
                         = total == 0 ? NONE : lowest + logf(total);
-                if (x.base && first == end && sink == NONE) continue;  // the result is in place
+                if (x.base.data && first == end && sink == NONE) continue;  // the result is in place
                 const float factor = total == 0 ? 0.0f : 1 / total;
-                char* const out = (char*)arguments.out.data + head * arguments.out.head + s * arguments.out.row
-                    + b * arguments.out.batch;
+                char* const out = (char*)x.out.data + head * x.out.head + s * x.out.row
+                    + b * x.out.batch;
                 for (int c = threadIdx.x; c < x.width / {unit}; c += blockDim.x) {{
                     float sum[{unit}] = {{}};
                     if (own != NONE) {{
@@ -188,24 +153,7 @@ def _merge_kernel(dtype: str, unit: int) -> Any:
                     ((Vector*)out)[c] = merged;
                 }}
             }}
-        }}""",
-        "cupy_sdpa_merge_blocks",
-    )
-
-
-class _Sum(NamedTuple):
-    """The arguments of :func:`sum_blocks`."""
-
-    offsets: int
-    parts: int
-    groups: int
-    heads: int
-    blocks: int
-    width: int
-    copies: int
-
-
-_SUM = np.dtype([("out", struct(BlockRows)), ("x", struct(_Sum))])
+        }}"""
 
 
 def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
@@ -216,7 +164,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
         copies: ``(D, H', BLOCK, n)``, dense.
         out: ``(D, H, S, B)``, written.
     """
-    width, heads, rows, batch = out.shape
+    _, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     if not out.size:
         return
@@ -229,34 +177,24 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
                 total += copies[:, :, : own.stop - own.start, n]
             out[:, g * per_group : (g + 1) * per_group, own, b] = total
         return
-    unit = _unit(out)
-    record = (sources.offsets.data.ptr, sources.parts.data.ptr, sources.groups, per_group, blocks, width, copies.data.ptr)
-    columns = max(1, min(width // unit, 32))
-    kernel = _sum_kernel(out.dtype.name, unit)
-    kernel(
-        (blocks * sources.groups * batch, per_group), (columns, THREADS // columns), (np.array((record_of(out), record), _SUM),)
-    )
+    _launch(_sum_kernel, _SUM, sources, copies, out, rows_of(out))
 
 
-@functools.cache
-def _sum_kernel(dtype: str, unit: int) -> Any:
+@cuda_kernel
+def _sum_kernel(dtype: str, unit: int) -> str:
     """The kernel of :func:`sum_blocks`: ``blockIdx`` is (target, head), ``threadIdx`` is (vector of a row, row)."""
     kind = TYPES[dtype]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
-        {declaration("Blocks", BlockRows)}
-        {declaration("Sum", _Sum)}
-        struct Arguments {{ Blocks out; Sum x; }};
-        extern "C" __global__ void cupy_sdpa_sum_blocks(const Arguments arguments) {{
-            const Sum& x = arguments.x;
+    return f"""{kind.header}struct alignas({unit * kind.itemsize}) Vector {{ {kind.name} x[{unit}]; }};
+        {_SUM}
+        extern "C" __global__ void cupy_sdpa_sum_blocks(const Arguments x) {{
             const long long t = blockIdx.x, i = t % x.blocks, g = t / x.blocks % x.groups, b = t / x.blocks / x.groups;
             const long long head = g * x.heads + blockIdx.y;
             const int first = ((const int*)x.offsets)[t], end = ((const int*)x.offsets)[t + 1];
             for (int row = threadIdx.y; row < {BLOCK}; row += blockDim.y) {{
                 const long long s = i * {BLOCK} + row;
-                if (s >= arguments.out.rows) break;
-                char* const out = (char*)arguments.out.data + head * arguments.out.head + s * arguments.out.row
-                    + b * arguments.out.batch;
+                if (s >= x.out.rows) break;
+                char* const out = (char*)x.out.data + head * x.out.head + s * x.out.row
+                    + b * x.out.batch;
                 for (int c = threadIdx.x; c < x.width / {unit}; c += blockDim.x) {{
                     float sum[{unit}] = {{}};
                     #pragma unroll 4
@@ -271,6 +209,4 @@ def _sum_kernel(dtype: str, unit: int) -> Any:
                     ((Vector*)out)[c] = total;
                 }}
             }}
-        }}""",
-        "cupy_sdpa_sum_blocks",
-    )
+        }}"""

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
+
+from ..runtime.cuda_code import Struct
 
 #: The number of queries, or of keys, in a block; and the number of threads in a thread block.
 BLOCK, THREADS = 128, 128
+#: The rows of an array as kernels read them: the address, and strides in bytes.
+ROWS = Struct("Rows", "data head row batch rows")
 
 
-class BlockRows(NamedTuple):
-    """The rows of an array ``(D, H, S, B)`` or ``(S, H, B)`` as kernels read them; address and strides in bytes."""
-
-    data: int
-    head: int
-    row: int
-    batch: int
-    rows: int
-
-
-def record_of(array: Any) -> BlockRows:
-    """The rows of an array ``(D, H, S, B)``."""
-    _, head, row, batch = array.strides
-    return BlockRows(array.data.ptr, head, row, batch, array.shape[2])
+def rows_of(array: Any) -> tuple[Any, ...]:
+    """The values of :data:`ROWS` for an array ``(D, H, S, B)``, or row statistics ``(S, H, B)``."""
+    if array.ndim == 4:
+        _, head, row, batch = array.strides
+        return array, head, row, batch, array.shape[2]
+    row, head, batch = array.strides
+    return array, head, row, batch, array.shape[0]
 
 
 def is_vector(array: Any, size: int) -> bool:

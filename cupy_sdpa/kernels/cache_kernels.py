@@ -12,9 +12,9 @@ import numpy as np
 
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime, memory
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.memory import UNITS
-from .ragged import declaration, struct
-from .rope_kernel import RECORD, ROPE, SHARED_TURNS, types_of
+from .rope_kernel import ROPE, SHARED_TURNS, types_of
 
 
 class State(NamedTuple):
@@ -62,16 +62,13 @@ def store(array: Any, pairs: Sequence[tuple[int, int]]) -> None:
         _store_kernel()((-(-int(batch["count"]) // 128),), (128,), (array, batch))
 
 
-@functools.cache
-def _store_kernel() -> Any:
-    return cupy_runtime.cupy().RawKernel(
-        f"""{_PAIRS_DECLARATION}
+@cuda_kernel
+def _store_kernel() -> str:
+    return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_store(int* array, const Pairs pairs) {{
             const int i = blockIdx.x * blockDim.x + threadIdx.x;
             if (i < pairs.count) array[pairs.first[i]] = pairs.second[i];
-        }}""",
-        "cupy_sdpa_store",
-    )
+        }}"""
 
 
 def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
@@ -90,19 +87,16 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
         _copy_pages_kernel(UNITS[unit])(grid, (256,), arguments)
 
 
-@functools.cache
-def _copy_pages_kernel(unit: str) -> Any:
+@cuda_kernel
+def _copy_pages_kernel(unit: str) -> str:
     """The kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{_PAIRS_DECLARATION}
+    return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_pages({unit}* storage, const Pairs pairs, long long units, long long layer) {{
             {unit}* const pages = storage + blockIdx.z * layer;
             const {unit}* const from = pages + pairs.first[blockIdx.y] * units;
             {unit}* const to = pages + pairs.second[blockIdx.y] * units;
             for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += gridDim.x * blockDim.x) to[i] = from[i];
-        }}""",
-        "cupy_sdpa_copy_pages",
-    )
+        }}"""
 
 
 def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
@@ -136,11 +130,10 @@ def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[
         _copy_rows_kernel(UNITS[unit])(grid, block, (storage, copied, batch, *numbers, np.int32(to_storage)))
 
 
-@functools.cache
-def _copy_rows_kernel(unit: str) -> Any:
+@cuda_kernel
+def _copy_rows_kernel(unit: str) -> str:
     """The kernel of :func:`_copy_rows`; a block copies a row of a head of a layer."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{_PAIRS_DECLARATION}
+    return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_rows(
             {unit}* storage, {unit}* saved, const Pairs pairs, int units, int size, int heads, long long layer, int to_storage
         ) {{
@@ -150,9 +143,7 @@ def _copy_rows_kernel(unit: str) -> Any:
                 saved + (((long long)pairs.first[blockIdx.x] * gridDim.z + blockIdx.z) * heads + head) * units;
             for (int i = threadIdx.x; i < units; i += blockDim.x)
                 if (to_storage) inside[i] = outside[i]; else outside[i] = inside[i];
-        }}""",
-        "cupy_sdpa_copy_rows",
-    )
+        }}"""
 
 
 #: The sequence b of a block, its new tokens from the position ``begin``, and the first of them in a packed array.
@@ -175,36 +166,11 @@ ADVANCE = """if (!a.advance) return;
             }"""
 
 
-class _Side(NamedTuple):
-    """The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes."""
-
-    tokens: int
-    pages: int
-    unit: int
-    row: int
-    head_stride: int
-    token_stride: int
-    batch_stride: int
-
-
-class Arguments(NamedTuple):
-    """The other arguments of the kernel of :func:`append`: addresses and numbers."""
-
-    table: int
-    lengths: int
-    counts: int
-    finished: int
-    width: int
-    page_size: int
-    heads: int
-    tokens: int
-    packed: int
-    advance: int
-
-
-#: The argument of the kernel, passed by value; all fields are int64. With a rotation, it is the last field.
-_STRUCT = np.dtype([(name, np.int64) for name in Arguments._fields] + [("sides", struct(_Side), 2)])
-_ROPE_STRUCT = np.dtype([("plain", _STRUCT), ("rope", RECORD)])
+#: The arguments of a kernel that appends, besides the keys and values: addresses and numbers.
+ARGUMENTS = "table lengths counts finished width page_size heads tokens packed advance"
+#: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes.
+_SIDE = Struct("Side", "tokens pages unit row head_stride token_stride batch_stride")
+_ARGUMENTS = Struct("Arguments", ARGUMENTS, sides=(_SIDE, 2))
 
 
 def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any = None) -> None:
@@ -223,55 +189,46 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
     """
     batch = state.lengths.size
     sides = [_side(k, keys), _side(v, values)]
-    lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that copy one row
-    arguments = arguments_of(k, keys, state, advance=advance)
-    given = np.array([*arguments, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(())
+    lanes = lanes_of(*(side[3] for side in sides))
+    given: list[Any] = [_ARGUMENTS(*arguments_of(k, keys, state, advance=advance), sides)]
     if rotation is not None:
-        plain, given = given, np.zeros((), _ROPE_STRUCT)
-        given["plain"] = plain
-        given["rope"] = rotation
+        given.append(rotation)
     kernel = _append_kernel(None if rotation is None else dtype_name(k.dtype))
-    kernel((blocks_of(arguments, batch, 256 // lanes), batch, 2), (lanes, 256 // lanes), (given,))
+    kernel(grid_of(k, keys, batch, 256 // lanes), (lanes, 256 // lanes), tuple(given))
 
 
-def blocks_of(arguments: Arguments, batch: int, rows_per_block: int) -> int:
-    """The number of blocks for a sequence."""
-    blocks = -(-(arguments.tokens + arguments.page_size) * arguments.heads // (4 * rows_per_block))
-    return max(1, min(blocks, 2048 // batch))
+def lanes_of(*units: int) -> int:
+    """The threads that copy a row, of these numbers of units in keys and values."""
+    return min(32, 1 << (max(units) - 1).bit_length())
 
 
-def arguments_of(k: Any, keys: Any, state: State, *, advance: bool) -> Arguments:
-    """The arguments besides the keys and values."""
-    return Arguments(
-        table=state.table.data.ptr,
-        lengths=state.lengths.data.ptr,
-        counts=state.counts.data.ptr,
-        finished=state.finished.data.ptr,
-        width=state.table.shape[0],
-        page_size=keys.shape[2],
-        heads=k.shape[1],
-        tokens=k.shape[2],
-        packed=k.ndim == 3,
-        advance=advance,
-    )
+def grid_of(k: Any, keys: Any, batch: int, rows_per_block: int) -> tuple[int, int, int]:
+    """The blocks for the tokens of a sequence, the sequences, and keys and values."""
+    blocks = -(-(k.shape[2] + keys.shape[2]) * k.shape[1] // (4 * rows_per_block))
+    return max(1, min(blocks, 2048 // batch)), batch, 2
 
 
-def _side(x: Any, pages: Any) -> _Side:
-    address = x.data.ptr
-    return _Side(address, pages.data.ptr, *_layout(x.shape, x.strides, x.itemsize, address % 16))
+def arguments_of(k: Any, keys: Any, state: State, *, advance: bool) -> tuple[Any, ...]:
+    """The values of :data:`ARGUMENTS`."""
+    return (*state, state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance)
+
+
+def _side(x: Any, pages: Any) -> tuple[Any, ...]:
+    """The values of :data:`_SIDE`."""
+    return x, pages, *_layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
 
 
 @functools.lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
-    """The fields of :class:`_Side` after the addresses; the strides of axes of length 1 have no meaning."""
+    """The values of :data:`_SIDE` after the addresses; the strides of axes of length 1 have no meaning."""
     steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
     row = shape[0] * itemsize
     unit = math.gcd(16, row, alignment, *steps)
     return unit, row // unit, *(*steps, 0)[:3]
 
 
-@functools.cache
-def _append_kernel(rotated: str | None) -> Any:
+@cuda_kernel
+def _append_kernel(rotated: str | None) -> str:
     """The kernel of :func:`append`; ``rotated`` is the dtype of keys that are rotated.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
@@ -280,10 +237,10 @@ def _append_kernel(rotated: str | None) -> Any:
     cases = " ".join(
         f"case {size}: write_rows(a, s, begin, count, first, Copy<{unit}>()); break;" for size, unit in UNITS.items()
     )
-    field = header = writer = rotate = ""
+    header = given = writer = rotate = ""
     if rotated:
         of, real = types_of(rotated)
-        field, header = " Rope rope;", f"{of.header}{ROPE}"
+        header, given = f"{of.header}{ROPE}", ", const Rope rope"
         writer = f"""struct Rotate {{
             const Rope& rope;
             const unsigned long long* turns;
@@ -295,11 +252,9 @@ def _append_kernel(rotated: str | None) -> Any:
             }}
         }};"""
         rotate = f"""{SHARED_TURNS}
-            if (!blockIdx.z) write_rows(a, s, begin, count, first, Rotate{{a.rope, turns}});
+            if (!blockIdx.z) write_rows(a, s, begin, count, first, Rotate{{rope, turns}});
             else"""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{header}{declaration("Side", _Side)}
-        struct Arguments {{ long long {", ".join(Arguments._fields)}; Side sides[2];{field} }};
+    return f"""{header}{_ARGUMENTS}
         template <class Unit>
         struct Copy {{
             __device__ void operator()(char* to, const char* from, int, int bytes) const {{
@@ -325,11 +280,9 @@ def _append_kernel(rotated: str | None) -> Any:
                 write(to, row < count && token < a.tokens ? from : nullptr, position, bytes);
             }}
         }}
-        extern "C" __global__ void cupy_sdpa_append(const Arguments a) {{
+        extern "C" __global__ void cupy_sdpa_append(const Arguments a{given}) {{
             {TOKENS}
             const Side& s = a.sides[blockIdx.z];
             {rotate} switch (s.unit) {{ {cases} }}
             {ADVANCE}
-        }}""",
-        "cupy_sdpa_append",
-    )
+        }}"""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
-from .ragged import declaration, struct
 
 
 class Constant(NamedTuple):
@@ -38,26 +36,10 @@ class Concatenation(NamedTuple):
     parts: Sequence[Any]
 
 
-class _Part(NamedTuple):
-    """A part of a target as the kernel copies it: addresses, bytes, and elements; ``source`` 0 for a constant."""
-
-    source: int
-    source_d: int
-    source_h: int
-    source_s: int
-    source_b: int
-    target: int
-    pitch: int
-    width: int
-    heads: int
-    length: int
-    rows: int
-    first: int
-
-
-#: The maximum number of parts in a launch: three arrays of three parts, and three of two.
-_MAX_PARTS = 16
-_PARTS = np.dtype([("parts", struct(_Part), _MAX_PARTS)])
+#: A part of a target as the kernel copies it: addresses, bytes, and elements; ``source`` 0 for a constant.
+_PART = Struct("Part", "source source_d source_h source_s source_b target pitch width heads length rows first")
+#: The parts of a launch, at most: three arrays of three parts, and three of two.
+_PARTS = Struct("Arguments", parts=(_PART, 16))
 #: Threads along head_dim and along rows, and the maximum number of blocks of a part.
 _COLUMNS, _ROWS, _MAX_BLOCKS = 8, 32, 4096
 #: Bytes that a thread copies at once.
@@ -74,15 +56,14 @@ def concatenate(wanted: Sequence[Concatenation]) -> None:
             _concatenate_on_cpu(*one)
         return
     itemsize = wanted[0].target.itemsize
-    parts: list[_Part] = []
+    parts: list[tuple[Any, ...]] = []
     aligned = True
     for one in wanted:
         aligned &= _add_parts(parts, one)
-    rows = max(map(operator.attrgetter("rows"), parts))
-    padded = [*parts, *[(0,) * len(_Part._fields)] * (_MAX_PARTS - len(parts))]
+    rows = max([one.target.size // len(one.target) for one in wanted])
     grid = min(-(-rows // _ROWS), _MAX_BLOCKS), len(parts)
     kernel = _concatenate_kernel(_VECTOR if aligned else itemsize, itemsize)
-    kernel(grid, (_COLUMNS, _ROWS), (np.array((padded,), _PARTS),))
+    kernel(grid, (_COLUMNS, _ROWS), (_PARTS(parts),))
 
 
 def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
@@ -97,12 +78,11 @@ def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
         start += width
 
 
-def _add_parts(parts: list[_Part], wanted: Concatenation) -> bool:
+def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
     """Add the parts of a target to a list; returns whether all of them can be copied 16 bytes at a time."""
     target = wanted.target
-    _, heads, length, *batch = target.shape
-    itemsize, rows = target.itemsize, heads * length * (batch[0] if batch else 1)
-    pitch, start = target.shape[0] * itemsize, target.data.ptr
+    _, heads, length, *_ = target.shape
+    itemsize, pitch, start = target.itemsize, target.shape[0] * target.itemsize, target.data.ptr
     aligned, places = True, pitch
     for part in wanted.parts:
         if isinstance(part, Constant):
@@ -112,7 +92,7 @@ def _add_parts(parts: list[_Part], wanted: Concatenation) -> bool:
             width, first, source = part.shape[0], 0, _place(part, 0)
         if not width:
             continue
-        parts.append(_Part(*source, start, pitch, width, heads, length, rows, first))
+        parts.append((*source, start, pitch, width, heads, length, target.size // len(target), first))
         if source.address:
             aligned &= source.d == itemsize
             places |= _places(source)
@@ -121,14 +101,12 @@ def _add_parts(parts: list[_Part], wanted: Concatenation) -> bool:
     return aligned and places % _VECTOR == 0
 
 
-@functools.cache
-def _concatenate_kernel(size: int, itemsize: int) -> Any:
+@cuda_kernel
+def _concatenate_kernel(size: int, itemsize: int) -> str:
     """The kernel of :func:`concatenate`; a thread copies ``size`` bytes at a time, and ``blockIdx.y`` is the part."""
     count = size // itemsize
     kind = {2: "unsigned short", 4: "unsigned"}[itemsize]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Part", _Part)}
-        struct Arguments {{ Part parts[{_MAX_PARTS}]; }};
+    return f"""{_PARTS}
         struct alignas({size}) Unit {{ {kind} x[{count}]; }};
         extern "C" __global__ void cupy_sdpa_concatenate(const Arguments arguments) {{
             const Part& p = arguments.parts[blockIdx.y];
@@ -144,9 +122,7 @@ def _concatenate_kernel(size: int, itemsize: int) -> Any:
                     *(Unit*)(target + d * {itemsize}) = unit;
                 }}
             }}
-        }}""",
-        "cupy_sdpa_concatenate",
-    )
+        }}"""
 
 
 class Terms(NamedTuple):
@@ -214,22 +190,14 @@ class _Array(NamedTuple):
 _NONE = _Array(0, 0, 0, 0, 0)
 
 
-class _Sizes(NamedTuple):
-    """The sizes of the result."""
-
-    width: int
-    heads: int
-    length: int
-    rows: int
-
-
 _ARRAYS = ("scores", "values", "means", "output", "out", "dout")
-_TERMS = np.dtype([("sizes", struct(_Sizes)), *((name, struct(_Array)) for name in _ARRAYS)])
+#: The sizes of the result, and the arrays.
+_TERMS = Struct("Arguments", "width heads length rows", **dict.fromkeys(_ARRAYS, Struct("Array", " ".join(_Array._fields))))
 
 
 def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
-    width, heads, length, *batch = dout.shape
-    rows = heads * length * (batch[0] if batch else 1)
+    width, heads, length, *_ = dout.shape
+    rows = dout.size // width
     arrays = [
         _place(terms.scores, terms.score_start), _place(terms.values, terms.value_start), _place(terms.means, terms.mean_index),
         _place(output, 0), _place(out, 0), _place(dout, 0),
@@ -241,7 +209,7 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
             aligned &= array.d == itemsize
             places |= _places(array)
     aligned &= places % _VECTOR == 0
-    arguments = np.array((_Sizes(width, heads, length, rows), *arrays), _TERMS)
+    arguments = _TERMS(width, heads, length, rows, *arrays)
     grid = (min(-(-rows // _ROWS), _MAX_BLOCKS),)
     _add_terms_kernel(dout.dtype.name, _VECTOR // itemsize if aligned else 1)(grid, (_COLUMNS, _ROWS), (arguments,))
 
@@ -258,24 +226,20 @@ def _places(array: _Array) -> int:
     return array.address | array.h | array.s | array.b
 
 
-@functools.cache
-def _add_terms_kernel(dtype: str, vector: int) -> Any:
+@cuda_kernel
+def _add_terms_kernel(dtype: str, vector: int) -> str:
     """The kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
     of = TYPES[dtype]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{of.header}
-        {declaration("Array", _Array)}
-        {declaration("Sizes", _Sizes)}
-        struct Arguments {{ Sizes sizes; Array scores, values, means, output, out, dout; }};
+    return f"""{of.header}
+        {_TERMS}
         struct alignas({vector * of.itemsize}) Unit {{ {of.name} x[{vector}]; }};
         extern "C" __global__ void cupy_sdpa_add_terms(const Arguments a) {{
-            const Sizes& n = a.sizes;
             const long long step = (long long)gridDim.x * blockDim.y;
-            for (long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y; row < n.rows; row += step) {{
-                const long long h = row % n.heads, s = row / n.heads % n.length, b = row / n.heads / n.length;
+            for (long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y; row < a.rows; row += step) {{
+                const long long h = row % a.heads, s = row / a.heads % a.length, b = row / a.heads / a.length;
                 #define AT(x) (a.x.address + h * a.x.h + s * a.x.s + b * a.x.b)
                 const float mean = a.means.address ? float(*(const {of.name}*)AT(means)) : 0.0f;
-                for (long long d = threadIdx.x * {vector}; d < n.width; d += blockDim.x * {vector}) {{
+                for (long long d = threadIdx.x * {vector}; d < a.width; d += blockDim.x * {vector}) {{
                     Unit scores, values, output, total;
                     if (a.scores.address) scores = *(const Unit*)(AT(scores) + d * a.scores.d);
                     if (a.values.address) values = *(const Unit*)(AT(values) + d * a.values.d);
@@ -291,6 +255,4 @@ def _add_terms_kernel(dtype: str, vector: int) -> Any:
                     if (a.out.address) *(Unit*)(AT(out) + d * a.out.d) = output;
                 }}
             }}
-        }}""",
-        "cupy_sdpa_add_terms",
-    )
+        }}"""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
-from .cache_kernels import ADVANCE, TOKENS, Arguments, State, arguments_of, blocks_of
-from .ragged import declaration, struct
+from .cache_kernels import ADVANCE, ARGUMENTS, TOKENS, State, arguments_of, grid_of, lanes_of
 
 #: The elements that a thread converts, and the threads of a block.
 _UNIT, _THREADS = 8, 256
@@ -34,21 +30,9 @@ class Tokens(NamedTuple):
     rotation: int
 
 
-class _Side(NamedTuple):
-    """:class:`Tokens` as the kernel reads them: addresses, strides in bytes, and the units of a row."""
-
-    tokens: int
-    pages: int
-    row: int
-    head_stride: int
-    token_stride: int
-    batch_stride: int
-    scale: int
-    descale: int
-    rotation: int
-
-
-_STRUCT = np.dtype([(name, np.int64) for name in (*Arguments._fields, "lanes")] + [("sides", struct(_Side), 2)])
+#: :class:`Tokens` as the kernel reads them: addresses, strides in bytes, and the units of a row.
+_SIDE = Struct("Side", "tokens pages row head_stride token_stride batch_stride scale descale rotation")
+_ARGUMENTS = Struct("Arguments", f"{ARGUMENTS} lanes", sides=(_SIDE, 2))
 
 
 def append(keys: Tokens, values: Tokens, state: State, source: str, dtype: str, *, advance: bool) -> None:
@@ -61,34 +45,29 @@ def append(keys: Tokens, values: Tokens, state: State, source: str, dtype: str, 
         dtype: that of the pages.
         advance: as for :func:`.cache_kernels.append`, which writes the same rows.
     """
-    sides, batch = [_side(keys), _side(values)], state.lengths.size
-    arguments = arguments_of(keys.array, keys.pages, state, advance=advance)
-    lanes = min(32, 1 << (max(side.row for side in sides) - 1).bit_length())  # threads that convert one row
-    given = np.array([*arguments, lanes, *sides[0], *sides[1]], np.int64).view(_STRUCT).reshape(())
-    _append_kernel(source, dtype)((blocks_of(arguments, batch, _THREADS // lanes), batch, 2), (_THREADS,), (given,))
+    lanes, batch = lanes_of(*(x.array.shape[0] // _UNIT for x in (keys, values))), state.lengths.size
+    numbers = arguments_of(keys.array, keys.pages, state, advance=advance)
+    given = _ARGUMENTS(*numbers, lanes, [_side(keys), _side(values)])
+    _append_kernel(source, dtype)(grid_of(keys.array, keys.pages, batch, _THREADS // lanes), (_THREADS,), (given,))
 
 
-def _side(tokens: Tokens) -> _Side:
+def _side(tokens: Tokens) -> tuple[Any, ...]:
+    """The values of :data:`_SIDE`."""
     array, pages, scale, descale, rotation = tokens
     steps = [stride if length > 1 else 0 for length, stride in zip(array.shape[1:], array.strides[1:], strict=True)]
-    head, token, batch = (*steps, 0)[:3]
-    of = 0 if descale is None else descale.data.ptr
-    row = array.shape[0] // _UNIT
-    return _Side(array.data.ptr, pages.data.ptr, row, head, token, batch, scale.data.ptr, of, rotation)
+    return array, pages, array.shape[0] // _UNIT, *(*steps, 0)[:3], scale, descale, rotation
 
 
-@functools.cache
-def _append_kernel(source: str, dtype: str) -> Any:
+@cuda_kernel
+def _append_kernel(source: str, dtype: str) -> str:
     """The kernel of :func:`append`.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. Groups of ``lanes`` threads, within a warp,
     convert a row of a head each; a thread converts a unit. All threads take part in every rotation.
     """
     of = TYPES[source]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
-        {declaration("Side", _Side)}
-        struct Arguments {{ long long {", ".join((*Arguments._fields, "lanes"))}; Side sides[2]; }};
+    return f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
+        {_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_append_fp8(const Arguments a) {{
             {TOKENS}
             const Side& s = a.sides[blockIdx.z];
@@ -116,6 +95,4 @@ def _append_kernel(source: str, dtype: str) -> Any:
                 }}
             }}
             {ADVANCE}
-        }}""",
-        "cupy_sdpa_append_fp8",
-    )
+        }}"""

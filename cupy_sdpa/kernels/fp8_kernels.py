@@ -7,7 +7,6 @@ instruction for the conversion use it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
-from .ragged import declaration, struct
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
 #: units in 32 bits.
@@ -50,26 +49,12 @@ class Conversion(NamedTuple):
     lengths: Any = None
 
 
-class _Array(NamedTuple):
-    """A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units."""
-
-    source: int
-    head_stride: int
-    row_stride: int
-    batch_stride: int
-    target: int
-    width: int
-    heads: int
-    rows: int
-    units: int
-    lengths: int
-    factors: int
-    rotation: int
-    dense: int
-
-
-ARRAY_FIELDS = _Array._fields
-ARRAYS = np.dtype([("arrays", struct(_Array), MAX_ARRAYS)])
+#: A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units.
+ARRAY = Struct(
+    "Array", "source head_stride row_stride batch_stride target width heads rows units lengths factors rotation dense"
+)
+#: The argument of the kernels.
+ARRAYS = Struct("Arrays", arrays=(ARRAY, MAX_ARRAYS))
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
@@ -108,15 +93,6 @@ def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str
         _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
 
 
-def arguments_of(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
-    """The grid, the arguments as int64 numbers, and the dtype of the sources."""
-    arrays = [_array(conversion) for conversion in conversions]
-    blocks = blocks_of([conversion.source for conversion in conversions])
-    numbers = np.zeros(MAX_ARRAYS * len(_Array._fields), np.int64)
-    numbers[: len(arrays) * len(_Array._fields)] = [number for array in arrays for number in array]
-    return (blocks, len(arrays)), numbers, dtype_name(conversions[0].source.dtype)
-
-
 def blocks_of(sources: Sequence[Any]) -> int:
     """The blocks of a launch that converts arrays."""
     units = max(int(x.size) // UNIT for x in sources)
@@ -125,32 +101,21 @@ def blocks_of(sources: Sequence[Any]) -> int:
 
 def launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
     """The grid, the argument of the kernels, and the dtype of the sources."""
-    grid, numbers, source = arguments_of(conversions)
-    return grid, numbers.view(ARRAYS).reshape(()), source
+    blocks = blocks_of([conversion.source for conversion in conversions])
+    arguments = ARRAYS([_array(conversion) for conversion in conversions])
+    return (blocks, len(conversions)), arguments, dtype_name(conversions[0].source.dtype)
 
 
-def _array(conversion: Conversion) -> _Array:
+def _array(conversion: Conversion) -> tuple[Any, ...]:
+    """The values of :data:`ARRAY`."""
     source, target, factors, rotation, lengths = conversion
-    _, heads, rows, *batch = source.shape
-    return _Array(
-        source=source.data.ptr,
-        head_stride=source.strides[1],
-        row_stride=source.strides[2],
-        batch_stride=source.strides[3] if batch else 0,
-        target=0 if target is None else target.data.ptr,
-        width=source.shape[0] // UNIT,
-        heads=heads,
-        rows=rows,
-        units=source.size // UNIT,
-        lengths=0 if lengths is None else lengths.data.ptr,
-        factors=0 if factors is None else factors.data.ptr,
-        rotation=rotation,
-        dense=lengths is None and source.flags.f_contiguous,
-    )
+    width, heads, rows, *_ = source.shape
+    dense = lengths is None and source.flags.f_contiguous
+    sizes = width // UNIT, heads, rows, source.size // UNIT
+    return source, *(*source.strides[1:], 0)[:3], target, *sizes, lengths, factors, rotation, dense
 
 
 _READ = """
-struct Arrays { Array arrays[ARRAYS]; };
 // The unit u of the source, rotated; 0 after the last unit and beyond the length. Every thread of the warp calls it.
 __device__ void read(const Array& a, long long u, float* x) {
     for (int i = 0; i < 8; ++i) x[i] = 0;
@@ -289,30 +254,25 @@ _BODIES = {
 _BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitude(x)")
 
 
-@functools.cache
-def kernel(source: str, dtype: str, name: str) -> Any:
+@cuda_kernel
+def kernel(source: str, dtype: str, name: str) -> str:
     """A kernel by its name in :data:`_BODIES`: "amax" and "convert" are launched one after the other (:mod:`.current`), because
     in one launch all blocks would have to wait for each other; the others are those of the functions of this module.
     """
     of = TYPES[source]
-    names = {
-        "ARRAYS": MAX_ARRAYS, "THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype],
-    }  # fmt: skip
+    names = {"THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype]}
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
-    return cupy_runtime.cupy().RawKernel(
-        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}"
-        f"{declaration('Array', _Array)}\ntypedef {of.name} Source;{_READ}"
-        f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}',
-        f"cupy_sdpa_fp8_{name}",
+    return (
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{ARRAYS}\ntypedef {of.name} Source;{_READ}"
+        f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}'
     )
 
 
-@functools.cache
-def _dequantize_kernel(target: str, dtype: str) -> Any:
+@cuda_kernel
+def _dequantize_kernel(target: str, dtype: str) -> str:
     """The kernel of :func:`dequantize`."""
     of = TYPES[target]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
+    return f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
         extern "C" __global__ void cupy_sdpa_dequantize(
             const uint2* from, Target* to, const float* descale, long long units, long long rotation) {{
             const long long step = (long long)gridDim.x * blockDim.x;
@@ -332,6 +292,4 @@ def _dequantize_kernel(target: str, dtype: str) -> Any:
                         ((uint4*)(to + 8 * u))[i] = ((const uint4*)values)[i];
             }}
             __syncwarp();
-        }}""",
-        "cupy_sdpa_dequantize",
-    )
+        }}"""

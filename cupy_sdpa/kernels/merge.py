@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
-from .ragged import declaration, struct
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -120,57 +119,15 @@ def accumulate(total: Any, x: Any) -> None:
         elementwise(f"{x.dtype.name} x", "float32 y", "y += (float)x", "accumulate")(x.T, total.T)
 
 
-class _Group(NamedTuple):
-    """:class:`Parts` as the kernel reads them: addresses, and strides in bytes."""
-
-    parts: int
-    out: int
-    out_d: int
-    out_h: int
-    out_s: int
-    out_b: int
-    out_c: int
-    stats: int
-    stats_s: int
-    stats_h: int
-    stats_b: int
-    stats_c: int
-    totals: int
-
-
-class _Target(NamedTuple):
-    """The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes."""
-
-    parts: int
-    width: int
-    heads: int
-    queries: int
-    rows: int
-    out: int
-    out_d: int
-    out_h: int
-    out_s: int
-    out_b: int
-    stats: int
-    stats_s: int
-    stats_h: int
-    stats_b: int
-    sinks: int
-    sinks_h: int
-    lengths: int
-    descale: int
-    scale: int
-    amax: int
-    totals: int
-
-
-#: The argument of the kernel, passed by value; all fields are int64.
-_ARGUMENTS = np.dtype(
-    [
-        ("target", struct(_Target)),
-        ("groups", struct(_Group), MAX_GROUPS),
-    ]
+#: :class:`Parts` as the kernel reads them: addresses, and strides in bytes.
+_GROUP = Struct("Group", "parts out out_d out_h out_s out_b out_c stats stats_s stats_h stats_b stats_c totals")
+#: The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes.
+_TARGET = Struct(
+    "Target",
+    "parts width heads queries rows out out_d out_h out_s out_b stats stats_s stats_h stats_b sinks sinks_h lengths descale "
+    "scale amax totals",
 )
+_ARGUMENTS = Struct("Arguments", target=_TARGET, groups=(_GROUP, MAX_GROUPS))
 
 
 def _merge_on_gpu(
@@ -188,27 +145,14 @@ def _merge_on_gpu(
     slots = min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
     block_rows = max(_THREADS // (columns * slots), 1)
     grid = (-(-rows // block_rows), max(-(-width // (columns * vector)), 1))
-    no_stats, no_sinks = (0,) * 4, (0,) * 2
     target = [
-        parts, width, heads, queries, rows, out.data.ptr, *out.strides,
-        *(no_stats if stats is None else (stats.data.ptr, *stats.strides)),
-        *(no_sinks if sinks is None else (sinks.data.ptr, *sinks.strides)),
-        0 if lengths is None else lengths.data.ptr,
-        *(_address(array) for array in (*(factors[1:] if factors else (None,) * 3), totals)),
+        parts, width, heads, queries, rows, out, *out.strides, *((0,) * 4 if stats is None else (stats, *stats.strides)),
+        *((0, 0) if sinks is None else (sinks, *sinks.strides)), lengths, *(factors[1:] if factors else (None,) * 3), totals,
     ]  # fmt: skip
-    given = [
-        (x.out.shape[4], x.out.data.ptr, *x.out.strides, x.stats.data.ptr, *x.stats.strides, _address(x.totals)) for x in groups
-    ]
-    padded = [*given, *[(0,) * len(_Group._fields)] * (MAX_GROUPS - len(given))]
-    arguments = np.array((_Target(*target), padded), _ARGUMENTS)
-    names = [factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype)]
+    given = [(x.out.shape[4], x.out, *x.out.strides, x.stats, *x.stats.strides, x.totals) for x in groups]
+    of_parts, of_out = (factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype))
     carried = groups[0].totals is not None
-    _merge_kernel(*names, vector, carried)(grid, (columns, block_rows, slots), (arguments,))
-
-
-def _address(array: Any) -> int:
-    """The address of an array, or 0."""
-    return 0 if array is None else int(array.data.ptr)
+    _merge_kernel(of_parts, of_out, vector, carried)(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
 
 
 def _is_aligned(array: Any, vector: int) -> bool:
@@ -220,8 +164,8 @@ def _is_aligned(array: Any, vector: int) -> bool:
     return bool(width % vector == 0 and unit == array.itemsize and math.gcd(size, array.data.ptr, *used) == size)
 
 
-@functools.cache
-def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False) -> Any:
+@cuda_kernel
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False) -> str:
     """The kernel of :func:`merge`. ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the
     slots of a row share its parts.
 
@@ -234,11 +178,8 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False
         f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
     )
     amount = "*(const float*)(arguments.groups[g].totals + place)" if carried else "1"
-    return cupy_runtime.cupy().RawKernel(
-        f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
-        {declaration("Group", _Group)}
-        {declaration("Target", _Target)}
-        struct Arguments {{ Target target; Group groups[{MAX_GROUPS}]; }};
+    return f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
+        {_ARGUMENTS}
         #define NONE __int_as_float(0xff800000)  // -inf
         // a finite number to subtract from log-sum-exps
         __device__ float base_of(float top) {{ return top == NONE ? 0.0f : top; }}
@@ -336,6 +277,4 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False
                 if (t.totals) *(float*)(t.totals + place) = total;
                 *(float*)(t.stats + place) = t.totals ? top : exists ? base_of(top) + logf(total) : NONE;
             }}
-        }}""",
-        "cupy_sdpa_merge",
-    )
+        }}"""

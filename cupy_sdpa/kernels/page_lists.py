@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
-from ..runtime import cupy_runtime
+from ..runtime.cuda_code import cuda_kernel
 
 
 def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, lengths: Any) -> None:
@@ -27,11 +26,10 @@ def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, l
         _fill_table_kernel()((batch,), (128,), (starts, pages, last, *numbers, table, lengths))
 
 
-@functools.cache
-def _fill_table_kernel() -> Any:
+@cuda_kernel
+def _fill_table_kernel() -> str:
     """The kernel of :func:`fill_table`; each block is for one sequence."""
-    return cupy_runtime.cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_page_lists(
+    return """extern "C" __global__ void cupy_sdpa_page_lists(
             const int* starts, const int* pages, const int* last, int total, int width, int page_size, int* table, int* lengths
         ) {
             const int b = blockIdx.x, start = starts[b], count = max(0, min(starts[b + 1] - start, width));
@@ -39,6 +37,4 @@ def _fill_table_kernel() -> Any:
                 table[(long long)b * width + i] = i < count && start + i >= 0 && start + i < total ? pages[start + i] : 0;
             if (threadIdx.x == 0)
                 lengths[b] = count < starts[b + 1] - start ? count * page_size : count ? (count - 1) * page_size + last[b] : 0;
-        }""",
-        "cupy_sdpa_page_lists",
-    )
+        }"""

@@ -7,7 +7,6 @@ length must name a page without NaN: here the first page of the sequence.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,109 +15,129 @@ from ..problem.band import Band
 from ..problem.problem import Split
 from ..problem.tensor_spec import FP8_LARGEST
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
 from ..runtime.memory import UNITS
-from .ragged import declaration, struct
-from .records import BoundaryKeys, Chunks, Keys, PagedFactors
 
 
-class _Table(NamedTuple):
-    """A page table as the kernels read it; strides in elements."""
+class Keys(NamedTuple):
+    """Paged keys and values, and the queries that attend to them.
 
-    table: int
-    entry_stride: int
-    pitch: int
-    pages: int
-    page: int
-    lengths: int
+    Attributes:
+        k, v: pages ``(D, Hkv, page size, pages)`` and ``(Dv, Hkv, page size, pages)``.
+        table: int32 ``(P, B)``.
+        lengths_q, lengths: int32 ``(B,)``, the numbers of queries and keys.
+        band: the band of keys that a query attends to, or None.
+    """
 
-
-class _Queries(NamedTuple):
-    """The queries as the kernels read them: strides in bytes, and the band; -1 is no bound."""
-
-    q: int
-    q_head: int
-    q_query: int
-    q_batch: int
-    queries: int
-    heads: int
-    lengths: int
-    left: int
-    right: int
-    bottom_right: int
+    k: Any
+    v: Any
+    table: Any
+    lengths_q: Any
+    lengths: Any
+    band: Band | None
 
 
-def _table(table: Any, lengths: Any, page: int) -> _Table:
-    return _Table(table.data.ptr, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths.data.ptr)
+class Chunks(NamedTuple):
+    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch entry.
+
+    Attributes:
+        rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.
+        table: int32 ``(P, E)``, at least the pages per chunk; the first page of the chunk for the others.
+        row_counts: int32 ``(E,)``, R for every entry.
+        lengths: int32 ``(E,)``, the number of keys of every chunk.
+        stats: float32 ``(Sq, Hq, E)``; -inf is written for chunks without keys.
+    """
+
+    rows: Any
+    table: Any
+    row_counts: Any
+    lengths: Any
+    stats: Any
 
 
-def _queries(q: Any, keys: Keys) -> _Queries:
-    _, heads, queries, _ = q.shape
+class PagedFactors(NamedTuple):
+    """The factors of FP8 queries and pages, float32 ``(1,)``.
+
+    Attributes:
+        descale_q, descale_k, descale_v: of the queries, the keys and the values.
+        scale_parts: the scale of the results of chunks and of boundary keys, written: ``1 / descale_v``. A result is a mean of
+            values, so it does not saturate.
+        amax: 0 is written.
+    """
+
+    descale_q: Any
+    descale_k: Any
+    descale_v: Any
+    scale_parts: Any
+    amax: Any
+
+
+class BoundaryKeys(NamedTuple):
+    """The results of :func:`split` for the boundary keys, which are the keys of a band outside the common keys.
+
+    Attributes:
+        out: ``(Dv, Sq, Hq, B)``, dense, written where there are keys.
+        stats: float32 ``(Sq, Hq, B)``, dense, the log-sum-exp, written.
+        scale, softcap: of their scores, as for :func:`cupy_sdpa.attention`.
+    """
+
+    out: Any
+    stats: Any
+    scale: float
+    softcap: float | None
+
+
+#: A page table as the kernels read it; strides in elements.
+_TABLE = Struct("Table", "table entry_stride pitch pages page lengths")
+#: The queries as the kernels read them: strides in bytes, and the band; -1 is no bound.
+_QUERIES = Struct("Queries", "q q_head q_query q_batch queries heads lengths left right bottom_right")
+
+
+def _table(table: Any, lengths: Any, page: int) -> tuple[Any, ...]:
+    """The values of :data:`_TABLE`."""
+    return table, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths
+
+
+def _queries(q: Any, keys: Keys) -> tuple[Any, ...]:
+    """The values of :data:`_QUERIES`."""
     left, right, bottom_right = keys.band or Band()
-    return _Queries(
-        q=q.data.ptr,
-        q_head=q.strides[1],
-        q_query=q.strides[2],
-        q_batch=q.strides[3],
-        queries=queries,
-        heads=heads,
-        lengths=keys.lengths_q.data.ptr,
-        left=-1 if left is None else left,
-        right=-1 if right is None else right,
-        bottom_right=bottom_right,
-    )
+    bounds = (-1 if bound is None else bound for bound in (left, right))
+    return q, *q.strides[1:], q.shape[2], q.shape[1], keys.lengths_q, *bounds, bottom_right
 
 
-def _struct(*parts: tuple[str, type[_Table | _Queries]] | str) -> np.dtype[Any]:
-    """The dtype of an argument of a kernel: records, and other fields; all are int64."""
-    fields: list[Any] = []
-    for part in parts:
-        name, record = (part, None) if isinstance(part, str) else part
-        fields.append((name, np.int64 if record is None else struct(record)))
-    return np.dtype(fields)
-
-
-def _declaration(name: str, dtype: np.dtype[Any]) -> str:
-    """The C struct of such a dtype."""
-    types = {"table": "Table", "queries": "Queries"}
-    fields = " ".join(f"{types.get(field, 'long long')} {field};" for field in dtype.names or ())
-    return f"struct {name} {{ {fields} }};"
-
-
-#: The C structs, and device functions for table entries (after the length, that of the first page) and for the keys of queries.
-_DEVICE_CODE = f"""
-    {declaration("Table", _Table)}
-    {declaration("Queries", _Queries)}
-    __device__ long long least(long long a, long long b) {{ return a < b ? a : b; }}
-    __device__ long long most(long long a, long long b) {{ return a > b ? a : b; }}
-    __device__ long long length_of(const Table& t, long long b) {{
+#: Device functions for table entries (after the length, that of the first page) and for the keys of queries.
+_DEVICE_CODE = """
+    __device__ long long least(long long a, long long b) { return a < b ? a : b; }
+    __device__ long long most(long long a, long long b) { return a > b ? a : b; }
+    __device__ long long length_of(const Table& t, long long b) {
         return least(((const int*)t.lengths)[b], t.pages * t.page);
-    }}
-    __device__ int entry(const Table& t, long long b, long long i) {{
+    }
+    __device__ int entry(const Table& t, long long b, long long i) {
         return ((const int*)t.table)[i * t.entry_stride + b * t.pitch];
-    }}
-    __device__ int padded_entry(const Table& t, long long b, long long first, long long i, long long length) {{
+    }
+    __device__ int padded_entry(const Table& t, long long b, long long first, long long i, long long length) {
         return length > 0 ? entry(t, b, i * t.page < length ? first + i : first) : 0;
-    }}
+    }
     // the keys of each query, from first to end, and the common keys: whole pages to which every query attends
-    struct Visible {{
+    struct Visible {
         long long length, queries, shift, left, right, common_begin, common_end;
         __device__ Visible(const Table& t, const Queries& q, int keys_of_sequence, int queries_of_sequence)
-            : left(q.left), right(q.right) {{
+            : left(q.left), right(q.right) {
             length = least(keys_of_sequence, t.pages * t.page);
             queries = least(queries_of_sequence, q.queries);
             shift = q.bottom_right ? length - queries : 0;
             common_end = queries > 0 ? end(0) : 0;
             const unsigned page = t.page, pages = (unsigned(first(queries - 1)) + page - 1) / page;
             common_begin = least((long long)pages * page, common_end);
-        }}
-        __device__ long long first(long long s) const {{ return left < 0 ? 0 : most(s + shift - left, 0); }}
-        __device__ long long end(long long s) const {{
+        }
+        __device__ long long first(long long s) const { return left < 0 ? 0 : most(s + shift - left, 0); }
+        __device__ long long end(long long s) const {
             return right < 0 ? length : most(least(s + shift + right + 1, length), 0);
-        }}
-    }};"""
+        }
+    };"""
 
-_PADDED = _struct(("table", _Table), "out", "width")
+_PADDED = Struct("Padded", "out width", table=_TABLE)
 
 
 def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
@@ -130,26 +149,22 @@ def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
         used = np.where(entries * page < length, entries, 0)
         out[...] = np.where(length > 0, np.take_along_axis(table, used, axis=0), 0)
         return
-    arguments = np.array((tuple(_table(table, lengths, page)), out.data.ptr, width), _PADDED)
+    arguments = _PADDED(out, width, _table(table, lengths, page))
     _padded_table_kernel()((max(1, min(64, -(-width // 256))), batch), (256,), (arguments,))
 
 
-@functools.cache
-def _padded_table_kernel() -> Any:
+@cuda_kernel
+def _padded_table_kernel() -> str:
     """The kernel of :func:`padded_table`."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{_DEVICE_CODE}
-        {_declaration("Padded", _PADDED)}
+    return f"""{_QUERIES} {_PADDED}{_DEVICE_CODE}
         extern "C" __global__ void cupy_sdpa_padded_table(const Padded x) {{
             const long long b = blockIdx.y, length = length_of(x.table, b), step = (long long)gridDim.x * blockDim.x;
             for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < x.width; i += step)
                 ((int*)x.out)[b * x.width + i] = padded_entry(x.table, b, 0, i, length);
-        }}""",
-        "cupy_sdpa_padded_table",
-    )
+        }}"""
 
 
-_PREFIX = _struct("table", "entry", "pitch", "lengths", "stride", "batch", "pages", "prefix", "shared", "shared_length", "rest")
+_PREFIX = Struct("Prefix", "table entry pitch lengths stride batch pages prefix shared shared_length rest")
 
 
 def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: Any, rest: Any) -> None:
@@ -171,17 +186,15 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
         np.maximum(lengths - np.int32(prefix), 0, out=rest)
         return
     entry, pitch, stride = (step // 4 for step in (*table.strides, *lengths.strides))
-    addresses = [array.data.ptr for array in (shared, shared_length, rest)]
-    given = table.data.ptr, entry, pitch, lengths.data.ptr, stride, lengths.size, shared.size, prefix, *addresses
+    arguments = _PREFIX(table, entry, pitch, lengths, stride, lengths.size, shared.size, prefix, shared, shared_length, rest)
     grid = (max(1, min(64, -(-max(shared.size, lengths.size) // 256))),)
-    _divide_kernel()(grid, (256,), (np.array(given, _PREFIX),))
+    _divide_kernel()(grid, (256,), (arguments,))
 
 
-@functools.cache
-def _divide_kernel() -> Any:
+@cuda_kernel
+def _divide_kernel() -> str:
     """The kernel of :func:`divide`."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""struct Prefix {{ long long {", ".join(_PREFIX.names or ())}; }};
+    return f"""{_PREFIX}
         extern "C" __global__ void cupy_sdpa_divide(const Prefix x) {{
             const int* const lengths = (const int*)x.lengths;
             const long long step = (long long)gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -195,22 +208,21 @@ def _divide_kernel() -> Any:
                 ((int*)x.rest)[b] = length > x.prefix ? length - x.prefix : 0;
             }}
             if (thread == 0) *(int*)x.shared_length = any ? x.prefix : 0;
-        }}""",
-        "cupy_sdpa_divide",
-    )
+        }}"""
 
 
 #: The threads and the warps of a block.
 _THREADS, _WARPS = 128, 4
 #: The number of values that a warp loads before it has the scores of their keys.
 _EARLY = 4
-_SPLIT = _struct(
-    ("table", _Table), ("queries", _Queries), "row_count", "chunks", "chunk_pages", "rows", "chunk_table",
-    "row_counts", "chunk_lengths", "stats", "blocks_per_chunk", "split_blocks", "staged", "table_pages", *PagedFactors._fields,
-)  # fmt: skip
-_BOUNDARY_KEYS = _struct(
-    "batch", "group", "k", "k_head", "k_row", "k_page", "v", "v_head", "v_row", "v_page", "out", "stats",
-)  # fmt: skip
+_SPLIT = Struct(
+    "Split",
+    "row_count chunks chunk_pages rows chunk_table row_counts chunk_lengths stats blocks_per_chunk split_blocks staged "
+    f"table_pages {' '.join(PagedFactors._fields)}",
+    table=_TABLE,
+    queries=_QUERIES,
+)
+_BOUNDARY_KEYS = Struct("BoundaryKeys", "batch group k k_head k_row k_page v v_head v_row v_page out stats")
 
 
 def split(
@@ -239,27 +251,26 @@ def split(
     used = [stride for length, stride in zip(q.shape[1:], q.strides[1:], strict=True) if length > 1]
     unit = 16 if all(x % 16 == 0 for x in (q.data.ptr, row, *used)) else q.itemsize
     table = _table(keys.table, keys.lengths, keys.k.shape[2])
-    arrays = chunks.rows, chunks.table, chunks.row_counts, chunks.lengths, chunks.stats
     per_chunk = max(1, min(128, -(-row * staged * heads // (unit * _THREADS))))  # a thread copies a unit: loads overlap
     blocks = per_chunk * batch * split.chunks
-    addresses = [array.data.ptr for array in arrays]
-    of_factors = [array.data.ptr for array in factors] if factors else [0] * len(PagedFactors._fields)
-    given = (
-        tuple(table), tuple(_queries(q, keys)), heads // keys.k.shape[1] * staged, split.chunks, split.pages, *addresses,
-        per_chunk, blocks, staged, chunks.table.shape[0], *of_factors,
-    )  # fmt: skip
-    arguments: list[Any] = [np.array(given, _SPLIT)]
+    arguments: list[Any] = [
+        _SPLIT(
+            heads // keys.k.shape[1] * staged, split.chunks, split.pages, *chunks, per_chunk, blocks, staged,
+            chunks.table.shape[0], *(factors or (None,) * len(PagedFactors._fields)), table, _queries(q, keys),
+        )
+    ]  # fmt: skip
     if boundary:
-        pages = [x for array in (keys.k, keys.v) for x in (array.data.ptr, *array.strides[1:])]
-        given = (batch, heads // keys.k.shape[1], *pages, boundary.out.data.ptr, boundary.stats.data.ptr)
-        arguments += [np.array(given, _BOUNDARY_KEYS), np.float32(boundary.scale), np.float32(boundary.softcap or 0)]
+        pages = [x for array in (keys.k, keys.v) for x in (array, *array.strides[1:])]
+        results = boundary.out, boundary.stats
+        arguments.append(_BOUNDARY_KEYS(batch, heads // keys.k.shape[1], *pages, *results))
+        arguments += [np.float32(boundary.scale), np.float32(boundary.softcap or 0)]
         blocks += -(-heads * queries * batch // _WARPS)
     kernel = _split_kernel(unit, dtype, d, boundary.out.shape[0] if boundary else 0)
     kernel((blocks,), (_THREADS,), tuple(arguments))
 
 
-@functools.cache
-def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
+@cuda_kernel
+def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
     """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
     computes attention over the boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
     """
@@ -268,9 +279,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
                 attend_to_boundary_keys(x, boundary, scale, softcap, blockIdx.x - x.split_blocks);
                 return;
             }"""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{TYPES[dtype].header}{_DEVICE_CODE}
-        {_declaration("Split", _SPLIT)}
+    return f"""{TYPES[dtype].header}{_SPLIT}{_DEVICE_CODE}
         {_boundary_keys_code(dtype, d, dv) if dv else ""}
         extern "C" __global__ void __launch_bounds__({_THREADS}) cupy_sdpa_split(
             const Split x{", const BoundaryKeys boundary, const float scale, const float softcap" if dv else ""}) {{
@@ -303,9 +312,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> Any:
                 ((int*)x.chunk_table)[e * x.table_pages + i] = padded_entry(x.table, b, first, i, keys);
             for (unsigned i = thread; keys == 0 && i < results; i += threads)
                 ((unsigned*)x.stats)[(long long)e * results + i] = 0xff800000u;  // -inf
-        }}""",
-        "cupy_sdpa_split",
-    )
+        }}"""
 
 
 def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
@@ -316,7 +323,7 @@ def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
     vector = 16 // kind.itemsize
     # The output has the factor of the values, so only the scores need factors.
     descale = "* *(const float*)x.descale_q * *(const float*)x.descale_k" if dtype in FP8_LARGEST else ""
-    return f"""{_declaration("BoundaryKeys", _BOUNDARY_KEYS)}
+    return f"""{_BOUNDARY_KEYS}
         struct alignas(16) Vector {{ {kind.name} x[{vector}]; }};
         __device__ void attend_to_boundary_keys(
             const Split& x, const BoundaryKeys& boundary, const float scale, const float softcap, const unsigned block) {{

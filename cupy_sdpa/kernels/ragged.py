@@ -5,7 +5,6 @@ Functions that the steps of programs run take arrays of numpy or CuPy; the numpy
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from ..problem.problem import MASKED_SCORE
 from ..runtime import cupy_runtime, memory
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 
@@ -98,122 +98,42 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     packed = queries.packed, keys.packed
     batch = queries.array.size - packed[0]
     sequences = [
-        _Sequences(
-            array=lengths.array.data.ptr,
-            stride=lengths.array.strides[0] // lengths.array.itemsize,
-            itemsize=lengths.array.itemsize,
-            lengths=0 if lengths.made is None else lengths.made.data.ptr,
-            max_length=lengths.max_length,
-            total=lengths.total,
-        )
-        for lengths in sides
+        (x.array, x.array.strides[0] // x.array.itemsize, x.array.itemsize, x.made, x.max_length, x.total) for x in sides
     ]
-    offset_arrays = [_Offsets(made.data.ptr, of_keys, factor) for made, of_keys, factor in offsets]
+    given = [_result(result, packed[result.of_keys]) for result in results]
     blocks = max(1, min(64, 256 // max(batch, 1)))
-    arguments = _arguments(batch, sequences, offset_arrays, [_result(result, packed[result.of_keys]) for result in results])
+    arguments = _ARGUMENTS(batch, len(offsets), len(results), sequences, offsets, given)
     _prepare_sequences_kernel(packed)((blocks, max(batch, 1)), (256,), (arguments,))
 
 
-class _Sequences(NamedTuple):
-    """:class:`Lengths` as the kernel reads them; the fields are addresses, elements and bytes."""
-
-    array: int
-    stride: int
-    itemsize: int
-    lengths: int
-    max_length: int
-    total: int
-
-
-class _Offsets(NamedTuple):
-    """An array of offsets as the kernel writes it: cumulative lengths times ``factor``."""
-
-    out: int
-    of_keys: int
-    factor: int
-
-
-class _Result(NamedTuple):
-    """A :class:`ClearedResult` as the kernel writes it, in words of 4 bytes; ``columns`` is the words per position and head."""
-
-    out: int
-    of_keys: int
-    bits: int
-    columns: int
-    heads: int
-    head_stride: int
-    position_stride: int
-    batch_stride: int
-    sinks: int
-
-
-#: The maximum number of offsets and of results in a launch.
-_MAX_OFFSETS, _MAX_RESULTS = 14, 4
-
-
-def struct(fields: type[Any]) -> np.dtype[Any]:
-    """The dtype of a record whose fields are int64, as an argument of a kernel."""
-    return np.dtype([(name, np.int64) for name in fields._fields])
-
-
-#: The argument of the kernel, passed by value; all fields are int64.
-_ARGUMENTS = np.dtype(
-    [
-        ("batch", np.int64),
-        ("offset_count", np.int64),
-        ("result_count", np.int64),
-        ("sequences", struct(_Sequences), 2),
-        ("offsets", struct(_Offsets), _MAX_OFFSETS),
-        ("results", struct(_Result), _MAX_RESULTS),
-    ]
+#: :class:`Lengths` as the kernel reads them; addresses, elements and bytes.
+_SEQUENCES = Struct("Sequences", "array stride itemsize lengths max_length total")
+#: A :class:`ClearedResult` as the kernel writes it, in words of 4 bytes; ``columns`` is the words per position and head.
+_RESULT = Struct("Result", "out of_keys bits columns heads head_stride position_stride batch_stride sinks")
+#: The arguments, with the maximum number of offsets and of results in a launch.
+_ARGUMENTS = Struct(
+    "Arguments",
+    "batch offset_count result_count",
+    sequences=(_SEQUENCES, 2),
+    offsets=(Struct("Offsets", "out of_keys factor"), 14),
+    results=(_RESULT, 4),
 )
 
 
-def _arguments(batch: int, sequences: list[_Sequences], offsets: list[_Offsets], results: list[_Result]) -> Any:
-    padded_offsets = [*offsets, *[(0,) * len(_Offsets._fields)] * (_MAX_OFFSETS - len(offsets))]
-    padded_results = [*results, *[(0,) * len(_Result._fields)] * (_MAX_RESULTS - len(results))]
-    return np.array((batch, len(offsets), len(results), sequences, padded_offsets, padded_results), _ARGUMENTS)
-
-
-def _result(result: ClearedResult, packed: bool) -> _Result:
+def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
+    """The values of :data:`_RESULT`."""
     array, strides = result.array, [stride // 4 for stride in result.array.strides]
-    if result.per_row:
-        head_axis, position_axis = (0, 1) if packed else (1, 0)
-        columns = 1
-    else:
-        head_axis, position_axis = 1, 2
-        columns = array.shape[0] * array.itemsize // 4
-    return _Result(
-        out=array.data.ptr,
-        of_keys=result.of_keys,
-        bits=int(np.float32(result.fill_value).view(np.uint32)),
-        columns=columns,
-        heads=array.shape[head_axis],
-        head_stride=strides[head_axis],
-        position_stride=strides[position_axis],
-        batch_stride=0 if packed else strides[-1],
-        sinks=0 if result.sinks is None else result.sinks.data.ptr,
-    )
+    head, position = ((0, 1) if packed else (1, 0)) if result.per_row else (1, 2)
+    columns = 1 if result.per_row else array.shape[0] * array.itemsize // 4
+    bits = int(np.float32(result.fill_value).view(np.uint32))
+    batch = 0 if packed else strides[-1]
+    return array, result.of_keys, bits, columns, array.shape[head], strides[head], strides[position], batch, result.sinks
 
 
-def declaration(name: str, fields: type[Any]) -> str:
-    """The C struct of a record whose fields are int64."""
-    return f"struct {name} {{ long long {', '.join(fields._fields)}; }};"
-
-
-@functools.cache
-def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
+@cuda_kernel
+def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
     """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""{declaration("Sequences", _Sequences)}
-        {declaration("Offsets", _Offsets)}
-        {declaration("Result", _Result)}
-        struct Arguments {{
-            long long batch, offset_count, result_count;
-            Sequences sequences[2];
-            Offsets offsets[{_MAX_OFFSETS}];
-            Result results[{_MAX_RESULTS}];
-        }};
+    return f"""{_ARGUMENTS}
         __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
         __device__ long long at(const Sequences& s, long long i) {{
             return s.itemsize == 4 ? ((const int*)s.array)[i * s.stride] : ((const long long*)s.array)[i * s.stride];
@@ -269,9 +189,7 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> Any:
                     }}
                 }}
             }}
-        }}""",
-        "cupy_sdpa_prepare_sequences",
-    )
+        }}"""
 
 
 def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
@@ -295,18 +213,15 @@ def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
     _zero_padded_kernel()((blocks, array.shape[3]), (256,), arguments)
 
 
-@functools.cache
-def _zero_padded_kernel() -> Any:
+@cuda_kernel
+def _zero_padded_kernel() -> str:
     """The kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
-    return cupy_runtime.cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_zero_padded(
+    return """extern "C" __global__ void cupy_sdpa_zero_padded(
             const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
             const long long b = blockIdx.y, end = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
             for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < width; i += step)
                 to[b * width + i] = i < end ? from[b * pitch + i] : make_uint4(0, 0, 0, 0);
-        }""",
-        "cupy_sdpa_zero_padded",
-    )
+        }"""
 
 
 def backward_stats(copy: Any, stats: Any) -> None:
@@ -368,23 +283,12 @@ def sinks_of_rows(queries: Lengths, rows: Sequence[ClearedResult]) -> None:
         row.array[...] = np.where(exists, row.sinks[:, None], row.fill_value)
 
 
-class _Sum(NamedTuple):
-    """The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes."""
-
-    source: int
-    keys: int
-    queries: int
-    source_key: int
-    source_query: int
-    source_head: int
-    source_batch: int
-    target: int
-    target_keys: int
-    target_queries: int
-    target_key: int
-    target_query: int
-    target_head: int
-    target_batch: int
+#: The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes.
+_SUM = Struct(
+    "Sum",
+    "source keys queries source_key source_query source_head source_batch target target_keys target_queries target_key "
+    "target_query target_head target_batch",
+)
 
 
 def sum_over_scores(source: Any, target: Any) -> None:
@@ -394,19 +298,17 @@ def sum_over_scores(source: Any, target: Any) -> None:
         target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
         return
     keys, queries, heads, batch = source.shape
-    of, to = (source.data.ptr, keys, queries, *source.strides), (target.data.ptr, *target.shape[:2], *target.strides)
-    arguments = np.array(tuple(_Sum(*of, *to)), struct(_Sum))
+    arguments = _SUM(source, keys, queries, *source.strides, target, *target.shape[:2], *target.strides)
     blocks = -(-target.shape[0] // 32) * target.shape[1]
     _sum_kernel(source.dtype.name, target.dtype.name)((blocks, heads, batch), (32,), (arguments,))
 
 
-@functools.cache
-def _sum_kernel(dtype: str, out_dtype: str) -> Any:
+@cuda_kernel
+def _sum_kernel(dtype: str, out_dtype: str) -> str:
     """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
     source, target = TYPES[dtype], TYPES[out_dtype]
-    return cupy_runtime.cupy().RawKernel(
-        f"""{"".join(sorted({source.header, target.header}))}
-        {declaration("Sum", _Sum)}
+    return f"""{"".join(sorted({source.header, target.header}))}
+        {_SUM}
         extern "C" __global__ void cupy_sdpa_sum(const Sum x) {{
             const bool over_keys = x.keys != x.target_keys;
             const long long lane = threadIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -423,6 +325,4 @@ def _sum_kernel(dtype: str, out_dtype: str) -> Any:
             if (over_keys ? lane == 0 : column < x.target_keys)
                 *({target.name}*)(x.target + (over_keys ? 0 : column) * x.target_key + query * x.target_query
                     + h * x.target_head + b * x.target_batch) = {target.name}(total);
-        }}""",
-        "cupy_sdpa_sum",
-    )
+        }}"""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES, CudaType
-from .ragged import declaration, struct
 
 #: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
 MAX_PAIRS = 128
@@ -40,10 +38,10 @@ __device__ void rotate_row(const Rope& r, const unsigned long long* turns, long 
     for (int i = 2 * r.pairs + threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
 }}
 """
-#: Copies the turns of ``a.rope`` to shared memory; every thread of the block calls it.
+#: Copies the turns of ``rope`` to shared memory; every thread of the block calls it.
 SHARED_TURNS = f"""__shared__ unsigned long long turns[{MAX_PAIRS}];
-            for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < a.rope.pairs; i += blockDim.x * blockDim.y)
-                turns[i] = a.rope.turns[i];
+            for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < rope.pairs; i += blockDim.x * blockDim.y)
+                turns[i] = rope.turns[i];
             __syncthreads();"""
 
 
@@ -77,31 +75,12 @@ class Positions(NamedTuple):
     offsets: Any = None
 
 
-class _Arguments(NamedTuple):
-    """The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements."""
-
-    x: int
-    out: int
-    first: int
-    start: int
-    end: int
-    lengths: int
-    offsets: int
-    long_offsets: int
-    dim: int
-    heads: int
-    tokens: int
-    batch: int
-    rows: int
-    x_head: int
-    x_token: int
-    x_batch: int
-    out_head: int
-    out_token: int
-    out_batch: int
-
-
-_STRUCT = np.dtype([("numbers", struct(_Arguments)), ("rope", RECORD)])
+#: The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements.
+_NUMBERS = Struct(
+    "Numbers",
+    "x out first start end lengths offsets long_offsets dim heads tokens batch rows x_head x_token x_batch out_head out_token "
+    "out_batch",
+)
 
 
 def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> None:
@@ -119,17 +98,13 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
     rows = math.prod(x.shape[1:])
     if not x.size:
         return
-    given = np.zeros((), _STRUCT)
-    addresses = [0 if y is None else y.data.ptr for y in (start, end, lengths, offsets)]
-    given["numbers"] = (
-        x.data.ptr, out.data.ptr, positions.first, *addresses,
-        offsets is not None and offsets.itemsize == 8, x.shape[0], x.shape[1], x.shape[2], batch, rows,
-        *_steps(x), *_steps(out),
+    numbers = _NUMBERS(
+        x, out, positions.first, start, end, lengths, offsets, offsets is not None and offsets.itemsize == 8, *x.shape[:3],
+        batch, rows, *_steps(x), *_steps(out),
     )  # fmt: skip
-    given["rope"] = rotation
     lanes = min(32, 1 << (x.shape[0] // 2 - 1).bit_length())
     per_block = 256 // lanes
-    _apply_kernel(dtype)((min(-(-rows // per_block), 1 << 14),), (lanes, per_block), (given,))
+    _apply_kernel(dtype)((min(-(-rows // per_block), 1 << 14),), (lanes, per_block), (numbers, rotation))
 
 
 def _steps(x: Any) -> tuple[int, int, int]:
@@ -138,19 +113,16 @@ def _steps(x: Any) -> tuple[int, int, int]:
     return head, token, batch
 
 
-@functools.cache
-def _apply_kernel(dtype: str) -> Any:
+@cuda_kernel
+def _apply_kernel(dtype: str) -> str:
     """The kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count the rows, ``threadIdx.x`` the pairs of a row."""
     of, real = types_of(dtype)
-    return cupy_runtime.cupy().RawKernel(
-        f"""{of.header}{ROPE}{declaration("Numbers", _Arguments)}
-        struct Arguments {{ Numbers numbers; Rope rope; }};
+    return f"""{of.header}{ROPE}{_NUMBERS}
         __device__ long long offset(const Numbers& n, long long b) {{
             return n.long_offsets ? ((const long long*)n.offsets)[b] : ((const int*)n.offsets)[b];
         }}
-        extern "C" __global__ void cupy_sdpa_rope(const Arguments a) {{
+        extern "C" __global__ void cupy_sdpa_rope(const Numbers n, const Rope rope) {{
             {SHARED_TURNS}
-            const Numbers& n = a.numbers;
             for (long long row = blockIdx.x * blockDim.y + threadIdx.y; row < n.rows; row += gridDim.x * blockDim.y) {{
                 const long long head = row % n.heads, token = row / n.heads % n.tokens, entry = row / n.heads / n.tokens;
                 long long b = entry, begin = 0, count = n.tokens;
@@ -166,10 +138,8 @@ def _apply_kernel(dtype: str) -> Any:
                 const long long first =
                     n.end ? ((const int*)n.end)[b] - count : n.start ? ((const int*)n.start)[b] : n.first;
                 rotate_row<{real}>(
-                    a.rope, turns, first + token - begin,
+                    rope, turns, first + token - begin,
                     ({of.name}*)n.x + head * n.x_head + token * n.x_token + entry * n.x_batch,
                     ({of.name}*)n.out + head * n.out_head + token * n.out_token + entry * n.out_batch, n.dim);
             }}
-        }}""",
-        "cupy_sdpa_rope",
-    )
+        }}"""

@@ -6,7 +6,6 @@ writes these elements for all pairs, and the gradient of each element of the tab
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime, memory
+from ..runtime.cuda_code import cuda_kernel
 from ..runtime.interpreted_array import on_host
 from ..score_fn.recorded import Access, Computed
 
@@ -191,9 +191,9 @@ def _layout(array: Any) -> _Layout:
     return _Layout(dtype_name(array.dtype), array.shape, tuple(stride // array.itemsize for stride in array.strides))
 
 
-#: The bits of an element that is out of range, by dtype. A score of +inf makes a row of the output NaN; NaN could mask a key.
+#: The bits of an element that is out of range, by dtype: NaN, which makes a row of the output NaN.
 _MISSING = {
-    "float16": "0x7c00", "bfloat16": "0x7f80", "float32": "0x7f800000u", "float64": "0x7ff0000000000000ull",
+    "float16": "0x7e00", "bfloat16": "0x7fc0", "float32": "0x7fc00000u", "float64": "0x7ff8000000000000ull",
     "int32": "0x80000000u", "bool": "0",
 }  # fmt: skip
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
@@ -263,29 +263,25 @@ class _Code:
         return values[-1]
 
 
-@functools.cache
-def _read_kernel(access: Access, layouts: tuple[_Layout, ...]) -> Any:
+@cuda_kernel
+def _read_kernel(access: Access, layouts: tuple[_Layout, ...]) -> str:
     """The kernel of :func:`read_elements`; a thread reads one element."""
     code, dtype = _Code(access, layouts), layouts[0].dtype
     bits = _BITS[{"bool": 1, "float16": 2, "bfloat16": 2, "float64": 8}.get(dtype, 4)]
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_read_elements(
+    return f"""extern "C" __global__ void cupy_sdpa_read_elements(
             {bits}* target, {code.parameters}, long long keys, long long queries, long long heads, long long size
         ) {{
             const long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x;
             if (n >= size) return;
             {code}
             target[n] = {code.inside} ? ((const {bits}*)x0)[{code.offset}] : ({bits}){_MISSING[dtype]};
-        }}""",
-        "cupy_sdpa_read_elements",
-    )
+        }}"""
 
 
-@functools.cache
-def _largest_kernel() -> Any:
+@cuda_kernel
+def _largest_kernel() -> str:
     """The kernel that writes the bits of the largest magnitude; those of NaN are larger than all others."""
-    return cupy_runtime.cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_largest(const float* part, unsigned* largest, long long size) {
+    return """extern "C" __global__ void cupy_sdpa_largest(const float* part, unsigned* largest, long long size) {
             __shared__ unsigned shared;
             if (threadIdx.x == 0) shared = 0;
             __syncthreads();
@@ -298,25 +294,22 @@ def _largest_kernel() -> Any:
             atomicMax(&shared, own);
             __syncthreads();
             if (threadIdx.x == 0) atomicMax(largest, shared);
-        }""",
-        "cupy_sdpa_largest",
-    )
+        }"""
 
 
 #: The power of 2 by which gradients are multiplied: with 2^shift of them, sums stay below 2^61.
 _SCALE = "const int scale = 61 - shift - ((int)(*largest >> 23) - 126);"
 
 
-@functools.cache
-def _sums_kernel(access: Access, layouts: tuple[_Layout, ...]) -> Any:
+@cuda_kernel
+def _sums_kernel(access: Access, layouts: tuple[_Layout, ...]) -> str:
     """The kernel that sums the gradients; a thread sums some consecutive ones, of which most have the same index."""
     first, *others = layouts
     strides = [1]
     for length in first.shape:
         strides.append(strides[-1] * length)
     code = _Code(access, (first._replace(strides=tuple(strides[:-1])), *others))
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_sums_of_elements(
+    return f"""extern "C" __global__ void cupy_sdpa_sums_of_elements(
             const float* part, const unsigned* largest, unsigned long long* sums, {code.parameters},
             long long keys, long long queries, long long heads, long long size, int shift
         ) {{
@@ -335,16 +328,13 @@ def _sums_kernel(access: Access, layouts: tuple[_Layout, ...]) -> Any:
                 if (at >= 0) sum += llrintf(scalbnf(part[n], scale));
             }}
             if (sum) atomicAdd(sums + place, (unsigned long long)sum);
-        }}""",
-        "cupy_sdpa_sums_of_elements",
-    )
+        }}"""
 
 
-@functools.cache
-def _total_kernel() -> Any:
+@cuda_kernel
+def _total_kernel() -> str:
     """The kernel that adds the sums to the gradient of the array; NaN if a gradient is not finite."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_total_of_elements(
+    return f"""extern "C" __global__ void cupy_sdpa_total_of_elements(
             float* total, const long long* sums, const unsigned* largest, long long size, int shift
         ) {{
             const long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x;
@@ -352,6 +342,4 @@ def _total_kernel() -> Any:
             {_SCALE}
             const bool finite = *largest < 0x7f800000u;
             total[n] = finite ? total[n] + (float)ldexp((double)sums[n], -scale) : __int_as_float(0x7fc00000);
-        }}""",
-        "cupy_sdpa_total_of_elements",
-    )
+        }}"""

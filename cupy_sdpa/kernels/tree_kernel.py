@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime import cupy_runtime
+from ..runtime.cuda_code import cuda_kernel
 
 #: The maximum number of tokens of a tree: their numbers are in shared memory (24 KiB).
 MAX_TOKENS = 2048
@@ -46,11 +45,10 @@ def fill_intervals(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
     _intervals_kernel(1 << (tokens - 1).bit_length())((batch, max(1, min(16, keys // 1024))), (256,), (*arrays, *numbers))
 
 
-@functools.cache
-def _intervals_kernel(room: int) -> Any:
+@cuda_kernel
+def _intervals_kernel(room: int) -> str:
     """The kernel of :func:`fill_intervals`; ``blockIdx.x`` is the sequence, ``blockIdx.y`` a part of the keys."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_tree_intervals(
+    return f"""extern "C" __global__ void cupy_sdpa_tree_intervals(
             const int* parents, const int* lengths, const int* counts, int* numbers, int* first, int* last,
             int tokens, int trees, int keys, int has_lengths, int has_counts
         ) {{
@@ -78,6 +76,4 @@ def _intervals_kernel(room: int) -> Any:
                 first[b + (long long)i * batch] = earlier ? 0 : of_tree ? own[token] : tokens;
                 last[b + (long long)i * batch] = earlier ? tokens : of_tree ? own[token] + size[token] - 1 : -1;
             }}
-        }}""",
-        "cupy_sdpa_tree_intervals",
-    )
+        }}"""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
 import numpy as np
 
 from ..runtime import cupy_runtime
+from ..runtime.cuda_code import cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 
 #: The negated number x; -inf of -inf.
@@ -46,11 +46,10 @@ def _negated_rows_on_numpy(bias: Any, stats: Any, starts: Any) -> None:
         bias[: len(rows), 0, :, b] = np.where(np.isneginf(rows), rows, -rows)
 
 
-@functools.cache
-def _negated_rows_kernel(integer: str) -> Any:
+@cuda_kernel
+def _negated_rows_kernel(integer: str) -> str:
     """The kernel of :func:`negated_rows` for packed sequences; ``blockIdx.y`` is the head and ``blockIdx.z`` the sequence."""
-    return cupy_runtime.cupy().RawKernel(
-        f"""extern "C" __global__ void cupy_sdpa_negated_rows(
+    return f"""extern "C" __global__ void cupy_sdpa_negated_rows(
             float* bias, const float* stats, const {integer}* starts, long long stride, long long head_stride,
             long long token_stride, long long total, long long queries, long long heads
         ) {{
@@ -62,9 +61,7 @@ def _negated_rows_kernel(integer: str) -> Any:
             float y;
             {_NEGATED};
             bias[(b * heads + h) * queries + i] = y;
-        }}""",
-        "cupy_sdpa_negated_rows",
-    )
+        }}"""
 
 
 def exponentials(sums: Any, logarithms: Any, add: bool) -> None:
@@ -103,11 +100,10 @@ def gathered(target: Any, pages: Any, table: Any, lengths: Any) -> None:
         _gathered_kernel()((-(-tokens * heads // 8), batch), (32, 8), given)
 
 
-@functools.cache
-def _gathered_kernel() -> Any:
+@cuda_kernel
+def _gathered_kernel() -> str:
     """The kernel of :func:`gathered`; ``blockIdx.y`` is the sequence, ``threadIdx.y`` counts rows of all heads."""
-    return cupy_runtime.cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_gathered(
+    return """extern "C" __global__ void cupy_sdpa_gathered(
             unsigned short* target, const unsigned short* pages, const int* table, const int* lengths,
             long long dim_step, long long head_step, long long token_step, long long page_step,
             long long place_step, long long entry_step, long long length_step,
@@ -122,6 +118,4 @@ def _gathered_kernel() -> Any:
             unsigned short* const to = target + ((b * tokens + token) * heads + head) * dim;
             const unsigned short* const from = pages + page * page_step + token % size * token_step + head * head_step;
             for (int c = threadIdx.x; c < dim; c += 32) to[c] = page < 0 ? 0 : from[c * dim_step];
-        }""",
-        "cupy_sdpa_gathered",
-    )
+        }"""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Call, Description, Found, describing, repeats
+from ..boundary.call import Call, Description, Found, in_mode
 from ..boundary.layouts import from_own, is_unbatched, other_layout, to_own, with_batch, without_batch
 from ..graph import graph_of
 from ..problem.problem import Problem, row_stats_shape
@@ -42,15 +42,12 @@ def program_of(
     Raises:
         Exception: those of the function.
     """
-    tokens = describing.set(Description(for_gpu, is_supported)), repeats.set(False)
-    try:
-        function(*arguments, **options)
-    except Found as found:
-        call: ProgramCall = found.call
-        return call
-    finally:
-        describing.reset(tokens[0])
-        repeats.reset(tokens[1])
+    with in_mode(description=Description(for_gpu, is_supported)):
+        try:
+            function(*arguments, **options)
+        except Found as found:
+            call: ProgramCall = found.call
+            return call
     raise TypeError(f"{getattr(function, '__name__', function)} runs no program with these arguments")
 
 

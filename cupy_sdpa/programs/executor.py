@@ -19,10 +19,8 @@ from ..boundary.call import (
     Found,
     GivenStats,
     LaunchRecord,
-    active_tunings,
-    describing,
     for_gpu,
-    repeats,
+    mode,
     with_plan,
 )
 from ..boundary.user_functions import Gradients, function_identities, tensor_name
@@ -48,11 +46,12 @@ from .steps import Attend, Step
 from .watch import watcher
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..cudnn_engine.autotune import Tuning
     from ..cudnn_engine.plan import Plan
     from ..cudnn_engine.sessions import Session
 
 
-class _Signature(NamedTuple):
+class Signature(NamedTuple):
     """What the replay cache reads of the problem of a composed call: the arrays whose alignments are part of the program."""
 
     tensors: tuple[TensorSpec, ...]
@@ -77,7 +76,7 @@ class ProgramCall:
 
     program: Program
     arrays: dict[str, Any]
-    problem: Problem | _Signature
+    problem: Problem | Signature
     result_names: list[str]
     results_of: Mapping[str, View] = field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
@@ -106,7 +105,7 @@ class ProgramCall:
         Raises:
             Unsupported, CudnnError: a step cannot run; ``error.step`` is its name.
         """
-        if describing.get() is not None:
+        if mode.get().description:
             raise Found(self)
         self.planned = True
         if not self.on_gpu:
@@ -128,7 +127,7 @@ class ProgramCall:
                 Default None: it is allocated.
             plans: as for :meth:`execute`.
         """
-        if describing.get() is not None:
+        if mode.get().description:
             raise Found(self)
         self.launched = None
         self.create_inputs()
@@ -140,8 +139,8 @@ class ProgramCall:
             return self.results()
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             self.create_results()
-            if active_tunings.get() is not None:
-                self._tune(device)
+            if (tunings := mode.get().tunings) is not None:
+                self._tune(device, tunings)
             if cupy_runtime.capturing():  # into an arena of the capture, if there is one
                 self.execute(device, keep=True)
             else:
@@ -213,7 +212,7 @@ class ProgramCall:
         given = iter(plans)
         branches = self.program.join < len(self.program.steps) and device is not None and cupy_runtime.capturing()
         join = None
-        watch = None if repeats.get() else watcher(self.program, on_gpu=device is not None)
+        watch = watcher(self.program, on_gpu=device is not None)
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
@@ -306,12 +305,10 @@ class ProgramCall:
             lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
 
-    def _tune(self, device: int) -> None:
+    def _tune(self, device: int, tunings: list[Tuning]) -> None:
         """Measure the engine configs of each launch on its arrays and keep the fastest, unless the plan is tuned already."""
         from ..cudnn_engine.autotune import tune
 
-        tunings = active_tunings.get()
-        assert tunings is not None
         if cupy_runtime.capturing():
             raise RuntimeError("a call cannot be tuned while a stream is being captured: tune before the capture begins")
         for number in range(len(self.program.steps)):
@@ -517,7 +514,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     # in an order that does not depend on which results the caller passes
-    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
+    signature = Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()

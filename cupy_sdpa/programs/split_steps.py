@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels import merge, paged, records
+from ..kernels import merge, paged
 from ..problem.problem import Problem
 from ..problem.split import queries_in_rows
 from ..problem.tensor_spec import storage_dtype
@@ -41,7 +41,7 @@ def add(
     rows, entries = hq // hkv * staged, b * count
     k, v, table = (arrays[name] for name in ("k", "v", "page_table"))
     q, lengths_q, lengths_kv = (_without_gaps(steps, arrays[name]) for name in ("q", "seq_lens_q", "seq_lens_kv"))
-    chunks = records.Chunks(
+    chunks = paged.Chunks(
         rows=steps.temporary((d, staged, hq, entries), dtype),
         table=steps.temporary(split.page_table.shape, np.int32),
         row_counts=steps.temporary((entries,), np.int32),
@@ -53,16 +53,16 @@ def add(
     if problem.band:
         results = steps.temporary((dv, sq, hq, b), dtype), steps.temporary((sq, hq, b), np.float32)
         scale, softcap = (scalars.get(name, Scalar(name)) for name in ("scale", "softcap"))
-        boundary = records.BoundaryKeys(*results, scale, softcap if problem.settings.softcap else None)
+        boundary = paged.BoundaryKeys(*results, scale, softcap if problem.settings.softcap else None)
         parts.append(_parts(*results, 1, sq))
         writes += results
     factors = None
     if problem.fp8:
         descale_q, descale_k, descale_v = (arrays[name] for name in ("descale_q", "descale_k", "descale_v"))
         scale_parts = steps.temporary((1,), np.float32)
-        factors = records.PagedFactors(descale_q, descale_k, descale_v, scale_parts, arrays["amax_out"])
+        factors = paged.PagedFactors(descale_q, descale_k, descale_v, scale_parts, arrays["amax_out"])
         writes += factors[3:]
-    keys = records.Keys(k, v, table, lengths_q, lengths_kv, problem.band)
+    keys = paged.Keys(k, v, table, lengths_q, lengths_kv, problem.band)
     steps.run(paged.split, q, keys, chunks_of, chunks, boundary, problem.dtype, factors, writes=writes)
     #: The rows of a key/value head are the heads of its group and the queries.
     own = {

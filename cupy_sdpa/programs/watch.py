@@ -11,12 +11,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from types import MethodType, NoneType
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..boundary.call import DEBUG, VALIDATE, is_set, repeats
+from ..boundary.call import Mode, in_mode, mode
 from ..errors import StepError
 from ..graph import graph_of
 from ..kernels import merge, paged, ragged
@@ -34,17 +34,6 @@ T = TypeVar("T")
 #: Kernels that are not compared: the first clears only the padding of results, and on numpy whole results; on numpy keys are
 #: not split.
 _NOT_COMPARED = (ragged.prepare_sequences, paged.split)
-
-
-class Modes(NamedTuple):
-    """Which modes are on."""
-
-    debug: bool
-    validate: bool
-
-
-_OF_PROCESS = Modes(is_set(DEBUG), is_set(VALIDATE))
-_modes: ContextVar[Modes] = ContextVar("modes", default=_OF_PROCESS)
 
 
 @contextlib.contextmanager
@@ -65,12 +54,8 @@ def validate() -> Iterator[None]:
     >>> with cupy_sdpa.validate():
     ...     out = cupy_sdpa.attention(x, x, x, causal=True)
     """
-    tokens = _modes.set(_modes.get()._replace(validate=True)), repeats.set(False)
-    try:
+    with in_mode(validate=True):
         yield
-    finally:
-        _modes.reset(tokens[0])
-        repeats.reset(tokens[1])
 
 
 def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
@@ -80,10 +65,10 @@ def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
         program: the program.
         on_gpu: whether the arrays are CuPy's.
     """
-    modes = _modes.get()
-    if not any(modes) or (on_gpu and cupy_runtime.capturing()):
+    found = mode.get()
+    if not (found.debug or found.validate) or (on_gpu and cupy_runtime.capturing()):
         return None
-    return Watcher(program, modes, on_gpu=on_gpu)
+    return Watcher(program, found, on_gpu=on_gpu)
 
 
 class Watcher:
@@ -91,13 +76,13 @@ class Watcher:
 
     Args:
         program: the program.
-        modes: the modes.
+        mode: the mode.
         on_gpu: whether the arrays are CuPy's.
     """
 
-    def __init__(self, program: Program, modes: Modes, *, on_gpu: bool) -> None:
-        self._modes, self._on_gpu, self._number = modes, on_gpu, 0
-        if modes.debug:
+    def __init__(self, program: Program, mode: Mode, *, on_gpu: bool) -> None:
+        self._mode, self._on_gpu, self._number = mode, on_gpu, 0
+        if mode.debug:
             print(f"cupy_sdpa: {program.summary}", file=sys.stderr)
 
     def run(self, step: Step, arguments: Any, scalars: Mapping[str, float], work: Callable[[], T]) -> T:
@@ -114,8 +99,8 @@ class Watcher:
         """
         self._number += 1
         pairs = list(_pairs(step.attend.arrays if step.attend else step.arguments, arguments))
-        copies = _HostCopies(pairs) if self._modes.validate else None
-        if not self._modes.debug:
+        copies = _HostCopies(pairs) if self._mode.validate else None
+        if not self._mode.debug:
             result = work()
         else:
             result, seconds = self._timed(work)
@@ -149,8 +134,8 @@ class Watcher:
         """Compare what a step wrote with numpy."""
         if step.attend:
             problems = _differences_of_attention(step.attend.problem, copies.of(arguments), arguments, scalars)
-        elif step.function in _NOT_COMPARED or step.function is None:
-            return
+        elif step.function in _NOT_COMPARED or isinstance(step.function, MethodType | NoneType):
+            return  # a method of an object, such as an exchange between members, is not repeated
         elif step.function is merge.merge and self._on_gpu and len(arguments) > 5 and arguments[5] is not None:
             return  # FP8: on numpy keys are not split
         else:

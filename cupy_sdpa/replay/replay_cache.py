@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..boundary.argument import INT32, check_separate, read_array
-from ..boundary.call import repeats
+from ..boundary.call import USUAL, mode
 from ..boundary.layouts import is_named
 from ..boundary.user_functions import function_identities
 from ..problem.view import View, on_host
@@ -359,7 +359,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     if type(arrays[0]) is np.ndarray:
         return _run_on_host(kind, arrays, options)
     runtime = _runtime
-    if runtime is None or not repeats.get():
+    if runtime is None or mode.get() is not USUAL:
         return None
     arguments = read_key(runtime, kind, arrays, options)
     if arguments is None:
@@ -381,7 +381,7 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
         call: the call, after it ran.
     """
     global _runtime
-    if not repeats.get():
+    if mode.get() is not USUAL:
         return
     if not call.on_gpu:
         _cache_on_host(kind, names, arrays, options, call)
@@ -500,7 +500,7 @@ _host_lock = threading.Lock()
 
 def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
     """:func:`run_cached` for numpy arrays."""
-    arguments = read_key(HOST, (kind, is_named()), arrays, options) if repeats.get() else None
+    arguments = read_key(HOST, (kind, is_named()), arrays, options) if mode.get() is USUAL else None
     if arguments is None or (cached := _on_host.get(arguments[0])) is None:
         return None
     return cached.run(arguments[1])

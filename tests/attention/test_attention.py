@@ -15,6 +15,9 @@ from mistakes_of_calls import OTHER_NAMES
 import cupy_sdpa
 from cupy_sdpa import attention, explain, reference
 
+TYPES = (
+    "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "StepError", "Unsupported",
+)  # fmt: skip
 MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 
@@ -162,14 +165,20 @@ def test_arrays_on_different_devices_raise(monkeypatch):
 
 def test_the_public_names_are_these():
     """A new public name is a decision; each is there."""
-    assert sorted(cupy_sdpa.__all__) == [
-        "BlockMask", "CudnnError", "DiskCacheWarning", "KVCache", "OutOfPages", "Prepared", "Problem", "Pullback", "Report",
-        "Rope", "StepError", "Unsupported", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
+    called = [
+        "BlockMask", "KVCache", "Rope", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
         "attention_jvp", "attention_vjp", "autotune", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
-        "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem",
-        "shared_prefix_attention", "tree_mask", "validate", "weight_sums",
+        "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_mask",
+        "validate", "weight_sums",
     ]  # fmt: skip
-    assert all(hasattr(cupy_sdpa, name) for name in cupy_sdpa.__all__)
+    assert sorted(cupy_sdpa.__all__) == called
+    assert dir(cupy_sdpa) == sorted([*called, *TYPES, *MODULES])
+    assert all(hasattr(cupy_sdpa, name) for name in dir(cupy_sdpa))
+
+
+def test_the_help_of_the_package_lists_every_name():
+    """Its first screen is an index of the functions, classes and modules."""
+    assert set(dir(cupy_sdpa)) - {"__version__"} <= set(re.findall(r"\w+", cupy_sdpa.__doc__))
 
 
 @pytest.mark.parametrize("imported", ["cupy_sdpa", "cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache"])
@@ -179,7 +188,7 @@ def test_a_new_process_finds_the_public_names(imported):
     code += "print(hasattr(cupy_sdpa, 'nonsense'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names, modules, nonsense = done.stdout.splitlines()
-    assert names.split() == sorted([*cupy_sdpa.__all__, *MODULES])
+    assert names.split() == sorted([*cupy_sdpa.__all__, *TYPES, *MODULES])
     assert modules.split() == [f"cupy_sdpa.{name}" for name in MODULES]
     assert nonsense == "False"
 

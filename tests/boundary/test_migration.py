@@ -1,6 +1,6 @@
 """The tables of docs/migration.md: the code of every row runs and gives what a reference that shares no code gives.
 
-With PyTorch (GPU tier) the left column of its tables runs, too, and gives the same.
+With PyTorch and JAX (GPU tier) the left columns of their tables run, too, and give the same.
 """
 
 import re
@@ -25,6 +25,8 @@ KEEP = np.arange(SKV) < LENGTHS[:, None]
 TABLE, SLOPES, SINKS = RNG.standard_normal((HQ, SQ, SKV)), cupy_sdpa.alibi_slopes(HQ), np.array([0.5, -1, 2, 0], np.float32)
 PAGES, PAGE_TABLE = RNG.standard_normal((2, 5, 4, HKV, D)), np.array([[3, 0], [1, 4]], np.int32)
 STARTS_Q, STARTS_K = np.array([0, 2, 5], np.int32), np.array([0, 3, 7], np.int32)
+#: Transformer Engine's packed sequences with gaps: sums of the lengths, and of the lengths with the gaps.
+REAL_Q, REAL, PADDED_Q, PADDED = (np.array(x, np.int32) for x in ([0, 1, 3], [0, 2, 5], [0, 2, 5], [0, 3, 7]))
 
 QUERY, KEY = np.arange(SQ)[:, None], np.arange(SKV)
 DIAGONAL = QUERY + SKV - SQ  # of the bottom right
@@ -61,6 +63,20 @@ def varlen():
         sq, skv = q.shape[2], k.shape[2]
         found.append(want(q, k, v, np.arange(skv) <= np.arange(sq)[:, None] + skv - sq)[0])
     return np.concatenate(found, axis=2), None
+
+
+def with_gaps():
+    """Packed sequences with gaps between them, where the result is NaN: unknown, (1, H, T, D)."""
+    found = np.full((1, HQ, SQ, D), np.nan)
+    for n in range(2):
+        rows, keys = (slice(s[n], s[n] + sums[n + 1] - sums[n]) for s, sums in ((PADDED_Q, REAL_Q), (PADDED, REAL)))
+        found[:, :, rows] = want(Q[:1, :, rows], K[:1, :, keys], V[:1, :, keys])[0]
+    return found, None
+
+
+def single(**options):
+    """The first batch entry alone."""
+    return want(Q[:1], K[:1], V[:1], **options)[0], None
 
 
 def varlen_paged():
@@ -123,7 +139,22 @@ EXPECTED = {
         want(Q, np.concatenate([Q] * 1, 1), Q), varlen(),
         want(allowed=IN & (np.arange(SQ)[:, None] + LENGTHS[:, None, None, None] - SQ >= KEY)), paged(),
     ],
-    "FlashInfer and vLLM": [varlen_paged(), one_paged(), varlen_paged(), turned()],
+    "JAX: jax.nn.dot_product_attention": [
+        want(), want(bias=BIAS), want(allowed=MASK), want(tau=0.3), want(allowed=KEY <= QUERY), want(allowed=ROWS & IN),
+        want(allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY + 1)), want(allowed=np.abs(QUERY - KEY) <= 2),
+        want(allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)), want(), want(),
+    ],
+    "Transformer Engine: DotProductAttention": [
+        want(), want(allowed=KEY <= QUERY), want(allowed=BOTTOM), want(allowed=ROWS & IN), want(allowed=ROWS & IN & (KEY <= QUERY)),
+        want(allowed=ROWS & IN & (QUERY + (LENGTHS - LENGTHS_Q)[:, None, None, None] >= KEY)), want(allowed=~MASK),
+        want(allowed=(DIAGONAL - 2 <= KEY) & (KEY <= DIAGONAL + 1)), want(allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)),
+        want(tau=0.3), want(bias=BIAS), want(tau=0.3, bias=0.3 * BIAS),
+        want(allowed=KEY <= QUERY, bias=-SLOPES[:, None, None] * np.abs(QUERY - KEY)), want(sinks=SINKS),
+        want(sinks=np.zeros(HQ)), None, want(Q, Q, Q), varlen(), with_gaps(),
+    ],
+    "FlashInfer and vLLM": [
+        varlen_paged(), varlen_paged(), one_paged(), single(allowed=BOTTOM), single(allowed=BOTTOM), varlen_paged(), turned(),
+    ],
     "cudnn-frontend": [
         want(tau=1.0), want(tau=0.3), want(tau=0.3), want(tau=0.3, allowed=KEY <= QUERY), want(tau=0.3, allowed=BOTTOM),
         want(tau=0.3, allowed=(QUERY - 2 <= KEY) & (KEY <= QUERY)), want(tau=0.3, allowed=KEY <= QUERY + 1),
@@ -140,9 +171,9 @@ EXPECTED = {
     ],
 }  # fmt: skip
 #: The axes of q in each table.
-LETTERS = {
-    name: "bshd" if "flash" in name.lower() and "Flex" not in name else "dhsb" if ".jl" in name else "bhsd" for name in EXPECTED
-}
+LETTERS = dict.fromkeys(EXPECTED, "bhsd")
+LETTERS |= {name: "bshd" for name in EXPECTED if name.startswith(("flash", "Flash", "JAX", "Transformer"))}
+LETTERS |= {name: "dhsb" for name in EXPECTED if ".jl" in name}
 
 
 def rows_of(section):
@@ -172,6 +203,8 @@ def names_of(section):
         "lengths_q": LENGTHS_Q, "relative": relative, "striped": striped, "table": TABLE, "slopes": SLOPES, "sinks": SINKS,
         "k_pages": PAGES[0], "v_pages": PAGES[1], "starts_q": STARTS_Q, "starts_k": STARTS_K, "qkv": square, "x": X,
         "seed": 3, "offset": 8, **packed,
+        "ends_q": np.array([0, *LENGTHS_Q.cumsum()], np.int32), "ends": np.array([0, *LENGTHS.cumsum()], np.int32), "masked": MASK, "np": np,
+        "real_q": REAL_Q, "real": REAL, "padded_q": PADDED_Q, "padded": PADDED,
         "cupy_sdpa": cupy_sdpa, "nnlib": nnlib, "attention": cupy_sdpa.attention, "attention_vjp": cupy_sdpa.attention_vjp,
         "attention_backward": cupy_sdpa.attention_backward,
     }  # fmt: skip
@@ -179,7 +212,8 @@ def names_of(section):
         every |= {
             "q": packed["qt"], "one": Q[:, :, 0], "kv": PAGES.transpose(1, 0, 2, 3, 4).copy(), "qo": STARTS_Q,
             "indptr": np.int32([0, 2, 4]), "indices": PAGE_TABLE.ravel(), "last": LENGTHS - 4, "block_table": PAGE_TABLE,
-            "offsets": np.int32([3, 10]),
+            "offsets": np.int32([3, 10]), "hnd": PAGES.transpose(1, 0, 3, 2, 4).copy(),
+            "q1": q[0], "k1": k[0], "v1": v[0], "k1_hnd": K[0], "v1_hnd": V[0],
         }  # fmt: skip
     return every | ({"table": PAGE_TABLE} if section == "flash-attn" else {})
 
@@ -214,7 +248,8 @@ def test_a_row(section, number):
         return
     output, rows = expected
     if "dq" not in found or "pullback" in found:
-        np.testing.assert_allclose(in_one_order(found["out"], section), output, atol=1e-12)
+        known = ~np.isnan(output)
+        np.testing.assert_allclose(in_one_order(found["out"], section)[known], output[known], atol=1e-12)
     if "lse" in found:
         lse = found["lse"]
         np.testing.assert_allclose(lse.T if LETTERS[section] == "dhsb" else lse, rows, atol=1e-6)
@@ -279,3 +314,20 @@ def test_pytorch_gives_the_same(number):
     found = run(code, names)
     if expected is not None:
         np.testing.assert_allclose(found["out"].detach().numpy(), expected[0], atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(rows_of("JAX: jax.nn.dot_product_attention"))))
+def test_jax_gives_the_same(number):
+    """The left column, on arrays in float32; its residual is the one that the right column gives."""
+    jax = pytest.importorskip("jax")
+    section = "JAX: jax.nn.dot_product_attention"
+    left, right = rows_of(section)[number]
+    arrays = {name: x for name, x in names_of(section).items() if isinstance(x, np.ndarray)}
+    names = {name: jax.numpy.asarray(x, np.float32 if x.dtype == np.float64 else None) for name, x in arrays.items()}
+    with jax.default_matmul_precision("highest"):
+        found = run(left, names | {"jax": jax})
+    np.testing.assert_allclose(in_one_order(np.asarray(found["out"]), section), EXPECTED[section][number][0], atol=1e-5)
+    ours = run(right, names_of(section))
+    for name in {"residual", "dq", "dk", "dv"} & set(ours):
+        np.testing.assert_allclose(np.asarray(found[name]), ours[name], atol=1e-5)

@@ -75,6 +75,7 @@ def public_callables():
         own = [name for name, x in vars(module).items() if name[0] != "_" and getattr(x, "__module__", "") == module.__name__]
         names += [(prefix, module, name) for name in own if inspect.isfunction(getattr(module, name))]
     names += [("integrations.torch.", None, "attention"), ("integrations.thinc.", None, "fused_attention")]
+    names += [("", cupy_sdpa, "Prepared"), ("", cupy_sdpa, "Pullback")]
     for prefix, module, name in names:
         value = getattr(module, name, None)
         if isinstance(value, type):

@@ -14,7 +14,7 @@ from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
-from cupy_sdpa.check.execute import expected
+from cupy_sdpa.check.execute import execute, expected
 from cupy_sdpa.check.inputs import Inputs
 from cupy_sdpa.check.oracle import MASKED, evaluate
 from cupy_sdpa.check.planned import problems
@@ -60,6 +60,11 @@ def test_shared_prefixes_need_no_layout():
     drawn = [draw_options({"shared_prefix", "paged"}, number, "cpu") for number in range(500)]
     assert sum(bool(case.layouts) and 1 in (case.d, case.dv) for case in drawn) > 6
     assert [case for case in drawn if named_layout(case)] == []
+
+
+def test_a_head_dim_of_one_in_any_order():
+    """The strides of a head dim of 1 do not tell the order of the axes, so the call names the layout."""
+    assert execute(Case(d=1, dv=1, sq=1, b=2, layouts={"v": "dhbs+b"}, seed=494)).kind == "passed"
 
 
 def test_small_sizes_are_drawn_as_often_as_large_ones():

@@ -214,16 +214,18 @@ class FakeLibrary(Library):
         numbers = program.numbers(pointers)
         device, stream = self._device, self._streams[handle]
 
-        number, recorded = _number(plan), stream in device.captures
+        number = _number(plan)
+
+        def check() -> None:
+            if self._records.get(number) is not record:
+                raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is launched, and its plan was destroyed")
 
         def run() -> None:
-            if recorded and self._records.get(number) is not record:
-                raise CUDARuntimeError(ILLEGAL_ADDRESS, "a CUDA graph is replayed, and its plan was destroyed")
             own = device.view(workspace, (WORKSPACE,), (1,), "u1")
             program.run(Read(device, pointers, numbers), 1.5 if config.wrong else config.factor, lambda: own.fill(POISON))
 
         self.executions.append(Execution(handle, stream, config))
-        device.submit(stream, Work(run, us=config.us))
+        device.submit(stream, Work(run, us=config.us, check=check))
         return 0
 
     # Implementation

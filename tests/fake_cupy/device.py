@@ -45,12 +45,14 @@ class Work(NamedTuple):
         kind: ``kernel``, ``memset``, ``memcpy``, ``alloc`` or ``free``, the kind of the graph node.
         us: its duration in microseconds on the device's clock.
         memset: for a memset: address, value, bytes per element, width, height.
+        check: raises an error if it cannot be launched as a part of a graph; work that was launched before still runs.
     """
 
     run: Callable[[], None]
     kind: str = "kernel"
     us: float = 1.0
     memset: tuple[int, int, int, int, int] | None = None
+    check: Callable[[], None] = lambda: None
 
 
 class Block:
@@ -278,6 +280,9 @@ class Device:
             if executable in self._unfreed:
                 raise CUDARuntimeError(INVALID_VALUE, "the memory that the graph allocated was not freed since its last launch")
             self._unfreed.add(executable)
+
+        for work in works:
+            work.check()
 
         def replay() -> None:
             for work in works:

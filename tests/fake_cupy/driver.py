@@ -190,5 +190,6 @@ def cuLaunchKernelEx(config: SimpleNamespace, function: int, parameters: int, ex
     node = _registered[function]
     if node.graph not in DEVICE.graphs:
         return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+    node.work.check()
     DEVICE.submit(int(config.hStream), node.work)
     return (CUresult.CUDA_SUCCESS,)

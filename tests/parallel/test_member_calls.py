@@ -15,12 +15,10 @@ from parallel_cases import METHODS
 from planner import library_version, plan_problem
 
 import cupy_sdpa
-from benchmarks import figures
 from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.parallel.group_arguments import configure
-from cupy_sdpa.parallel.group_support import calls
+from cupy_sdpa.parallel import Loopback, context_parallel
 from cupy_sdpa.parallel.shards import Layout
 from cupy_sdpa.parallel.tile_counts import tiles
 from cupy_sdpa.problem.band import Band
@@ -108,10 +106,9 @@ def test_the_calls_of_members_are_planned(direction, name, method, planned, fake
             batch = ()
         shapes = {"q": (64, 8, length, *batch), "k": (64, 4, length, *batch), "v": (64, 4, length, *batch)}
         arrays = {key: fake.zeros(shape, numpy_dtype("bfloat16"), order="F") for key, shape in shapes.items()}
-        config = configure(rank, SIZE, arrays, options, (None, None))
-        found |= {
-            call.engine_problem for call in calls(config, method, arrays["q"], options, {"backward": direction == "backward"})
-        }
+        cp = context_parallel(Loopback(SIZE).members[rank])
+        report = cp.explain(*arrays.values(), method=method, **options).launches[direction][0]
+        found |= {launch.problem for launch in report.launches or (report,)}
     assert found
     for problem in found:
         assert not why_not(problem, version, gpus.capability("h200")), problem
@@ -148,9 +145,3 @@ def test_the_benchmark_measures_a_small_group(monkeypatch, tmp_path):
     assert [(row["method"], row["pass"]) for row in rows] == [(m, p) for m in METHODS for p in ("forward", "backward", "both")]
     timed = [row for row in rows if row["pass"] != "both"]
     assert all(float(row["error"]) < 1e-5 and 0 <= float(row["hidden"]) <= 1 for row in timed)
-
-
-def test_the_figure_of_the_scaling_is_up_to_date():
-    """docs/_static/parallel_scaling.svg shows the results."""
-    drawn = (figures.FOLDER / "parallel_scaling.svg").read_text(encoding="utf-8")
-    assert drawn == figures.parallel_scaling(), "draw it anew: python -m benchmarks tables figures"

@@ -25,7 +25,7 @@ from cupy_sdpa import (
     shared_prefix_attention,
     validate,
 )  # fmt: skip
-from cupy_sdpa.boundary.call import describing
+from cupy_sdpa.boundary.call import Mode, mode
 from cupy_sdpa.composed import explain_function
 from cupy_sdpa.prepare import prepare_function
 from cupy_sdpa.programs import executor
@@ -33,7 +33,7 @@ from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, run_program
 from cupy_sdpa.programs.program import Builder
 from cupy_sdpa.programs.steps import Constant
-from cupy_sdpa.programs.watch import Modes, Watcher
+from cupy_sdpa.programs.watch import Watcher
 from cupy_sdpa.replay.replay_cache import run_cached
 from cupy_sdpa.runtime import cupy_runtime
 
@@ -51,7 +51,7 @@ def program_calls(monkeypatch):
     made, before, own = [], [], executor.ProgramCall.run
 
     def kept(call, *arguments):
-        if describing.get() is None:
+        if mode.get().description is None:
             made.append(call)
             for function in before:
                 function(call)
@@ -317,6 +317,14 @@ def test_right_steps_are_valid(features, number, engine):
         engine.agrees(engine.draw(features, number), refused=True)
 
 
+@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
+    """On a GPU elements of cu_seqlens are not read; positions beyond max_seqlen take no part in attention."""
+    packed = ("full", "one", 0, 0, 3, "int32")
+    with validate():
+        engine.agrees(engine.case(d=16, dv=16, sq=21, skv=9, b=2, backward=True, options={"packed": packed}))
+
+
 def test_a_wrong_plan_is_named(engine):
     """A plain call is one step; its result is compared with the float64 result of its graph."""
     call = program_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3)))
@@ -325,7 +333,7 @@ def test_a_wrong_plan_is_named(engine):
     for _, arrays in call.bound():
         call.execute(0 if engine.on_cudnn else None)
         arrays["out"] *= engine.dtype.type(1.25)
-        watch = Watcher(call.program, Modes(debug=False, validate=True), on_gpu=engine.on_cudnn)
+        watch = Watcher(call.program, Mode(validate=True), on_gpu=engine.on_cudnn)
         with pytest.raises(StepError, match=r"step 1, 'attention', differs .* out has an error of"):
             watch.run(step, arrays, call.scalars, lambda: None)
 

@@ -134,12 +134,13 @@ CONDA_NAMES = {"ml_dtypes": "ml_dtypes", "cuda-pathfinder": "cuda-pathfinder", "
 
 
 def recipe():
-    """The lines of the recipe below each key, by the path of the key; comments are removed."""
+    """The lines of the recipe below each key, by the path of the key; comments are removed, and names of ``context`` replaced."""
     found, path = {}, []
-    for line in (ROOT / ".ci" / "conda" / "meta.yaml").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / ".ci" / "conda" / "recipe.yaml").read_text(encoding="utf-8").splitlines():
         line = re.sub(r"\s*#.*$", "", line)
-        if not line.strip() or line.startswith("{%"):
+        if not line.strip():
             continue
+        line = re.sub(r"\$\{\{ (\w+) \}\}", lambda match: found[f"context/{match[1]}"][0], line)
         depth = (len(line) - len(line.lstrip())) // 2
         text = line.strip()
         if text.startswith("- "):
@@ -164,20 +165,20 @@ def test_the_recipe_agrees_with_the_metadata():
     assert found["package/name"] == [PROJECT["name"]]
     assert found["package/version"] == [cupy_sdpa.__version__]
     assert found["build/noarch"] == ["python"]
-    assert found["build/entry_points"] == [f"{name} = {target}" for name, target in PROJECT["scripts"].items()]
+    assert found["build/python/entry_points"] == [f"{name} = {target}" for name, target in PROJECT["scripts"].items()]
     run = dict(bounds(requirement) for requirement in found["requirements/run"])
     python = run.pop("python")
     assert python == (PROJECT["requires-python"],)
     wanted = [bounds(requirement) for requirement in PROJECT["dependencies"]]
     assert run == {CONDA_NAMES[name]: limits for name, limits in wanted}
-    assert bounds(found["requirements/host"][0]) == ("python", python)
-    constrained = dict(bounds(requirement) for requirement in found["requirements/run_constrained"])
+    assert found["requirements/host"][0] == f"python {python[0].removeprefix('>=')}.*"  # the oldest, as conda-forge requires
+    constrained = dict(bounds(requirement) for requirement in found["requirements/run_constraints"])
     extras = dict(bounds(requirement) for requirement in PROJECT["optional-dependencies"]["cuda12"])
     assert constrained == {"cupy": extras["cupy-cuda12x"], "libcudnn": extras["nvidia-cudnn-cu12"]}
     assert found["about/license"] == [PROJECT["license"]]
     assert found["about/summary"] == [PROJECT["description"]]
-    assert found["about/dev_url"] == [PROJECT["urls"]["Repository"]]
-    assert found["test/commands"] == ["python -m cupy_sdpa info", "python -m cupy_sdpa check --engine cpu --problems 20"]
+    assert found["about/repository"] == [PROJECT["urls"]["Repository"]]
+    assert found["tests"][1:3] == ["python -m cupy_sdpa info", "cupy-sdpa check --engine cpu --problems 20"]
 
 
 def test_the_address_is_in_one_place():

@@ -376,3 +376,16 @@ def test_two_gpus_have_their_own_graphs(engine):
             assert get_plan_cache().recordings == 1
             get_plan_cache().clear()
             xp.cuda.Device().synchronize()
+
+
+def test_pending_calls_outlive_their_plans(engine, cache):
+    """Replays that were enqueued before the plan cache is cleared still run."""
+    q, k, v = (engine.normal(seed, 16, 2, 20, 1) for seed in range(3))
+    want, out = engine.get(attention(q, k, v)), engine.nan(*q.shape)
+    for _ in range(OFTEN):
+        attention(q, k, v, out=out)
+    assert cache.recordings == 1
+    out.fill(np.nan)
+    attention(q, k, v, out=out)
+    cache.clear()
+    np.testing.assert_array_equal(engine.get(out), want)
