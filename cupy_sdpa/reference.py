@@ -223,7 +223,7 @@ def scores(
         s = s - float(alibi_slopes[h]) * np.abs(center - j)
     if bias is not None:
         s = s + np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
-        attends = attends & (s > -1e6)
+        attends = attends & ~(s <= -1e6)  # NaN is not masked
     return np.where(attends, s, -np.inf)
 
 

@@ -139,7 +139,7 @@ def evaluate(inputs: Inputs, dtype: str | None = None, *, truth: Results | None 
     product = np.broadcast_to(work.type(inputs.scale) * (q @ k.swapaxes(-1, -2)), inputs.shape)
     scores, softcap_input = _scores(inputs, product, work)
     # A score of -inf from a score function is masked, even if the softcap or the bias makes it finite.
-    attended = inputs.visible() & (scores > MASKED) & ~np.isneginf(softcap_input)
+    attended = inputs.visible() & ~(scores <= MASKED) & ~np.isneginf(softcap_input)
     scores = np.where(attended, scores, -np.inf).astype(work)
     sink = _sink(inputs, work)
     exponentials, *rows = exponentials_of(scores, sink[..., 0])

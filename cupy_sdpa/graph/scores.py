@@ -136,12 +136,12 @@ class Scores:
         return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
 
     def _unless_masked(self, tracer: Tracer, score: Value, capped: Value) -> Value:
-        """``capped where score > MASKED_SCORE, else -inf``: the softcap of a masked score would be a finite one."""
+        """``-inf where score <= MASKED_SCORE, else capped``: the softcap of a masked score would be a finite one."""
         may_mask = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
         if not any(step.mode in may_mask for step in self.program.steps):
             return capped
         lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
-        return np.where(score > lowest, capped, -math.inf)  # type: ignore[return-value]
+        return np.where(score <= lowest, -math.inf, capped)  # type: ignore[return-value]
 
     def _distance(self, tracer: Tracer, s: Tensor, row: Value, column: Value) -> Value:
         """``|p - j|``, the distance of a key from the diagonal p."""
@@ -168,13 +168,15 @@ class Scores:
         return {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
     def _mask_by_value(self, s: Tensor) -> Tensor:
-        """``S <- S where S > MASKED_SCORE, else -inf``, in a forward pass that may need it."""
+        """``S <- S where not (S <= MASKED_SCORE), else -inf``, in a forward pass that may need it: NaN is not masked."""
         if self.problem.backward or not _may_mask_by_value(self.problem):
             return s
-        lowest = self.g.scalar("lowest", self.g.compute_dtype, value=MASKED_SCORE)
-        # The condition is a float: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
-        above = self.g.pointwise(f"above = {s} > {MASKED_SCORE:g}", "cmp_gt", s, lowest, out="above")
-        return self._where(s, above)
+        lowest, zero = (
+            self.g.scalar(name, self.g.compute_dtype, value=x) for name, x in (("lowest", MASKED_SCORE), ("zero″", 0.0))
+        )
+        # The conditions are floats: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
+        masked = self.g.pointwise(f"masked = {s} ≤ {MASKED_SCORE:g}", "cmp_le", s, lowest, out="masked")
+        return self._where(s, self.g.pointwise("kept = masked = 0", "cmp_eq", masked, zero, out="kept"))
 
     def _within_right(self, s: Tensor, band: Band, right: int) -> Tensor:
         """``j <= p + right`` with the diagonal ``p = i``, or from the bottom right ``p = i + Skv - Sq``."""

@@ -191,9 +191,9 @@ def _layout(array: Any) -> _Layout:
     return _Layout(dtype_name(array.dtype), array.shape, tuple(stride // array.itemsize for stride in array.strides))
 
 
-#: The bits of an element that is out of range, by dtype. A score of +inf makes a row of the output NaN; NaN could mask a key.
+#: The bits of an element that is out of range, by dtype: NaN, which makes a row of the output NaN.
 _MISSING = {
-    "float16": "0x7c00", "bfloat16": "0x7f80", "float32": "0x7f800000u", "float64": "0x7ff0000000000000ull",
+    "float16": "0x7e00", "bfloat16": "0x7fc0", "float32": "0x7fc00000u", "float64": "0x7ff8000000000000ull",
     "int32": "0x80000000u", "bool": "0",
 }  # fmt: skip
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}

@@ -286,13 +286,14 @@ class Tile:
         return view[b, head][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
 
     def _sequence(self, tensor: Tensor) -> Array:
-        """The part of a packed tensor that is the sequence of this batch entry."""
+        """The part of a packed tensor that is the sequence of this batch entry, as far as the graph has positions."""
         assert tensor.ragged
         view = self.run.views[tensor.name]
         matrix = view[0, self.head_of(view)]
         axis = 1 if tensor.axes[3] == 2 else 0
         offsets = self.run.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
-        tokens = slice(int(offsets[self.batch]), int(offsets[self.batch + 1]))
+        begin, end = int(offsets[self.batch]), int(offsets[self.batch + 1])
+        tokens = slice(begin, min(end, begin + tensor.shape[2 + axis]))
         return matrix[:, tokens] if axis else matrix[tokens]  # type: ignore[no-any-return]
 
     def head_of(self, view: Array) -> int:

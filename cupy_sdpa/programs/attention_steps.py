@@ -31,7 +31,7 @@ from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
 from ..problem.varlen import ragged_offsets
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime, memory
-from ..support.engine_problem import engine_problem
+from ..support.engine_problem import engine_problem, without_sinks
 from ..support.padding import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
 from . import split_steps
@@ -129,6 +129,13 @@ def _add_launch(
         steps.attend_to(name, Attend(part, {}, part))
     elif engine.settings.split:
         parts = split_steps.add(steps, name, part, engine, arrays, values)
+        split_steps.merge_parts(steps, part, parts, arrays)
+    elif part.sinks and not engine.sinks:
+        part_of_keys = without_sinks(part)
+        own = {spec.name: _temporary(steps, spec) for spec in part_of_keys.results}
+        inputs = {name: view for name, view in arrays.items() if name != "sinks"}
+        _add_launch(steps, name, call, part_of_keys, inputs | own, values)
+        parts = [merge.Parts(own["out"][..., None], own["stats"][..., None])]
         split_steps.merge_parts(steps, part, parts, arrays)
     else:
         form = _Form(steps, part, engine, arrays, full_queries="seq_lens_q" in call.fills)

@@ -30,6 +30,8 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if on_gpu and problem.paged:
         split = split_of(problem)
         problem = split_problem(problem, split) if split else with_whole_tiles(problem)
+    if on_gpu and "merged-sinks" in staging_guards(problem):
+        problem = without_sinks(problem)
     if problem.captured:
         problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
     if not on_gpu:
@@ -57,6 +59,12 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
     return round_up_totals(problem) if problem.packed else problem
+
+
+def without_sinks(problem: Problem) -> Problem:
+    """A forward problem without its sinks, with the log-sum-exp that merging them needs."""
+    _, _, hq, _, sq, _, batch = problem.sizes
+    return replace(problem, sinks=None, stats=problem.stats or dense_spec("stats", "float32", (sq, hq, batch)))
 
 
 def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..problem.problem import Problem, writes_dq_directly
+from ..problem.split import obstacle
 from .rules import FRONTEND, PYTORCH
 
 #: What each guard does to avoid a bug.
@@ -35,13 +36,16 @@ GUARDS = {
     "no-split": "the kernel that splits the keys is not used",
     "clear-last": "results beyond the lengths are cleared after the kernel instead of before",
     "two-rows": "each sequence is planned for two queries",
+    "merged-sinks": "the sinks are merged into the results after the kernel",
     "one-key": "sequences without keys get one key, and their results are cleared after the kernel",
     "dense-queries": "the queries are copied to a dense array",
     "dense-gradients": "dq, dk and dv are computed in dense arrays and copied",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
-STAGING_GUARDS = frozenset({"clear-last", "two-rows", "one-key", "dense-queries", "dense-gradients", "finite-bias"})
+STAGING_GUARDS = frozenset(
+    {"clear-last", "two-rows", "merged-sinks", "one-key", "dense-queries", "dense-gradients", "finite-bias"}
+)
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
@@ -95,9 +99,19 @@ def _one_query_forward(problem: Problem) -> bool:
 
 
 def _one_paged_key_of_heads(problem: Problem) -> bool:
-    """One query, and one key in a page, with a mask or bias of more than one head or batch entry."""
-    several = any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
-    return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and several
+    """One query, and one key in a page, with scores or a mask that differ between heads."""
+    program = problem.settings.program
+    of_head = program is not None and any(step.mode == "index" and step.name == "h" for step in program.steps)
+    of_head |= any(spec.shape[2] > 1 for spec in problem.captured)
+    of_head |= any(spec is not None and max(spec.shape[2:]) > 1 for spec in (problem.mask, problem.bias))
+    return _one_query_forward(problem) and bool(problem.paged) and problem.sizes[5] == 1 and of_head
+
+
+def _one_paged_query_with_sinks(problem: Problem) -> bool:
+    """One query, grouped heads and sinks, with paged keys that are not split because of another option."""
+    _, _, hq, hkv, *_ = problem.sizes
+    affected = _one_query_forward(problem) and problem.paged and not problem.packed
+    return bool(affected and problem.sinks is not None and hq != hkv and obstacle(problem))
 
 
 def _may_mask_all_keys(problem: Problem) -> bool:
@@ -164,16 +178,11 @@ def _single_key_difference(problem: Problem) -> bool:
 
 
 def _reads_positions(problem: Problem) -> bool:
-    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel.
-
-    With paged keys, dropout and sinks do not: beside sinks, a function's array of one element per head was read at the wrong
-    place (H200, 9.19, pages of one key).
-    """
+    """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
     program = problem.settings.program
     in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
     reads = in_function or problem.alibi_slopes is not None
-    other_kernel = (problem.settings.dropout or problem.sinks is not None) and not problem.paged
-    return _one_query_forward(problem) and reads and not other_kernel
+    return _one_query_forward(problem) and reads and not problem.settings.dropout and problem.sinks is None
 
 
 _DECODE_BLACKWELL = Bug(
@@ -346,9 +355,16 @@ BUGS: tuple[Bug, ...] = (
         name="one-paged-key",
         capabilities=range(80, 100),
         condition=_one_paged_key_of_heads,
-        when="one query and one paged key, with a mask or bias of several heads or batch entries",
-        effect="every head has the mask of the first one",
+        when="one query and one paged key, with a mask or bias of several heads or batch entries, or a function of the head",
+        effect="every head of a group has the scores and the mask of the first one",
         remedy="pass the key without pages",
+    ),
+    Bug(
+        name="one-paged-query-sinks",
+        condition=_one_paged_query_with_sinks,
+        when="one query, grouped heads, paged keys and sinks, beside an option with which keys are not split, such as a mask",
+        effect="every head of a group has the sink of the first one",
+        guards=frozenset({"merged-sinks"}),
     ),
     Bug(
         name="fp8-empty-sequences",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupy_sdpa
-from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_vjp, dropout_mask, explain, reference
+from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
 
 SQUARE, WIDE, TALL = (6, 6), (4, 7), (7, 4)
 PICTURES = {
@@ -73,6 +73,44 @@ def test_lengths_of_a_batch_of_one_are_dense():
     assert "window of 5 keys before and all after the diagonal from the bottom right" in text
     slopes = {"alibi_slopes": alibi_slopes(4), "window": (None, None, "bottom_right")}
     assert "diagonal from the bottom right" in str(explain(q, q[:, :, :9], q[:, :, :9], **slopes).problem)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"causal": True}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("source", ["bias", "tensors", "score_mod"])
+def test_nan_in_a_score_is_not_a_mask(source, options, engine):
+    """The row of the score is NaN, as in a dense softmax, unless the score is masked; other rows are as without NaN."""
+    q, k, v = (engine.normal(n, 16, 2, 20, 2) for n in range(3))
+    bias = np.zeros((20, 20, 2, 2), np.float32, order="F")
+    bias[3, 7, 1, 0], bias[9, 4, 0, 1], bias[18, 2, 1, 1] = np.nan, -1e9, np.nan
+    if "sinks" in options:
+        options = {"sinks": engine.put(np.zeros(2, np.float32))}
+
+    def scores(array):
+        if source == "bias":
+            return {"bias": engine.put(array)}
+        if source == "tensors":
+            return {"score_mod": lambda s, b, h, i, j, table: s + table[j, i, h, b], "tensors": {"table": engine.put(array)}}
+        bad = np.isnan(array)
+
+        def modified(s, b, h, i, j, bad):
+            return np.where(bad[j, i, h, b], (s - s) / (s - s), np.where((b == 1) & (h == 0) & (i == 4) & (j == 9), -1e9, s))
+
+        return {"score_mod": modified, "tensors": {"bad": engine.put(np.asfortranarray(bad))}}
+
+    lengths = engine.put(np.int32([20, 15]))  # the last NaN is beyond the length
+    of_call = {"seq_lens_kv": lengths, **scores(bias), **options}
+    out, stats = attention(q, k, v, return_stats=True, **of_call)
+    dq = engine.get(attention_backward(v, q, k, v, out, stats, **of_call)[0]).astype(np.float32)
+    out, stats = engine.get((out, stats))
+    there = np.zeros((20, 2, 2), bool)
+    there[7, 1, 0] = True
+    np.testing.assert_array_equal(np.isnan(stats), there)
+    for result in (out.astype(np.float32), dq):
+        np.testing.assert_array_equal(np.isnan(result), np.broadcast_to(there.transpose(1, 0, 2), result.shape))
+    clean = np.where(np.isnan(bias), np.float32(0), bias)
+    wanted = engine.get(attention(q, k, v, seq_lens_kv=lengths, **scores(np.asfortranarray(clean)), **options))
+    rows = ~np.isnan(out.astype(np.float32))
+    np.testing.assert_array_equal(out[rows], wanted[rows])
 
 
 def test_alibi_slopes_match_the_paper():

@@ -210,7 +210,7 @@ class Program:
         def get(t: Tensor) -> Value:
             if t.virtual:
                 return values[t.uid]
-            return values.get(t.uid, Value(None))._replace(array=_working(read(t)))
+            return values.get(t.uid, Value(None))._replace(array=_working(self._as_one_query_reads(t, read(t))))
 
         operations = list(self.operations)
         while operations:
@@ -264,7 +264,7 @@ class Program:
             if {"GEMM_M_OVERRIDE_DESC", "GEMM_N_OVERRIDE_DESC"} <= t.keys():
                 queries, keys = (read(t[f"GEMM_{name}_OVERRIDE_DESC"]).ravel() for name in "MN")
                 self._check_that_it_ends(t["ADESC"], keys[queries > 0])
-                return (queries == 0) | ((keys == 0) & (not self._has_sinks) & (not one_paged_query))
+                return (queries == 0) | ((keys == 0) & (self._sinks is None) & (not one_paged_query))
         return None
 
     def _check_that_it_ends(self, q: Tensor, keys: Any) -> None:
@@ -275,10 +275,20 @@ class Program:
             raise AssertionError("the FP8 kernel never ends: a sequence has no keys")
 
     @property
-    def _has_sinks(self) -> bool:
-        """Whether the softmax has a sink, to which rows without a key attend."""
-        maxima = (o for o in self.operations if o.kind == "POINTWISE" and o.settings["MODE"] == PointwiseMode.MAX)
-        return any(not o.tensors["BDESC"].virtual and o.tensors["BDESC"].dims[2:] == (1, 1) for o in maxima)
+    def _sinks(self) -> Tensor | None:
+        """The sinks of the softmax, to which rows without a key attend."""
+        maxima = (o.tensors["BDESC"] for o in self.operations if o.settings.get("MODE") == PointwiseMode.MAX)
+        return next((t for t in maxima if not t.virtual and t.dims[2:] == (1, 1)), None)
+
+    def _as_one_query_reads(self, t: Tensor, array: Any) -> Any:
+        """The kernel for one query and paged keys reads the sink of the first head of a group for all its heads."""
+        loads = [
+            o.tensors["CONTAINER_DESC"] for o in self.operations if o.kind == "PAGED_CACHE_LOAD" and o.settings["tile"] == 1
+        ]
+        if not loads or t is not self._sinks:
+            return array
+        group = t.dims[1] // loads[0].dims[1]
+        return array[:, ::group].repeat(group, axis=1)
 
 
 def _write(read: Read, t: Tensor, array: Any, value: Value, not_written: Any, added: bool) -> None:

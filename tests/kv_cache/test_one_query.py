@@ -33,6 +33,27 @@ def test_positions_are_right(name, engine):
     engine.agrees(engine.case(d=16, dv=16, hq=HEADS, hkv=2, sq=1, skv=KEYS, b=BATCH, options=POSITIONS[name]))
 
 
+#: Options with which the keys in pages are not split, so that cuDNN would add the sinks.
+BESIDE_SINKS = {
+    "alibi": {"alibi_slopes": "usual"},
+    "mask": {"mask": ("kqhb", "random")},
+    "bias": {"bias": ("kq1b", "float16", "normal")},
+    "score_mod": {"score_mod": ("gain_h", "bfloat16")},
+    "mask_mod": {"mask_mod": ("checkered", "")},
+}
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("name", BESIDE_SINKS)
+def test_sinks_of_grouped_heads_in_pages(name, page, engine):
+    """Every head has its own sink, with and without the log-sum-exp, also sequences without keys."""
+    pages = {"paged": (page, "heads", "some_zero", 0, "mixed", False, False), "sinks": "high"}
+    for more in ({}, {"stats": True}):
+        engine.agrees(
+            engine.case(d=16, dv=16, hq=6, hkv=2, sq=1, skv=64, b=3, options=BESIDE_SINKS[name] | pages | more, seed=1)
+        )
+
+
 def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):
     """The problem of a single query."""
     q, kv = (d, heads[0], 1, batch), (d, heads[1], keys, batch)

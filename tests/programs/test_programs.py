@@ -317,6 +317,14 @@ def test_right_steps_are_valid(features, number, engine):
         engine.agrees(engine.draw(features, number), refused=True)
 
 
+@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
+    """On a GPU elements of cu_seqlens are not read; positions beyond max_seqlen take no part in attention."""
+    packed = ("full", "one", 0, 0, 3, "int32")
+    with validate():
+        engine.agrees(engine.case(d=16, dv=16, sq=21, skv=9, b=2, backward=True, options={"packed": packed}))
+
+
 def test_a_wrong_plan_is_named(engine):
     """A plain call is one step; its result is compared with the float64 result of its graph."""
     call = program_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3)))

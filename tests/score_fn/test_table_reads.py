@@ -90,6 +90,10 @@ def test_an_index_out_of_range(engine):
     inside = ((distance >= -9) & (distance < 9)).all(axis=1)
     out = engine.get(attention(q, k, v, **options))
     assert (np.isnan(out).all(axis=(0, 1, 3)) == ~inside).all()
+    subtracted = engine.get(
+        attention(q, k, v, **options | {"score_mod": lambda *args, table: 2 * args[0] - unlimited(*args, table)})
+    )
+    assert (np.isnan(subtracted).all(axis=(0, 1, 3)) == ~inside).all()
     near_diagonal = engine.get(attention(q, k, v, window=(8, 9), **options))
     assert np.isfinite(near_diagonal).all(), "masked pairs have no effect"
 

@@ -87,6 +87,13 @@ def one_paged_key(pages=1, mask=(1, 1, 4, 1), **options):
     return cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens=True, mask=mask, **options)
 
 
+def one_paged_query(hkv=2, pages=4, **options):
+    """The problem of one query of four heads, pages of 16 keys and sinks, before the workaround."""
+    shapes = (64, 4, 1, 2), (64, hkv, 16, 9), (64, hkv, 16, 9)
+    problem = cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens=True, **options)
+    return replace(problem, sinks=dense_spec("sinks", "float32", (4,)))
+
+
 def one_key(dtype, skv=1):
     """The problem of a single query, few keys, and a function that reads an array."""
     shapes = (64, 4, 1, 2), (64, 4, skv, 2), (64, 4, skv, 2)
@@ -268,6 +275,12 @@ AFFECTED = {
         [(92800, 100)],
         [one_paged_key(pages=2, mask=(2, 1, 4, 1)), one_paged_key(mask=(1, 1, 1, 1)), one_paged_key(mask=None)],
     ),
+    "one-paged-query-sinks": (
+        one_paged_query(alibi_slopes=True),
+        [(91900, 90), (92800, 80), (92800, 100)],
+        [],
+        [one_paged_query(), one_paged_query(hkv=4, alibi_slopes=True), one_query(alibi_slopes=True, sinks=True)],
+    ),
     "fp8-empty-sequences": (
         fp8_problem(seq_lens=True),
         [(91900, 90), (92800, 90)],
@@ -337,17 +350,10 @@ def test_guards_of_arrays_do_not_need_a_gpu():
     """Only affected problems have them: with lengths, results are cleared after the kernel for a single query."""
     assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
     assert staging_guards(one_packed_query()) == {"two-rows"}
+    assert staging_guards(one_paged_query(mask=(64, 1, 1, 1))) == {"clear-last", "merged-sinks"}
+    assert staging_guards(one_paged_query()) == {"clear-last"}  # its keys are split, and the sinks merged with the parts
     for problem in (one_query(), one_query(seq_lens=True, backward=True), variant(seq_lens=True), packed(), backward(skv=192)):
         assert staging_guards(problem) == frozenset()
-
-
-def test_paged_keys_of_one_query_beside_sinks():
-    """A function's array of one element per head was read at the wrong place, although no kernel split the keys."""
-    shapes = (64, 4, 1, 2), (64, 4, 16, 40), (64, 4, 16, 40)
-    options = {"score_mod": lambda s, b, h, i, j, gain: s * gain[h], "tensors": {"gain": np.ones(4, np.float16)}, "sinks": True}
-    paged = cupy_sdpa.problem(*shapes, dtype="float16", page_table=(20, 2), seq_lens=True, **options)
-    assert guards(paged, 91900, 90) >= {"positions", "no-split"}
-    assert "positions" not in guards(one_query(**options), 91900, 90)
 
 
 def test_workarounds_are_described():
