@@ -21,6 +21,25 @@ def random_arrays(letters, count=4):
     return [np.random.default_rng(n).standard_normal([SIZES[x] for x in letters]) for n in range(count)]
 
 
+@pytest.mark.parametrize("letters", DENSE)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (4, 1, 7), (2, 1, 5, 1)], ids=str)
+def test_missing_axes_are_the_first_ones(shape, letters):
+    """A mask and a bias (B, Hq, Sq, Skv) are broadcast as in numpy, and the gradient of the bias has its shape."""
+    rng = np.random.default_rng(0)
+    shapes = [(8, 4, 5, 2), (8, 2, 7, 2), (8, 2, 7, 2), (8, 4, 5, 2)]
+    own = [np.asfortranarray(rng.standard_normal(x)) for x in shapes]
+    theirs = [layout.from_julia(x, letters) for x in own]
+    options = {"bias": rng.standard_normal(shape), "mask": rng.random(shape) < 0.7}
+    wide = {name: np.asfortranarray(x.reshape((1,) * (4 - x.ndim) + shape).T) for name, x in options.items()}
+    out, pullback = attention_vjp(*theirs[:3], layout=letters, return_dbias=True, **options)
+    want, own_pullback = attention_vjp(*own[:3], return_dbias=True, **wide)
+    *found, dbias = pullback(theirs[3])
+    *wanted, own_dbias = own_pullback(own[3])
+    for x, y in zip((out, *found), (want, *wanted), strict=True):
+        np.testing.assert_array_equal(layout.to_julia(x, letters), y)
+    np.testing.assert_array_equal(dbias, own_dbias.T.reshape(shape))
+
+
 @pytest.mark.parametrize("letters", [*DENSE, "dhsb"])
 def test_every_call_takes_a_layout(letters):
     """Each public function returns what it returns for permuted views, in the caller's axes; results share one memory order."""
