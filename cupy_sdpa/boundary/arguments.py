@@ -87,7 +87,7 @@ def _check_order(arrays: Mapping[str, Any], layout: str | None) -> None:
     Raises:
         ValueError: the shapes do not fit in this order, and fit in another one.
     """
-    shapes = [getattr(arrays.get(name), "shape", None) for name in _OF_BACKWARD]
+    shapes: list[Any] = [getattr(arrays.get(name), "shape", None) for name in _OF_BACKWARD]
     if None in shapes:
         return
     own = shapes if layout is None else [
