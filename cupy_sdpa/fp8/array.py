@@ -150,7 +150,7 @@ class Fp8Array:
         """A view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
-        return self.with_elements(self.data.transpose(order), axis)
+        return self._with_elements(self.data.transpose(order), axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -164,9 +164,9 @@ class Fp8Array:
             kept = data.strides[axis] == self.strides[axis]  # it may be another axis of this length, or in reverse order
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return self.with_elements(data, axis)
+        return self._with_elements(data, axis)
 
-    def with_elements(self, data: Any, axis: int) -> Fp8Array:
+    def _with_elements(self, data: Any, axis: int) -> Fp8Array:
         """An array with other elements, whose head_dim is an axis, and the factors of this one."""
         view = made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
         view._factors = self._factors
