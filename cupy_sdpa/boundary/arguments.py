@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.bucket import Rounding, check_bucket
+from ..problem.bucket import Rounding, read_bucket
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
 from ..problem.tensor_spec import (
     FLOAT_DTYPES,
@@ -252,17 +252,17 @@ def _define_problem(
 
 
 def _rounding(bucket: Any, problem: Problem) -> Rounding | None:
-    policy = check_bucket(bucket)
-    if policy and problem.paged:
+    round_up = read_bucket(bucket)
+    if round_up and problem.paged:
         raise ValueError(
             f"bucket is {bucket!r} and page_table is passed: omit bucket; pass a wider table, and longer q with seq_lens_q"
         )
-    if policy and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
+    if round_up and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
         raise ValueError(
             "bucket is given with packed sequences and a bias, a mask or tensors: round max_seqlen_q and max_seqlen_kv up, "
             "and pass arrays of that size"
         )
-    return policy.of(problem) if policy and not problem.trivial else None
+    return Rounding.of(problem, round_up) if round_up and not problem.trivial else None
 
 
 def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:

@@ -232,6 +232,19 @@ def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], option
     raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
 
 
+def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A call with wrong arguments, which raises an error, or in :func:`cupy_sdpa.layout.default`.
+
+    Args:
+        function: the function, with ``*positional`` and ``**options``.
+        arguments: its ``locals()`` at the beginning: its parameters.
+    """
+    positional, options = arguments.pop("positional"), arguments.pop("options")
+    if positional or any(value is ... for value in arguments.values()):
+        refuse_arguments(function, positional, options)
+    return in_default(function, **arguments, **options)
+
+
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -253,21 +266,13 @@ def check_names(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
     """
-    if options.get("block_mask") is not None:
-        raise TypeError(
-            "this call does not take block_mask; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
-            "prepare and explain do"
-        )
-    if options.get("compute_dtype") is not None:
-        raise TypeError(
-            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
-            "prepare and explain do: convert q, k and v with .astype(...)"
-        )
-    if options.get("engine") is not None:
-        raise TypeError(
-            "this call does not take engine; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, prepare "
-            "and explain do"
-        )
+    for name in OF_CALLS:
+        if options.get(name) is not None:
+            remedy = ": convert q, k and v with .astype(...)" if name == "compute_dtype" else ""
+            raise TypeError(
+                f"this call does not take {name}; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
+                f"prepare and explain do{remedy}"
+            )
     check_layout(options.get("layout"))
     check_spelling(options)
 
