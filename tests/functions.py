@@ -255,12 +255,10 @@ INTEGERS = [
 ]
 
 
-def drawn(pick, depth=3):
-    """A random score function; ``pick`` chooses an element of a sequence, whose first element is the simplest.
-
-    Its values are finite and moderate wherever the score is.
-    """
-    expression = _expression(pick, depth)
+def drawn(number):
+    """A random score function. Its values are finite and moderate wherever the score is."""
+    rng = np.random.default_rng(number)
+    expression = _expression(lambda choices: choices[rng.integers(len(choices))], 3)
 
     def score_mod(score, b, h, q_idx, kv_idx, gain, weight, table):
         places = {"s": score, "gain": gain[h], "weight": weight[b, kv_idx], "table": table[h, q_idx, kv_idx]}

@@ -44,7 +44,7 @@ LAYOUTS = [
 ] + [
     row("attention", f"shapes that do not match: {name} [{letters}, {kind}]", lambda _, call=call, letters=letters,
         shapes=shapes: call(
-        *(np.ones(shape, "f4") for shape in shapes), layout=letters), ValueError, words,
+        *(np.ones(shape, "f4", order="C" if letters else "F") for shape in shapes), layout=letters), ValueError, words,
         *[f"[layout={letters!r}]"] * bool(letters))
     for name, letters, *shapes, words in [
         ("lengths", "bhsd", (2, 4, 9, 8), (2, 4, 7, 8), (2, 4, 6, 8), "lengths (axis 2) of k and v "),
@@ -133,7 +133,7 @@ LIBRARIES = [
     row("attention", "a bias of JAX with tensors", shared(lambda own, x: attention(*[own.torch(x)] * 3, bias=own.jax(x))),
         TypeError,
         "bias of JAX"),
-    row("prepare", "tensors", in_torch(lambda t: prepare(t, t, t)), ValueError, "in C order: layout='bshd'"),
+    row("prepare", "tensors", in_torch(lambda t: prepare(t, t, t)), ValueError, "in C order", "pass layout='bshd'"),
     row("merge", "tensors", in_torch(lambda t: merge([t], [t])), TypeError, "outs[0] is an array of PyTorch; this call takes"),
     row("fp8.quantize", "tensors", in_torch(fp8.quantize), TypeError, "quantize takes numpy and CuPy arrays: share"),
     row("attention", "a tensor that requires a gradient", shared(lambda own,

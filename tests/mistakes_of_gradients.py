@@ -65,6 +65,8 @@ BACKWARD = [
     row("attention_backward", "no arrays", lambda x: attention_backward(), TypeError, "dout, q, k, v, out and stats"),
     row("attention_backward", "options by position", lambda x: attention_backward(x.dout, *x.qkv, x.dout, x.dout, True),
         TypeError, "options are keywords"),
+    row("attention_backward", "the order dout, q, k, v, stats, out", lambda x: attention_backward(
+        x.dout, *x.qkv, *attention(*x.qkv, return_stats=True)[::-1]), ValueError, "in another order", "stats (16, 4, 6, 3)"),
     row("attention_backward", "dout after v", square("q k v dout out stats"), ValueError, "stats"),
     row("attention_backward", "dout and out swapped", square("out q k v dout stats"), ValueError, "out"),
     row("attention_backward", "another block mask", backward({"block_mask": block_mask(zoo.causal, 6, 7)},

@@ -149,6 +149,6 @@ ROWS = [
         "append tokens of float16 once", engine="fake"),
     # shared prefixes
     row("shared_prefix_attention", "the number of keys as a float", paged(shared_prefix_attention, shared_prefix=4.0), TypeError, "shared_prefix is 4.0"),
-    row("shared_prefix_attention", "a length shorter than the prefix", paged(shared_prefix_attention, shared_prefix=4, page_table=ints(2, 3),
+    row("shared_prefix_attention", "a length shorter than the prefix", paged(shared_prefix_attention, shared_prefix=4, page_table=ints(2, 3) + np.int32([[0], [1]]),
         seq_lens_kv=np.array([5, 3, 4], "i4")), ValueError, "shared_prefix is 4, and seq_lens_kv of sequence 1 is 3"),
 ]  # fmt: skip
