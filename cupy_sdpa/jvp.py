@@ -50,8 +50,8 @@ def attention_jvp(
 ) -> tuple[ArrayT, ...]:
     r"""Compute attention and its derivative in the direction (dq, dk, dv): the Jacobian-vector product, forward mode.
 
-    .. math:: dO = \frac{d}{dt} O(Q + t\,dQ,\; K + t\,dK,\; V + t\,dV) \Big|_{t=0}
-                 = \bigl(P \circ (dS - \operatorname{rowsum}(P \circ dS))\bigr) V + P\,dV, \qquad
+    .. math:: dO = \frac{d}{dt} O(Q + t\,dQ,\; K + t\,dK,\; V + t\,dV) \Big|_{t=0}, \qquad
+              dO = \bigl(P \circ (dS - \operatorname{rowsum}(P \circ dS))\bigr) V + P\,dV, \qquad
               dS = \tau\,(dQ\,K^\top + Q\,dK^\top)
 
     Nothing of size Sq x Skv is stored: the derivative is computed by the kernels of :func:`cupy_sdpa.attention` and

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Rope:
     r"""A rotary position embedding: it rotates pairs of channels of q and k by angles proportional to the position.
 
-    .. math:: (x_a, x_b) \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i,\; x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
+    .. math:: x_a \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i), \qquad
+              x_b \to f\,(x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
 
     for the i-th pair of channels (a, b) of the token at position p. Angles are computed in integers modulo a whole turn, so
     they are as exact at a position of a million as at the first one. 16-bit numbers are rotated in float32.
