@@ -1,6 +1,6 @@
 """Attention and its gradients against PyTorch, cudnn-frontend, FlexAttention and JAX, for the presets.
 
-    python -m benchmarks compare [results.csv] [options]
+    python -m benchmarks compare [results.csv] [--presets NAME ...]
 
 All contenders run on the same inputs in the same process, in an order that is shuffled in every round. Their results are
 compared with ours first; a contender that fails or differs is left out, with the reason. The disk cache is off.
