@@ -42,7 +42,7 @@ from .evaluate import (
     partial_blocks,
 )
 
-#: What a block is in :attr:`BlockMask.numbers`, in place of the number of a partial block.
+#: What a block is in :func:`numbers_of`, in place of the number of a partial block.
 ALL, NONE = -1, -2
 #: Numbers the masks.
 _next_number = itertools.count().__next__
@@ -306,13 +306,6 @@ class BlockMask:
         """What the keys of repeated calls have of the mask."""
         return self.number
 
-    @property
-    def numbers(self) -> NDArray[np.int64]:
-        """The number of every partial tile, with the shape of ``kinds``; :data:`ALL` for full ones, :data:`NONE` for others."""
-        found = np.where(self.kinds == FULL, ALL, NONE).astype(np.int64)
-        found.T[self.kinds.T == PARTIAL] = np.arange(len(self.bits))
-        return found
-
     @functools.cached_property
     def _block_kinds(self) -> NDArray[np.uint8]:
         """The kinds of the blocks of size :attr:`block`, ``(key blocks, query blocks, heads, batch)``."""
@@ -377,6 +370,13 @@ class BlockMask:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{size}" '
             f'height="{math.ceil(size * height / max(width, 1))}">{"".join(cells)}</svg>'
         )
+
+
+def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
+    """The number of every partial tile, with the shape of ``kinds``; :data:`ALL` for full ones, :data:`NONE` for others."""
+    found = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
+    found.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
+    return found
 
 
 def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.block_rows import BLOCK
-from .block_mask import ALL, NONE, BlockMask
+from .block_mask import ALL, NONE, BlockMask, numbers_of
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
 #: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
@@ -128,7 +128,7 @@ def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
 def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
     """The batch entries of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
-    numbers, without, masked = mask.numbers, [], []
+    numbers, without, masked = numbers_of(mask), [], []
     for b in range(sizes.batch):
         for g in range(groups):
             for i in range(query_blocks):
@@ -196,7 +196,7 @@ def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Recta
     For each group of heads and batch entry the cheapest of these is taken: full blocks without a mask and partial blocks with
     one; or all blocks with one.
     """
-    numbers, full, masked = mask.numbers, [], []
+    numbers, full, masked = numbers_of(mask), [], []
     for b in range(batch):
         for g in range(mask.heads):
             own = numbers[:, :, g, b % mask.batch]

@@ -12,7 +12,7 @@ from ..problem.band import Band
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import record
 from . import segments
-from .block_mask import BlockMask
+from .block_mask import BlockMask, numbers_of
 from .block_size import with_exact_kinds
 from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
 
@@ -28,7 +28,7 @@ def within_band(mask: BlockMask, band: Band) -> BlockMask:
 
 def _intersected(mask: BlockMask, band: Band) -> BlockMask:
     of_band = BlocksOfBand(band, mask.sq, mask.skv)
-    kinds, numbers = np.minimum(mask.kinds, of_band.kinds), mask.numbers
+    kinds, numbers = np.minimum(mask.kinds, of_band.kinds), numbers_of(mask)
     tiles = partial_blocks(kinds)
     bits = np.empty((len(tiles), BLOCK * BLOCK // 8), np.uint8)
     for n, (j, i, h, b) in enumerate(tiles):

@@ -60,16 +60,13 @@ def choose(mask: BlockMask, sizes: Sizes) -> Method:
     blocks = block_cost(mask)
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
         return Method(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
-    if mask.segments is not None:
-        entries = list(mask.segments) * repeats
-        cost = sum(segments.cost(entry) for entry in mask.segments)
-        if cost <= blocks:
-            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
-                return Method(None, slices, None, cost)
-            if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
-                return Method(packed, None, None, cost)
-            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
-                return Method(None, slices, None, cost)
+    if mask.segments is not None and (cost := sum(map(segments.cost, mask.segments))) <= blocks:
+        slices = segments.slices(mask.segments[0]) if mask.batch == 1 else None
+        packed = segments.packed(list(mask.segments) * repeats, mask.sq, mask.skv)
+        if packed is not None and (slices is None or len(slices) > 1):
+            return Method(packed, None, None, cost)
+        if slices is not None:
+            return Method(None, slices, None, cost)
     return Method(None, None, make_tables(mask, sizes), blocks)
 
 
@@ -222,4 +219,4 @@ def check_arrays(
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=cupy_runtime.is_array(q))
+            check_strides_of(name, given[name], required=cupy_runtime.is_array(q), written=name in results)
