@@ -191,7 +191,6 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
         else:
             other.row["left_out"] = "our call failed: there are no results to compare with"
     ours.results = []
-    before = device.state("before")
     host_timers = {key: timer for one in runs for key, timer in one.host_timers().items()}
     for (one, column), times in timing.interleaved(host_timers, timing.HOST_ROUNDS).items():
         if one.ready:
@@ -199,7 +198,7 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
     ready = {one.name: one for one in runs if one.ready}
     for name, times in timing.interleaved(ready, settings.rounds).items():
         ready[name].record_times(times)
-    common = {**preset.columns(), "direction": direction, **before, **device.state("after"), **rates._asdict()}
+    common = {**preset.columns(), "direction": direction, **rates._asdict()}
     return add_ratios([{**common, "way": one.name, **one.row} for one in runs], preset, rates)
 
 
