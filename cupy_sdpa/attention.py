@@ -8,8 +8,8 @@ from ._typing import Array, ArrayT, StatsT
 from .boundary.arguments import read_backward, read_forward
 from .boundary.compute import read_compute_dtype
 from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
-from .boundary.layouts import in_default, other_layout, results_in
-from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.layouts import other_layout, results_in
+from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import attend as attend_in_fp8
 from .layout import default_layout
@@ -102,11 +102,8 @@ def attention(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0], atol=1e-6))     # the first query attends to the first key only
     True
     """
-    if positional or v is ...:
-        refuse_arguments(attention, positional, options)
-    if default_layout() is not None:
-        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic, "out": out, "stats": stats}
-        return in_default(attention, q, k, v, **flags, **options)
+    if positional or v is ... or default_layout() is not None:
+        return special_call(attention, locals())
     if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options or q.ndim == 3:
         if isinstance(q, Fp8Array) or type(k) is Fp8Array:
             made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
@@ -216,14 +213,9 @@ def attention_backward(
     >>> bool(np.allclose((dq * q).sum(), (dk * k).sum()))         # scaling q or k has the same effect on the scores
     True
     """
-    if positional or stats is ...:
-        refuse_arguments(attention_backward, positional, options)
-    if default_layout() is not None:
-        flags: dict[str, Any] = {
-            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-            "return_dtensors": return_dtensors, "dq": dq, "dk": dk, "dv": dv,
-        }  # fmt: skip
-        return in_default(attention_backward, dout, q, k, v, out, stats, **flags, **options)
+    if positional or stats is ... or default_layout() is not None:
+        made: tuple[Any, ...] = special_call(attention_backward, locals())
+        return made
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)

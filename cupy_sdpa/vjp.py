@@ -9,8 +9,8 @@ from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
 from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
-from .boundary.layouts import has_own_axes, in_default
-from .boundary.options import PAGES, DTensors, Options, read_flag, refuse_arguments, takes_options
+from .boundary.layouts import has_own_axes
+from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
@@ -75,14 +75,9 @@ def attention_vjp(
     >>> pullback
     <pullback of attention, keeps 272 bytes>
     """
-    if positional or v is ...:
-        refuse_arguments(attention_vjp, positional, options)
-    if default_layout() is not None:
-        flags: dict[str, Any] = {
-            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-            "return_dtensors": return_dtensors,
-        }  # fmt: skip
-        return in_default(attention_vjp, q, k, v, **flags, **options)
+    if positional or v is ... or default_layout() is not None:
+        found: tuple[Array, Pullback[Any]] = special_call(attention_vjp, locals())
+        return found
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
         raise TypeError(

@@ -23,54 +23,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "add_linear_bias",
-    "alibi",
-    "alibi_by_index",
-    "bias",
-    "block_sparse",
-    "causal",
-    "causal_document",
-    "checkered",
-    "chunked",
-    "clipped",
-    "decayed",
-    "dilated",
-    "document",
-    "fixed",
-    "gaussian",
-    "head_bias",
-    "head_windows",
-    "image_window",
-    "images",
-    "kerple",
-    "key_bias",
-    "length_scaled",
-    "natten",
-    "nearby",
-    "periodic",
-    "permuted",
-    "prefix_lm",
-    "quadratic",
-    "relative_causal",
-    "relative_position",
-    "root",
-    "same_segment",
-    "sliding_window",
-    "softcap",
-    "softsign",
-    "squared_relu",
-    "streaming",
-    "strided",
-    "swin",
-    "t5",
-    "t5_bucket",
-    "temperature",
-    "tree",
-    "valid_keys",
-    "with_global",
-]
-
 Function = Callable[..., Any]
 
 
@@ -470,6 +422,9 @@ def tree(b: Any, h: Any, q_idx: Any, kv_idx: Any, tree_number: Any, tree_first: 
 def checkered(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """``i + j`` is even."""
     return (q_idx + kv_idx) % 2 == 0
+
+
+__all__ = [name for name, made in globals().items() if getattr(made, "__module__", "") == __name__ and name[0] != "_"]
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ from .. import _html
 from .._typing import Array
 from ..boundary.options import read_count
 from ..kernels.block_rows import BLOCK
-from ..score_fn.expression import AXES
-from ..score_fn.identity import identity
-from ..score_fn.tracer import check_function, trace
+from ..score_fn.recorded import Recorded
+from ..score_fn.tracer import check_function
 from . import segments
 from .block_size import (
     TILE,
@@ -31,8 +30,20 @@ from .block_size import (
     with_blocks,
     with_exact_kinds,
 )
-from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks
+from .evaluate import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Function,
+    Rows,
+    answers_flex_attention,
+    evaluate,
+    evaluate_blocks,
+    partial_blocks,
+)
 
+#: What a block is in :func:`numbers_of`, in place of the number of a partial block.
+ALL, NONE = -1, -2
 #: Numbers the masks.
 _next_number = itertools.count().__next__
 #: The fill colors of the picture: an empty, a partial and a full block.
@@ -91,8 +102,8 @@ def block_mask(
     rows: dict[tuple[int, int], Rows] = {}
     for h, b in np.ndindex(*groups):
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
-    bits = evaluate_blocks(function, _listed(kinds, PARTIAL), lengths[0], lengths[1])
-    constant = None if tensors or identity(mask_mod) is None or not _is_traceable(mask_mod, kinds, lengths) else mask_mod
+    bits = evaluate_blocks(function, partial_blocks(kinds), lengths[0], lengths[1])
+    constant = None if tensors else function.recorded
     return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant, size)
 
 
@@ -115,7 +126,7 @@ class BlockMask:
         kinds: NDArray[np.uint8],
         bits: NDArray[np.uint8],
         found: tuple[segments.Segments, ...] | None = None,
-        function: Callable[..., Any] | None = None,
+        function: Recorded | None = None,
         block: BlockSize = TILE,
     ) -> None:
         for array in (kinds, bits):
@@ -123,7 +134,7 @@ class BlockMask:
         *_, heads, batch = kinds.shape
         self.__dict__.update(
             sq=sq, skv=skv, heads=heads, batch=batch, block=block, kinds=kinds, bits=bits, segments=found, function=function,
-            number=_next_number(), identity=identity(function), tables={},
+            number=_next_number(), tables={},
         )  # fmt: skip
 
     sq: int
@@ -137,12 +148,10 @@ class BlockMask:
     bits: NDArray[np.uint8]
     # Those of each batch entry if all rows are intervals.
     segments: tuple[segments.Segments, ...] | None
-    # The mask function, if it reads no arrays, has an identity, and can be traced.
-    function: Callable[..., Any] | None
+    # The mask function as it was, if it reads no arrays and can be traced.
+    function: Recorded | None
     # The number of the mask in this process; no two masks have the same.
     number: int
-    # As long as it is equal, the function computes the same.
-    identity: Any
     # What calls store, by device and shapes.
     tables: dict[Any, Any]
 
@@ -207,7 +216,7 @@ class BlockMask:
         if mask_mod is None and not only_full:
             raise ValueError("full excludes blocks, and mask_mod is None: pass the mask function of these blocks")
         kinds = tile_kinds(listed, whole, size, *lengths)
-        tiles = _listed(kinds, PARTIAL)
+        tiles = partial_blocks(kinds)
         bits = np.zeros((len(tiles), BLOCK * BLOCK // 8), np.uint8)
         if mask_mod is not None:
             function = Function(mask_mod, tensors, per_head=kinds.shape[2] > 1, per_entry=kinds.shape[3] > 1)
@@ -293,14 +302,9 @@ class BlockMask:
         return 1 - self.blocks / self._block_kinds.size if self._block_kinds.size else 0.0
 
     @property
-    def _has_its_function(self) -> bool:
-        """Whether there is a mask function, and it has not changed since the mask was created."""
-        return self.function is not None and identity(self.function) == self.identity
-
-    @property
-    def _cache_key(self) -> tuple[int, bool]:
-        """What the keys of repeated calls have of the mask: its number, and whether its function has not changed."""
-        return self.number, self._has_its_function
+    def _cache_key(self) -> int:
+        """What the keys of repeated calls have of the mask."""
+        return self.number
 
     @functools.cached_property
     def _block_kinds(self) -> NDArray[np.uint8]:
@@ -328,7 +332,7 @@ class BlockMask:
     def to_dense(self) -> NDArray[np.bool_]:
         """The mask as a bool array ``(Skv, Sq, heads, batch)``, the form of ``mask=``: for tests and small masks."""
         dense = np.repeat(np.repeat(self.kinds == FULL, BLOCK, axis=0), BLOCK, axis=1)
-        for (j, i, h, b), bits in zip(_listed(self.kinds, PARTIAL), self.bits, strict=True):
+        for (j, i, h, b), bits in zip(partial_blocks(self.kinds), self.bits, strict=True):
             block = np.unpackbits(bits).reshape(BLOCK, BLOCK).astype(bool)
             dense[j * BLOCK : (j + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK, h, b] = block.T
         return np.asfortranarray(dense[: self.skv, : self.sq])
@@ -368,19 +372,11 @@ class BlockMask:
         )
 
 
-def _is_traceable(mask_mod: Callable[..., Any], kinds: NDArray[np.uint8], lengths: Sequence[int]) -> bool:
-    """Whether a kernel can compute the function; numpy evaluates functions with operations that kernels do not have."""
-    *_, heads, batch = kinds.shape
-    try:
-        trace(None, mask_mod, {}, dict(zip(AXES, (batch, heads, *lengths), strict=True)))
-    except Exception:
-        return False
-    return True
-
-
-def _listed(kinds: NDArray[np.uint8], kind: int) -> NDArray[np.int32]:
-    """The blocks of a kind, int32 ``(n, 4)``, the first axis of ``kinds`` fastest."""
-    return np.argwhere(kind == kinds.T)[:, ::-1].astype(np.int32)
+def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
+    """The number of every partial tile, with the shape of ``kinds``; :data:`ALL` for full ones, :data:`NONE` for others."""
+    found = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
+    found.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
+    return found
 
 
 def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:

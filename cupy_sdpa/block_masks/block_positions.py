@@ -45,15 +45,13 @@ def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
     local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
-    return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, None, mask)
+    return _positions(packed.longest_q, local[0], packed.longest_kv, local[1], entries, mask)
 
 
 def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
     """The positions of a slice of every batch entry."""
     zeros = np.zeros(sizes.batch, np.int64)
-    return _positions(
-        part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), None, mask
-    )
+    return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
 
 
 def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
@@ -93,13 +91,13 @@ def _in_blocks(blocks: NDArray[np.int64], length: int, axis: int = 0) -> NDArray
     return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
 
 
-def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: Any, heads: Any, mask: BlockMask) -> Positions:
+def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: Any, mask: BlockMask) -> Positions:
     """Consecutive positions from the first query and key of each entry; at most the last ones."""
     found = [
         np.asfortranarray(np.clip(first + np.arange(count)[:, None], 0, max(length - 1, 0)).astype(np.int32))
         for first, count, length in ((first_q, queries, mask.sq), (first_kv, keys, mask.skv))
     ]
-    return Positions(found[0], found[1], np.asarray(entries, np.int32), heads)
+    return Positions(found[0], found[1], np.asarray(entries, np.int32), None)
 
 
 class MovableFunction:

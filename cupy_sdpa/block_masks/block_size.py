@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..errors import in_words
 from ..kernels.block_rows import BLOCK
 from ..runtime import cupy_runtime
-from .evaluate import EMPTY, FULL, PARTIAL, Rows
+from .evaluate import EMPTY, FULL, PARTIAL, Rows, kinds_of, partial_blocks
 
 
 class BlockSize(NamedTuple):
@@ -93,20 +93,19 @@ def tile_kinds(listed: NDArray[np.bool_], full: NDArray[np.bool_], block: BlockS
     """
     parts: list[NDArray[Any]] = [np.ones_like(listed), listed, full]  # the last blocks of a tile may not exist
     for axis, size, length in ((0, block.keys, skv), (1, block.queries, sq)):
-        parts = [_summed(part, axis, size, -(-length // BLOCK)) for part in parts]
+        if size > BLOCK:
+            parts = [np.repeat(part, size // BLOCK, axis=axis) for part in parts]
+        parts = [_joined(part, axis, max(BLOCK // size, 1), -(-length // BLOCK)) for part in parts]
     exist, some, whole = parts
     return np.where(some == 0, EMPTY, np.where(whole == exist, FULL, PARTIAL)).astype(np.uint8)
 
 
-def _summed(blocks: NDArray[Any], axis: int, size: int, tiles: int) -> NDArray[np.int64]:
-    """The number of blocks in each tile along an axis."""
-    if size >= BLOCK:
-        repeated = np.repeat(blocks, size // BLOCK, axis=axis).astype(np.int64)
-        return repeated[:tiles] if axis == 0 else repeated[:, :tiles]
-    per = BLOCK // size
-    padded = np.zeros((*blocks.shape[:axis], tiles * per, *blocks.shape[axis + 1 :]), np.int64)
-    padded[(slice(None),) * axis + (slice(blocks.shape[axis]),)] = blocks
-    return np.asarray(padded.reshape(*blocks.shape[:axis], tiles, per, *blocks.shape[axis + 1 :]).sum(axis=axis + 1))
+def _joined(parts: NDArray[Any], axis: int, count: int, blocks: int) -> NDArray[np.int64]:
+    """The sums over ``count`` parts of each block along an axis; parts beyond the last block do not count."""
+    parts = np.moveaxis(parts, axis, 0)[: blocks * count]
+    padded = np.zeros((blocks * count, *parts.shape[1:]), np.int64)
+    padded[: len(parts)] = parts
+    return np.moveaxis(padded.reshape(blocks, count, *parts.shape[1:]).sum(axis=1), 0, axis)
 
 
 def with_blocks(
@@ -146,9 +145,8 @@ def with_exact_kinds(
         tiles, lengths: as for :func:`with_blocks`.
     """
     ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
-    pairs = ones[bits].sum(axis=1)
     of_queries, of_keys = (np.minimum(BLOCK, n - BLOCK * tiles[:, axis]) for n, axis in zip(lengths, (1, 0), strict=True))
-    found = np.where(pairs == 0, EMPTY, np.where(pairs == of_queries * of_keys, FULL, PARTIAL)).astype(np.uint8)
+    found = kinds_of(ones[bits].sum(axis=1), of_queries * of_keys)
     kinds = kinds.copy()
     kinds[tuple(tiles.T)] = found
     return kinds, bits[found == PARTIAL]
@@ -185,18 +183,10 @@ def kinds_of_blocks(
     exist = (lengths[0][:, None] * lengths[1])[:, :, None, None]
     full = np.repeat(np.repeat(kinds == FULL, parts[0], axis=0), parts[1], axis=1)
     pairs = np.where(full, exist, 0)
-    for (j, i, h, b), of_tile in zip(np.argwhere(kinds.T == PARTIAL)[:, ::-1], bits, strict=True):
+    for (j, i, h, b), of_tile in zip(partial_blocks(kinds), bits, strict=True):
         attends = np.unpackbits(of_tile).reshape(parts[1], queries, parts[0], keys).sum(axis=(1, 3), dtype=np.int64).T
         pairs[j * parts[0] : (j + 1) * parts[0], i * parts[1] : (i + 1) * parts[1], h, b] = attends
     exist = np.broadcast_to(exist, pairs.shape)
     for axis, size, length in ((0, block.keys, skv), (1, block.queries, sq)):
         pairs, exist = (_joined(x, axis, max(size // BLOCK, 1), -(-length // size)) for x in (pairs, exist))
-    return np.where(pairs == 0, EMPTY, np.where(pairs == exist, FULL, PARTIAL)).astype(np.uint8)
-
-
-def _joined(pairs: NDArray[np.int64], axis: int, tiles: int, blocks: int) -> NDArray[np.int64]:
-    """The sums over the tiles of each block along an axis; parts beyond the last block have no pairs."""
-    padded = np.zeros((*pairs.shape[:axis], max(blocks * tiles, pairs.shape[axis]), *pairs.shape[axis + 1 :]), np.int64)
-    padded[(slice(None),) * axis + (slice(pairs.shape[axis]),)] = pairs
-    kept = padded[(slice(None),) * axis + (slice(blocks * tiles),)]
-    return np.asarray(kept.reshape(*pairs.shape[:axis], blocks, tiles, *pairs.shape[axis + 1 :]).sum(axis=axis + 1))
+    return kinds_of(pairs, exist)

@@ -12,14 +12,13 @@ blocks consecutive query blocks with all of their key blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.block_rows import BLOCK
-from .block_mask import BlockMask
-from .evaluate import FULL, PARTIAL
+from .block_mask import ALL, NONE, BlockMask, numbers_of
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
 #: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
@@ -33,8 +32,6 @@ MASKED_GRADIENT_COST, QUERY_COPY_COST, KEY_COPY_COST = 2.0, 3.7, 2.25
 _STEPS = (1, 2, 4, 8, 16)
 #: Memory of padded lists, relative to the listed blocks: longer lists are split.
 _PADDING = 2
-#: What a block of a list attends to, in place of the number of a partial block.
-ALL, NONE = -1, -2
 
 
 class Sizes(NamedTuple):
@@ -80,50 +77,38 @@ class Tables(NamedTuple):
     parts: NDArray[np.int32]
 
 
-class _Lists:
-    """Query blocks with their lists of key blocks, which become :class:`Entries`."""
+class _List(NamedTuple):
+    """A query block (block, group of heads, batch entry), its key blocks, and the numbers of the partial ones."""
 
-    def __init__(self) -> None:
-        self.items: list[tuple[int, int, int]] = []
-        self.keys: list[NDArray[np.int64]] = []
-        self.partial: list[NDArray[np.int64]] = []
+    item: tuple[int, int, int]
+    keys: NDArray[np.int64]
+    partial: NDArray[np.int64]
 
-    def add(self, item: tuple[int, int, int], keys: NDArray[np.int64], partial: NDArray[np.int64]) -> None:
-        """Append a query block."""
-        self.items.append(item)
-        self.keys.append(keys)
-        self.partial.append(partial)
 
-    @property
-    def blocks(self) -> int:
-        """The number of listed blocks."""
-        return sum(map(len, self.keys))
+def _entries(lists: Sequence[_List], mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
+    """The batch entries of lists."""
+    most, count = max([1, *(len(one.keys) for one in lists)]), len(lists)
+    table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
+    lengths = np.zeros(count, np.int32)
+    for e, ((_, g, b), keys, of_keys) in enumerate(lists):
+        if len(keys):
+            first = page(sizes, mask, g, b) * mask.kinds.shape[0]
+            table[:, e] = first + keys[0]
+            table[: len(keys), e] = first + keys
+            partial[: len(keys), e] = of_keys
+            lengths[e] = BLOCK * (len(keys) - 1) + min(BLOCK, mask.skv - BLOCK * int(keys[-1]))
+    items = np.array([one.item for one in lists], np.int32).reshape(-1, 3)
+    return Entries(items, np.asfortranarray(table), lengths, np.asfortranarray(partial) if masked else None)
 
-    def split(self) -> _Lists:
-        """Lists of which the long ones are split, so that lists of equal length need at most twice the memory."""
-        most = split_length(list(map(len, self.keys)))
-        found = _Lists()
-        for item, keys, partial in zip(self.items, self.keys, self.partial, strict=True):
-            for begin in range(0, len(keys), most):
-                found.add(item, keys[begin : begin + most], partial[begin : begin + most])
-        return found
 
-    def entries(self, mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
-        """The batch entries of the lists."""
-        key_blocks = mask.kinds.shape[0]
-        most = max(1, *map(len, self.keys)) if self.keys else 1
-        count = len(self.items)
-        table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
-        lengths = np.zeros(count, np.int32)
-        for e, ((_, g, b), keys, of_keys) in enumerate(zip(self.items, self.keys, self.partial, strict=True)):
-            if len(keys):
-                first = page(sizes, mask, g, b) * key_blocks
-                table[:, e] = first + keys[0]
-                table[: len(keys), e] = first + keys
-                partial[: len(keys), e] = of_keys
-                lengths[e] = BLOCK * (len(keys) - 1) + min(BLOCK, mask.skv - BLOCK * int(keys[-1]))
-        items = np.array(self.items, np.int32).reshape(-1, 3)
-        return Entries(items, np.asfortranarray(table), lengths, np.asfortranarray(partial) if masked else None)
+def _split(found: Sequence[Any]) -> list[Any]:
+    """Lists or rectangles of which those with many keys are split, so that equal sizes need at most twice the memory."""
+    most = split_length([len(one.keys) for one in found])
+    return [
+        one._replace(keys=one.keys[i : i + most], partial=one.partial[i : i + most])
+        for one in found
+        for i in range(0, len(one.keys), most)
+    ]
 
 
 def split_length(lengths: list[int]) -> int:
@@ -143,43 +128,29 @@ def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
 def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
     """The batch entries of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
-    numbers = np.full(mask.kinds.shape, ALL, np.int64)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
-    without, masked = _Lists(), _Lists()
+    numbers, without, masked = numbers_of(mask), [], []
     for b in range(sizes.batch):
         for g in range(groups):
             for i in range(query_blocks):
-                column = (slice(None), i, g, b % mask.batch)
-                kinds, of_blocks = mask.kinds[column], numbers[column]
-                full, listed = np.flatnonzero(kinds == FULL), np.flatnonzero(kinds)
-                partial = np.flatnonzero(kinds == PARTIAL)
+                of_blocks = numbers[:, i, g, b % mask.batch]
+                full, partial = np.flatnonzero(of_blocks == ALL), np.flatnonzero(of_blocks >= 0)
                 separate = len(full) * (MASKED_COST - 1) > MERGE_COST or not len(partial)
-                without.add((i, g, b), full if separate else full[:0], of_blocks[full if separate else full[:0]])
-                own = partial if separate else listed
-                masked.add((i, g, b), own, of_blocks[own])
+                keys = full if separate else full[:0]
+                without.append(_List((i, g, b), keys, of_blocks[keys]))
+                keys = partial if separate else np.flatnonzero(of_blocks != NONE)
+                masked.append(_List((i, g, b), keys, of_blocks[keys]))
     direct, copied = None, []
-    if groups == 1 and without.blocks:
-        direct = without.entries(mask, sizes, False)
-    elif groups == 1 and _is_even(masked):
-        return Tables(1, masked.entries(mask, sizes, True), (), *_sources(mask, sizes, ()))
-    if direct is None and without.blocks:
-        copied.append(_without_empty(without).entries(mask, sizes, False))
-    if masked.blocks:
-        copied.append(masked.split().entries(mask, sizes, True))
+    of_full, of_masked = (sum(len(one.keys) for one in lists) for lists in (without, masked))
+    if groups == 1 and of_full:
+        direct = _entries(without, mask, sizes, False)
+    elif groups == 1 and max((len(one.keys) for one in masked), default=0) * len(masked) <= _PADDING * of_masked:
+        # lists of equal length need at most twice the memory
+        return Tables(1, _entries(masked, mask, sizes, True), (), *_sources(mask, sizes, ()))
+    if direct is None and of_full:
+        copied.append(_entries([one for one in without if len(one.keys)], mask, sizes, False))
+    if of_masked:
+        copied.append(_entries(_split(masked), mask, sizes, True))
     return Tables(groups, direct, tuple(copied), *_sources(mask, sizes, copied))
-
-
-def _is_even(lists: _Lists) -> bool:
-    """Whether lists of equal length need at most twice the memory, so that none is split."""
-    return max(map(len, lists.keys), default=0) * len(lists.keys) <= _PADDING * lists.blocks or not lists.blocks
-
-
-def _without_empty(lists: _Lists) -> _Lists:
-    found = _Lists()
-    for item, keys, partial in zip(lists.items, lists.keys, lists.partial, strict=True):
-        if len(keys):
-            found.add(item, keys, partial)
-    return found
 
 
 def _sources(mask: BlockMask, sizes: Sizes, copied: Sequence[Entries]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -225,14 +196,12 @@ def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Recta
     For each group of heads and batch entry the cheapest of these is taken: full blocks without a mask and partial blocks with
     one; or all blocks with one.
     """
-    numbers = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
-    full, masked = [], []
+    numbers, full, masked = numbers_of(mask), [], []
     for b in range(batch):
         for g in range(mask.heads):
-            kinds, own = mask.kinds[:, :, g, b % mask.batch], numbers[:, :, g, b % mask.batch]
-            without = _without_mask(kinds == FULL, g, b)
-            apart = _with_mask(np.where(kinds == PARTIAL, own, NONE), g, b)
+            own = numbers[:, :, g, b % mask.batch]
+            without = _without_mask(own == ALL, g, b)
+            apart = _with_mask(np.where(own >= 0, own, NONE), g, b)
             together = _with_mask(own, g, b)
             if _cost(without) + _cost(apart) > _cost(together):
                 without, apart = [], together
@@ -274,17 +243,6 @@ def _with_mask(numbers: NDArray[np.int64], group: int, entry: int) -> list[Recta
                 found.append(Rectangle(group, entry, queries, keys, numbers[np.ix_(keys, queries)]))
         options.append(found)
     return min(options, key=_cost)
-
-
-def _split(found: list[Rectangle]) -> list[Rectangle]:
-    """Rectangles of which those with many keys are split, so that a mask of equal sizes needs at most twice the memory."""
-    most = split_length([len(rectangle.keys) for rectangle in found])
-    return [
-        rectangle._replace(keys=rectangle.keys[i : i + most], partial=rectangle.partial[i : i + most])
-        for rectangle in found
-        if rectangle.partial is not None
-        for i in range(0, len(rectangle.keys), most)
-    ]
 
 
 class PackedCopies(NamedTuple):

@@ -14,12 +14,28 @@ from ..errors import in_words
 from ..kernels.block_rows import BLOCK
 from ..runtime import cupy_runtime
 from ..score_fn.proxy import NO_BRANCHES
+from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import check_function, record
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2
 #: The number of elements that are evaluated at once, if they are at least one row of tiles.
 _ELEMENTS = 1 << 23
+
+
+def kinds_of(pairs: NDArray[Any], every: NDArray[Any]) -> NDArray[np.uint8]:
+    """The kinds of blocks, from the numbers of pairs that attend and of all pairs."""
+    return np.where(pairs == 0, EMPTY, np.where(pairs == every, FULL, PARTIAL)).astype(np.uint8)
+
+
+def partial_blocks(kinds: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """The partial blocks, int32 ``(n, 4)``: key block, query block, head and batch entry, the first one fastest."""
+    return np.argwhere(kinds.T == PARTIAL)[:, ::-1].astype(np.int32)
+
+
+def lengths_of(length: int, blocks: int) -> NDArray[np.int64]:
+    """The number of positions in each block."""
+    return np.minimum(BLOCK, length - BLOCK * np.arange(blocks))
 
 
 Made = TypeVar("Made")
@@ -69,6 +85,7 @@ class Function:
     Attributes:
         xp: the module of its arrays, numpy or CuPy.
         dtype: the dtype of the positions: integers have 64 bits on the CPU and 32 bits on the GPU, as in all calls.
+        recorded: the function as it is now; None if only arrays can evaluate it, such as ``table[q_idx - kv_idx]``.
     """
 
     def __init__(
@@ -89,11 +106,12 @@ class Function:
             self.xp = cupy_runtime.cupy()
         self.dtype = np.dtype(np.int64 if self.xp is np else np.int32)
         self._arrays = {name: arrays[name] for name in taken(mask_mod, arrays)}
+        self.recorded: Recorded | None = None
         try:
-            self._call: Callable[..., Any] = record({"mask_mod": mask_mod}, self._arrays)["mask_mod"]
-        except Exception:  # arrays can evaluate functions that kernels cannot, such as table[q_idx - kv_idx]
+            self.recorded = record({"mask_mod": mask_mod}, self._arrays)["mask_mod"]
+        except Exception:
             _check_sums(mask_mod, self._arrays)
-            self._call = mask_mod
+        self._call = self.recorded or mask_mod
         self._per_head, self._per_entry = per_head, per_entry
 
     def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
@@ -229,16 +247,11 @@ def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDA
         attends = function(b, h, xp.arange(begin, end, dtype=function.dtype)[:, None], keys)
         sums, found = _reduced(attends, xp)
         tile = slice(begin // BLOCK, -(-end // BLOCK))
-        lengths = _lengths(sq, query_blocks)[tile][None, :] * _lengths(skv, key_blocks)[:, None]
-        kinds[:, tile] = np.where(sums == lengths, FULL, np.where(sums > 0, PARTIAL, EMPTY))
+        lengths = lengths_of(sq, query_blocks)[tile][None, :] * lengths_of(skv, key_blocks)[:, None]
+        kinds[:, tile] = kinds_of(sums, lengths)
         rows.append(found)
     first, last, count = np.concatenate(rows, axis=1) if rows else np.zeros((3, 0), np.int64)
     return kinds, Rows(first, last, count)
-
-
-def _lengths(length: int, blocks: int) -> NDArray[np.int64]:
-    """The number of positions in each block."""
-    return np.minimum(BLOCK, length - BLOCK * np.arange(blocks))
 
 
 def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,12 @@ from numpy.typing import NDArray
 
 from ..kernels.block_rows import BLOCK
 from ..problem.band import Band
+from ..score_fn.recorded import Recorded
+from ..score_fn.tracer import record
 from . import segments
-from .block_mask import BlockMask
+from .block_mask import BlockMask, numbers_of
 from .block_size import with_exact_kinds
-from .evaluate import EMPTY, FULL, PARTIAL, Rows
+from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
 
 
 def within_band(mask: BlockMask, band: Band) -> BlockMask:
@@ -26,44 +27,48 @@ def within_band(mask: BlockMask, band: Band) -> BlockMask:
 
 
 def _intersected(mask: BlockMask, band: Band) -> BlockMask:
-    first, end = _keys_of_band(band, mask.sq, mask.skv)
-    key_blocks, query_blocks, *_ = mask.kinds.shape
-    edges = np.minimum(BLOCK * np.arange(key_blocks + 1), mask.skv)
-    inside = np.clip(np.minimum(end, edges[1:, None]) - np.maximum(first, edges[:-1, None]), 0, None)  # (key blocks, Sq)
-    begins = BLOCK * np.arange(query_blocks)
-    pairs = np.add.reduceat(inside, begins, axis=1) if query_blocks else inside
-    lengths = np.minimum(BLOCK, mask.sq - begins) * np.diff(edges)[:, None]
-    of_band = np.where(pairs == lengths, FULL, np.where(pairs > 0, PARTIAL, EMPTY))[:, :, None, None]
-    kinds = np.minimum(mask.kinds, of_band).astype(np.uint8)
-    tiles = np.argwhere(kinds.T == PARTIAL)[:, ::-1].astype(np.int32)
-    numbers = np.full(mask.kinds.shape, -1)
-    numbers.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
+    of_band = BlocksOfBand(band, mask.sq, mask.skv)
+    kinds, numbers = np.minimum(mask.kinds, of_band.kinds), numbers_of(mask)
+    tiles = partial_blocks(kinds)
     bits = np.empty((len(tiles), BLOCK * BLOCK // 8), np.uint8)
     for n, (j, i, h, b) in enumerate(tiles):
-        bits[n] = _bits_of_band(first, end, j, i)
+        bits[n] = of_band.bits(j, i)
         if (number := numbers[j, i, h, b]) >= 0:
             bits[n] &= mask.bits[number]
     kinds, bits = with_exact_kinds(kinds, bits, tiles, (mask.sq, mask.skv))
-    found = None if mask.segments is None else _segments(mask, first, end, 2 * query_blocks + 2)
-    function = _function(mask, band) if mask._has_its_function else None
+    found = None if mask.segments is None else _segments(mask, of_band.first, of_band.end, 2 * kinds.shape[1] + 2)
+    function = None if mask.function is None else _function(mask.function, band, mask.skv - mask.sq)
     return BlockMask(mask.sq, mask.skv, kinds, bits, found, function, mask.block)
 
 
-def _keys_of_band(band: Band, sq: int, skv: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first key of every query, and the last key plus 1; both are 0 for a query without keys."""
-    diagonal = np.arange(sq) + (skv - sq if band.bottom_right else 0)
-    first = np.zeros(sq, np.int64) if band.left is None else np.maximum(diagonal - band.left, 0)
-    end = np.full(sq, skv) if band.right is None else np.minimum(diagonal + band.right + 1, skv)
-    return np.where(first < end, first, 0), np.where(first < end, end, 0)
+class BlocksOfBand:
+    """The blocks of a band.
 
+    Attributes:
+        first, end: the first key of every query, and the last key plus 1; both are 0 for a query without keys.
+        kinds: ``(key blocks, query blocks, 1, 1)``, the kinds of the blocks.
+    """
 
-def _bits_of_band(first: NDArray[np.int64], end: NDArray[np.int64], j: int, i: int) -> NDArray[np.uint8]:
-    """The pairs of a tile that are in a band, in the form of the bits of a block mask."""
-    attends, keys = np.zeros((BLOCK, BLOCK), bool), BLOCK * j + np.arange(BLOCK)
-    of_tile = slice(BLOCK * i, BLOCK * (i + 1))
-    queries = first[of_tile, None]
-    attends[: len(queries)] = (queries <= keys) & (keys < end[of_tile, None])
-    return np.packbits(attends)
+    def __init__(self, band: Band, sq: int, skv: int) -> None:
+        diagonal = np.arange(sq) + (skv - sq if band.bottom_right else 0)
+        first = np.zeros(sq, np.int64) if band.left is None else np.maximum(diagonal - band.left, 0)
+        end = np.full(sq, skv) if band.right is None else np.minimum(diagonal + band.right + 1, skv)
+        self.first, self.end = np.where(first < end, first, 0), np.where(first < end, end, 0)
+        key_blocks, query_blocks = -(-skv // BLOCK), -(-sq // BLOCK)
+        edges = np.minimum(BLOCK * np.arange(key_blocks + 1), skv)
+        inside = np.minimum(self.end, edges[1:, None]) - np.maximum(self.first, edges[:-1, None])  # (key blocks, Sq)
+        pairs = np.clip(inside, 0, None)
+        if query_blocks:
+            pairs = np.add.reduceat(pairs, BLOCK * np.arange(query_blocks), axis=1)
+        self.kinds = kinds_of(pairs, lengths_of(sq, query_blocks) * np.diff(edges)[:, None])[:, :, None, None]
+
+    def bits(self, j: int, i: int) -> NDArray[np.uint8]:
+        """The pairs of a block, in the form of the bits of a block mask."""
+        attends, keys = np.zeros((BLOCK, BLOCK), bool), BLOCK * j + np.arange(BLOCK)
+        of_tile = slice(BLOCK * i, BLOCK * (i + 1))
+        queries = self.first[of_tile, None]
+        attends[: len(queries)] = (queries <= keys) & (keys < self.end[of_tile, None])
+        return np.packbits(attends)
 
 
 def _segments(
@@ -87,11 +92,9 @@ def _segments(
     return tuple(found)
 
 
-def _function(mask: BlockMask, band: Band) -> Callable[..., Any]:
-    """The mask function within a band."""
-    own, shift = mask.function, mask.skv - mask.sq if band.bottom_right else 0
-    assert own is not None
-    left, right = band.left, band.right
+def _function(own: Recorded, band: Band, corner: int) -> Recorded:
+    """A mask function within a band, whose diagonal from the bottom right is ``corner`` keys after that from the top left."""
+    left, right, shift = band.left, band.right, corner if band.bottom_right else 0
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         condition = own(b, h, q_idx, kv_idx)
@@ -101,4 +104,4 @@ def _function(mask: BlockMask, band: Band) -> Callable[..., Any]:
             condition = condition & (kv_idx >= q_idx + (shift - left))
         return condition
 
-    return mask_mod
+    return record({"mask_mod": mask_mod}, {})["mask_mod"]

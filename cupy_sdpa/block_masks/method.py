@@ -60,16 +60,13 @@ def choose(mask: BlockMask, sizes: Sizes) -> Method:
     blocks = block_cost(mask)
     if mask.sq * mask.skv > 1 and (mask.kinds == FULL).all():  # one call on the whole arrays, at their own positions
         return Method(None, [segments.Slice(0, mask.sq, 0, mask.skv, None)], None, blocks)
-    if mask.segments is not None:
-        entries = list(mask.segments) * repeats
-        cost = sum(segments.cost(entry) for entry in mask.segments)
-        if cost <= blocks:
-            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None and len(slices) < 2:
-                return Method(None, slices, None, cost)
-            if (packed := segments.packed(entries, mask.sq, mask.skv)) is not None:
-                return Method(packed, None, None, cost)
-            if mask.batch == 1 and (slices := segments.slices(mask.segments[0])) is not None:
-                return Method(None, slices, None, cost)
+    if mask.segments is not None and (cost := sum(map(segments.cost, mask.segments))) <= blocks:
+        slices = segments.slices(mask.segments[0]) if mask.batch == 1 else None
+        packed = segments.packed(list(mask.segments) * repeats, mask.sq, mask.skv)
+        if packed is not None and (slices is None or len(slices) > 1):
+            return Method(packed, None, None, cost)
+        if slices is not None:
+            return Method(None, slices, None, cost)
     return Method(None, None, make_tables(mask, sizes), blocks)
 
 
@@ -102,7 +99,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     if key not in mask.tables:
         mask.tables[key] = find()
     found: Callable[..., Any] | None = mask.tables[key]
-    return found if found is None or mask._has_its_function else None
+    return found
 
 
 def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
@@ -123,29 +120,20 @@ def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
     return attends[kv_idx, q_idx, b] != 0
 
 
-def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A view of an array with another shape and strides in bytes."""
-    if isinstance(array, View):
-        return array.strided(shape, strides)
-    if cupy_runtime.is_array(array):
-        return cupy_runtime.cupy().ndarray(shape, array.dtype, array.data, strides)
-    return np.lib.stride_tricks.as_strided(array, shape, strides)
-
-
-def flattened(array: Any) -> Any | None:
-    """An array ``(D, H, S, B)`` as ``(D, H, S B)``, a view; None if the batch entries do not follow one another."""
+def flattened(array: View) -> View | None:
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch entries do not follow one another."""
     d, h, s, b = array.shape
     unit, head, row, batch = array.strides
-    return strided(array, (d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
+    return array.strided((d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
 
 
-def as_pages(array: Any) -> Any | None:
-    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``, a view; None if S is no multiple of BLOCK."""
+def as_pages(array: View) -> View | None:
+    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``; None if S is no multiple of BLOCK."""
     flat = flattened(array)
     if flat is None or array.shape[2] % BLOCK:
         return None
     d, h, total = flat.shape
-    return strided(array, (d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
+    return array.strided((d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
 
 
 #: The options that the blocks of a mask are computed with.
@@ -231,4 +219,4 @@ def check_arrays(
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=cupy_runtime.is_array(q))
+            check_strides_of(name, given[name], required=cupy_runtime.is_array(q), written=name in results)

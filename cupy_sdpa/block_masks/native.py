@@ -13,12 +13,14 @@ from ..boundary.arguments import read_shapes
 from ..boundary.call import for_gpu, mode, with_plan
 from ..errors import Unsupported
 from ..kernels.block_rows import BLOCK
+from ..problem.band import Band
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dense_spec
 from ..runtime import driver
 from .block_mask import BlockMask
 from .entries import Sizes
-from .evaluate import EMPTY, FULL, PARTIAL
+from .evaluate import EMPTY, FULL, partial_blocks
+from .intersection import BlocksOfBand
 
 
 class Native(NamedTuple):
@@ -45,8 +47,6 @@ def native_of(mask: BlockMask) -> Native | None:
     if "native" not in mask.tables:
         mask.tables["native"] = _found(mask)
     found: Native | None = mask.tables["native"]
-    if found is not None and "mask_mod" in found.options and not mask._has_its_function:
-        return None  # the function has changed since
     return found
 
 
@@ -66,19 +66,11 @@ def _found(mask: BlockMask) -> Native | None:
 
 def _is_causal(mask: BlockMask) -> bool:
     """Whether the queries of the listed blocks attend to all keys up to their own position, and to no others."""
-    key_blocks, query_blocks, *_ = mask.kinds.shape
-    first_queries = BLOCK * np.arange(query_blocks)
-    last_keys = np.minimum(BLOCK * np.arange(1, key_blocks + 1), mask.skv) - 1
-    below = (last_keys[:, None] <= first_queries)[:, :, None, None]
-    if ((mask.kinds == FULL) & ~below).any():
+    causal = BlocksOfBand(Band(right=0), mask.sq, mask.skv)
+    if ((mask.kinds == FULL) & (causal.kinds != FULL)).any():
         return False
-    blocks = np.argwhere(mask.kinds.T == PARTIAL)[:, ::-1]
-    for (j, i, *_), bits in zip(blocks, mask.bits, strict=True):
-        rows, columns = BLOCK * i + np.arange(BLOCK)[:, None], BLOCK * j + np.arange(BLOCK)
-        attends = (rows >= columns) & (rows < mask.sq) & (columns < mask.skv)
-        if (np.packbits(attends.reshape(-1)) != bits).any():
-            return False
-    return True
+    tiles = zip(partial_blocks(mask.kinds), mask.bits, strict=True)
+    return all((causal.bits(j, i) == bits).all() for (j, i, *_), bits in tiles)
 
 
 def _every_query_attends(mask: BlockMask) -> bool:
@@ -86,8 +78,7 @@ def _every_query_attends(mask: BlockMask) -> bool:
     _, query_blocks, heads, batch = mask.kinds.shape
     attends = np.zeros((query_blocks, BLOCK, heads, batch), bool)
     attends[:] = (mask.kinds == FULL).any(axis=0)[:, None]
-    blocks = np.argwhere(mask.kinds.T == PARTIAL)[:, ::-1]
-    for (_, i, h, b), bits in zip(blocks, mask.bits, strict=True):
+    for (_, i, h, b), bits in zip(partial_blocks(mask.kinds), mask.bits, strict=True):
         attends[i, :, h, b] |= bits.reshape(BLOCK, -1).any(axis=1)
     return bool(attends.reshape(query_blocks * BLOCK, heads, batch)[: mask.sq].all())
 

@@ -52,12 +52,13 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
     return name
 
 
-def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
+def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Sequence[str] = ()) -> None:
     """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
 
     Args:
         arrays: q, k, v and other arrays by name, which may be None.
         dtype: that of dout, dq, dk and dv, if the others are converted already. Default None: that of q.
+        results: the names of the arrays that are written. Default: none.
 
     Raises:
         TypeError, ValueError: an array is not on the engine of q, not of its dtype, or probably in another layout.
@@ -68,7 +69,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
     for name, x in arrays.items():
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
             continue
-        check_strides_of(name, x)
+        check_strides_of(name, x, written=name in results)
         if dtype_name(x.dtype) != dtype_name(own):  # of any byte order
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
@@ -95,27 +96,6 @@ def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> t
         name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
     }
     return converted, given
-
-
-def call_in_compute_dtype(
-    function: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any], results: Sequence[str]
-) -> Any:
-    """Call a function on converted arrays, and convert its results back; arguments as for :func:`in_compute_dtype`.
-
-    Args:
-        function: takes the arrays and the options by name.
-        results: the names of its results, in order; it may return fewer, and a single one not as a tuple.
-    """
-    converted, given = in_compute_dtype(arrays, options)
-    found = function(**converted, **given)
-    own = arrays["q"].dtype
-
-    def back(name: str, x: Any) -> Any:
-        return cast(x, own, cupy_runtime.new_result) if name in VECTORS and x.dtype != own else x
-
-    if not isinstance(found, tuple):
-        return back(results[0], found)
-    return tuple(back(name, x) for name, x in zip(results, found, strict=False))
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:

@@ -119,6 +119,10 @@ _ANSWERS = {
     "pass q, k and v by position, or as q=, k= and v=": "key query value",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
     "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
+    "no option is needed: scores and the softmax are float32, and float64 for float64 arrays": "logits_dtype softmax_dtype",
+    "no option is needed: the page size is axis 2 of k and v, or axis 1 with layout='bshd'": "page_size",
+    "the size of pages is axis 2 of k and v, or axis 1 with layout='bshd'; that of a block mask is block_size= of "
+    "cupy_sdpa.block_mask": "block_size",
     "pass arrays of cupy_sdpa.fp8.quantize, which have their factors":
         "k_descale k_scale kv_cache_sf q_descale q_scale v_descale v_scale",
     "the functions read arrays of tensors=": "aux_tensors",
@@ -228,6 +232,19 @@ def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], option
     raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
 
 
+def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A call with wrong arguments, which raises an error, or in :func:`cupy_sdpa.layout.default`.
+
+    Args:
+        function: the function, with ``*positional`` and ``**options``.
+        arguments: its ``locals()`` at the beginning: its parameters.
+    """
+    positional, options = arguments.pop("positional"), arguments.pop("options")
+    if positional or any(value is ... for value in arguments.values()):
+        refuse_arguments(function, positional, options)
+    return in_default(function, **arguments, **options)
+
+
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -249,21 +266,13 @@ def check_names(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
     """
-    if options.get("block_mask") is not None:
-        raise TypeError(
-            "this call does not take block_mask; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
-            "prepare and explain do"
-        )
-    if options.get("compute_dtype") is not None:
-        raise TypeError(
-            "this call does not take compute_dtype; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
-            "prepare and explain do: convert q, k and v with .astype(...)"
-        )
-    if options.get("engine") is not None:
-        raise TypeError(
-            "this call does not take engine; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, prepare "
-            "and explain do"
-        )
+    for name in OF_CALLS:
+        if options.get(name) is not None:
+            remedy = ": convert q, k and v with .astype(...)" if name == "compute_dtype" else ""
+            raise TypeError(
+                f"this call does not take {name}; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
+                f"prepare and explain do{remedy}"
+            )
     check_layout(options.get("layout"))
     check_spelling(options)
 

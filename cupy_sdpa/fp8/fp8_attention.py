@@ -12,9 +12,9 @@ from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.engine import refuse_fp8
-from ..boundary.layouts import in_default, in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
 from ..boundary.libraries import check_one_library
-from ..boundary.options import Options, read_flag, refuse_arguments, takes_options
+from ..boundary.options import Options, read_flag, special_call, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
@@ -27,7 +27,7 @@ from ..programs.passes import add_results, wanted_results
 from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
-from ..support import fp8_rules
+from ..support.rules import writes_16_bits
 from .array import Fp8Array, factor, made
 from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, read_results
 from .quantize import SOURCES, check_alike, check_source
@@ -108,14 +108,8 @@ def attention(
     >>> out, stats.shape
     (<Fp8Array float8_e4m3fn (64, 2, 100, 1)>, (100, 2, 1))
     """
-    if positional or q is ... or k is ... or v is ...:
-        refuse_arguments(attention, positional, options)
-    if default_layout() is not None:
-        flags: dict[str, Any] = {
-            "return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale,
-            "stats": stats,
-        }  # fmt: skip
-        return in_default(attention, q, k, v, **flags, **options)
+    if positional or q is ... or k is ... or v is ... or default_layout() is not None:
+        return special_call(attention, locals())
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
         raise TypeError(f"q is {in_words(q)}; {_ALL}")
@@ -230,7 +224,7 @@ def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
         return True
     if out_dtype not in _OUTPUTS:
         return False
-    return not cupy_runtime.is_array(like) or fp8_rules.writes_16_bits(cupy_runtime.capability(like.data.device_id))
+    return not cupy_runtime.is_array(like) or writes_16_bits(cupy_runtime.capability(like.data.device_id))
 
 
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from ..problem.band import Band
 from ..problem.problem import MASKED_SCORE, Problem
 from ..score_fn.expression import AXES, EMPTY_EXPRESSION
 from ..score_fn.proxy import Value
-from ..score_fn.tracer import Tracer
+from ..score_fn.tracer import FunctionTracer
 from .emit import UNBOUNDED, Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import SCORE_AXES, Operands
@@ -121,7 +121,7 @@ class Scores:
 
     def _function(self, s: Tensor) -> ScoreFunction:
         """Compose the score function, softcap, slopes and bias into one function of the scaled scores."""
-        tracer = Tracer({}, {}, self.program.steps)
+        tracer = FunctionTracer({}, {}, self.program.steps)
         leaf = tracer.writer.leaf
         score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
         indices = [Value(tracer, leaf("index", axis, "int")) for axis in AXES]
@@ -135,7 +135,7 @@ class Scores:
             score = score + Value(tracer, leaf("captured", "bias"))
         return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
 
-    def _unless_masked(self, tracer: Tracer, score: Value, capped: Value) -> Value:
+    def _unless_masked(self, tracer: FunctionTracer, score: Value, capped: Value) -> Value:
         """``-inf where score <= MASKED_SCORE, else capped``: the softcap of a masked score would be a finite one."""
         may_mask = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
         if not any(step.mode in may_mask for step in self.program.steps):
@@ -143,7 +143,7 @@ class Scores:
         lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
         return np.where(score <= lowest, -math.inf, capped)  # type: ignore[return-value]
 
-    def _distance(self, tracer: Tracer, s: Tensor, row: Value, column: Value) -> Value:
+    def _distance(self, tracer: FunctionTracer, s: Tensor, row: Value, column: Value) -> Value:
         """``|p - j|``, the distance of a key from the diagonal p."""
         band = self.band or Band()
         if self.diagonal:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from ..boundary.compute import check_converted, read_compute_dtype
+from ..boundary.layouts import of_caller
 from ..boundary.options import is_one_of
-from ..errors import Unsupported
+from ..programs.block_mask_calls import dense_options
+from ..programs.executor import ProgramCall
 from ..runtime import cupy_runtime
-from .channel import Channel, Message
-from .configuration import METHODS, Configuration
+from .channel import TAG_BYTES, Channel
+from .configuration import METHODS, Request
+from .group import GroupError, Transfer
 from .group_arguments import configure, key_of
 from .group_report import choose
-from .group_support import refusal
+from .member import Member
 
 #: The bytes of the text of shapes and options that members exchange.
 TEXT_BYTES = 4096
@@ -28,103 +32,115 @@ _MAX_CONFIGURATIONS = 256
 
 
 class Agreement:
-    """The configurations of calls, which the members have compared.
+    """The calls that the members have compared.
 
-    New configurations are compared as texts before any of them is used, which synchronizes. Of known ones a checksum is
-    compared during the call (:class:`~cupy_sdpa.parallel.channel.Channel`).
+    New ones are compared as texts before any of them runs, which synchronizes. Of known ones a checksum is compared during the
+    call (:class:`~cupy_sdpa.parallel.channel.Channel`).
 
     Args:
         channel: the group.
         method: the method of calls that request none; None to choose it.
-        check: whether members compare configurations and checksums.
+        check: whether members compare texts and checksums.
     """
 
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
         self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
-    def requested(self, method: str | None) -> str | None:
-        """The method that a call requests."""
-        return self._method if method is None else read_method(method)
-
-    def configuration(
-        self,
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        method: str | None,
-        seqlens: tuple[int | None, int | None],
-        **outputs: bool,
-    ) -> tuple[Configuration, str]:
-        """The configuration of a call and its method; begins the call.
+    def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
+        """What this member computes in calls that were not compared before.
 
         Args:
             arrays: the arrays of the call by name.
-            options: its options.
-            method: the requested method; None to choose it.
-            seqlens: the requested lengths of whole sequences.
-            outputs: the options of the backward pass.
+            options: its options, of :func:`own_options`.
+            of: what it asks for.
+
+        Raises:
+            TypeError, ValueError, Unsupported: the arguments are invalid.
+        """
+        config = configure(self._channel.rank, self._channel.size, arrays, options, of)
+        choice = choose(config, self._method if of.method is None else read_method(of.method))
+        return Member(config, choice, self._channel, of)
+
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> ProgramCall:
+        """The call of this member, which all members make; arguments as for :meth:`member`, with all options.
 
         Raises:
             TypeError, ValueError, Unsupported: the call is refused, or members call with different shapes or options.
             GroupError: a member failed.
         """
         self._channel.check()
-        self._channel.begin(None)
-        key = key_of(arrays, options, method, seqlens, *outputs.items())
-        found = None if key is None else self._known.get(key)
-        if found is None:
-            found = self._compared(arrays, options, method, seqlens, outputs)
-            if key is not None:
-                self._remember(key, found)
-        else:
-            self._known.move_to_end(key)
-        config, chosen, tag = found
-        if self._check:
-            self._channel.begin(tag)
-        return config, chosen
+        found: list[Any] = []
 
-    def compare_once(self, text: str, like: Any, error: Exception | None) -> None:
-        """Compare a text that was not compared before, and raise this member's error, if there is one."""
-        self._channel.begin(None)
-        if error or text not in self._known:
-            self._compare(text, like, error)
-            self._remember(text, None)
+        def prepare() -> str:
+            rest, dtype = own_options(arrays, options)
+            wanted = of._replace(dtype=dtype)
+            key = key_of(arrays, rest, wanted)
+            known = None if key is None else self._known.get(key)
+            member, tag = known or (self.member(arrays, rest, wanted), None)
+            call = member.call(arrays, rest)
+            call.check_lengths()
+            found[:] = key, member, call, tag
+            if known:
+                return ""
+            call.plan()  # what cuDNN refuses is refused before another member waits for it
+            flags = f"deterministic {of.deterministic}, return_dsinks {of.return_dsinks}"
+            return f"{member.config.text}\n{'backward' if of.backward else 'forward'}, method {member.choice.method}\n{flags}"
 
-    def _compared(
-        self,
-        arrays: Mapping[str, Any],
-        options: Mapping[str, Any],
-        method: str | None,
-        seqlens: tuple[int | None, int | None],
-        outputs: Mapping[str, bool],
-    ) -> tuple[Configuration, str, int]:
-        """A configuration after its comparison, its method, and its checksum."""
-        rank, size, q = self._channel.rank, self._channel.size, arrays["q"]
+        text = self.compared(prepare, arrays["q"])
+        key, member, call, tag = found
+        if text:
+            tag = zlib.crc32(text.encode()) >> 1  # an int32
+        if key is not None:
+            self.remember(key, (member, tag))
+        self._channel.begin(tag if self._check else None)
+        return call  # type: ignore[no-any-return]
+
+    def compared(self, prepare: Callable[[], str], like: Any) -> str:
+        """Compare a text with those of the other members.
+
+        Args:
+            prepare: returns the text, empty for one that was compared before. If it raises an exception, all members raise.
+            like: an array of the engine.
+        """
+        self._channel.begin(None)
         error: Exception | None = None
         try:
-            config = configure(rank, size, arrays, options, seqlens)
-            chosen = choose(config, self.requested(method)).method
-            with cupy_runtime.device_context(q):
-                if size > 1 and (reason := refusal(config, chosen, q, options, **outputs)):
-                    raise Unsupported(reason)
-            text = f"{config.text}\n{'backward' if outputs else 'forward'}, method {chosen}\n{dict(outputs)}"
+            text = prepare()
         except Exception as failure:  # the other members must not wait for this one
             error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
-        self._compare(text, q, error)
-        return config, chosen, zlib.crc32(text.encode()) >> 1  # an int32
-
-    def _compare(self, text: str, like: Any, error: Exception | None) -> None:
-        if self._check and self._channel.size > 1:
+        if text and self._check and self._channel.size > 1:
             # its own error is raised below
-            with cupy_runtime.device_context(like), contextlib.suppress(*([ValueError] if error else [])):
+            with cupy_runtime.device_context(like), contextlib.suppress(*([ValueError, GroupError] if error else [])):
                 compare(self._channel, text, like)
         if error is not None:
             raise error
+        return text
 
-    def _remember(self, key: Any, found: Any) -> None:
+    def known(self, key: Any) -> bool:
+        """Whether a key was remembered."""
+        return key in self._known
+
+    def remember(self, key: Any, found: Any) -> None:
+        """Remember what was compared."""
         self._known[key] = found
+        self._known.move_to_end(key)
         while len(self._known) > _MAX_CONFIGURATIONS:
             self._known.popitem(last=False)
+
+
+def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The options without ``block_mask`` and ``compute_dtype``, and the dtype to compute in.
+
+    Raises:
+        TypeError, ValueError: one of the two is invalid, or the arrays cannot be converted.
+    """
+    rest = {**dense_options(arrays["q"], None, options)}
+    dtype = read_compute_dtype(rest.pop("compute_dtype", None), arrays["q"])
+    if dtype is not None:
+        with of_caller(arrays, options):
+            check_converted(arrays)
+    return rest, dtype
 
 
 def compare(channel: Channel, text: str, like: Any) -> None:
@@ -139,16 +155,17 @@ def compare(channel: Channel, text: str, like: Any) -> None:
         ValueError: the texts of two members differ. It is raised on every member.
         GroupError: a member failed.
     """
-    on_gpu = cupy_runtime.is_array(like)
-    own = np.zeros(TEXT_BYTES, np.uint8)
+    xp = cupy_runtime.array_module(like)
+    own = np.zeros(TEXT_BYTES + TAG_BYTES, np.uint8)
     encoded = np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
     own[: len(encoded)] = encoded
-    message = Message.of([cupy_runtime.cupy().asarray(own) if on_gpu else own])
-    specs = [[((TEXT_BYTES,), np.dtype(np.uint8))]] * channel.size
-    messages = channel.gather(message, specs, "shapes and options of a new configuration")
-    arrays = [found.arrays[0].get() if on_gpu else found.arrays[0] for found in messages]
+    arrays = [xp.asarray(own) if peer == channel.rank else xp.empty(own.shape, np.uint8) for peer in range(channel.size)]
+    peers, label = [peer for peer in range(channel.size) if peer != channel.rank], "shapes and options of a new configuration"
+    channel.start_exchange([Transfer(arrays[channel.rank], x) for x in peers], [Transfer(arrays[x], x) for x in peers], label)
+    channel.wait_for_exchange(label)
+    found = [x.get() if cupy_runtime.is_array(x) else x for x in arrays]
     channel.exchanger.check()
-    texts = [bytes(array).rstrip(b"\0").decode(errors="replace") for array in arrays]
+    texts = [bytes(array[:TEXT_BYTES]).rstrip(b"\0").decode(errors="replace") for array in found]
     for peer, other in enumerate(texts):
         if other.startswith(REFUSED):
             raise ValueError(f"member {peer} refused the call: {other.removeprefix(REFUSED)}")

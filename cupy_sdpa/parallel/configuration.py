@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,14 +13,43 @@ from ..boundary.options import band_options
 from ..helpers import dropout_mask
 from ..problem.problem import LENGTHS, SEEDS, Problem
 from ..problem.tensor_spec import numpy_dtype
+from ..programs.program import Builder
+from ..programs.steps import Constant
 from ..score_fn.recorded import Recorded
-from .channel import Spec
-from .parts import Part, Selection, parts, share_buffers, stats_dtype
+from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at
 from .shards import Interval, Layout
 
+#: The shape and dtype of an array in a message.
+Spec = tuple[tuple[int, ...], Any]
+
 #: The methods, from the one that sends the least to the one that sends the most arrays.
 METHODS = ("ring", "all_gather", "all_to_all")
+
+
+class Request(NamedTuple):
+    """What a call asks for besides its arrays and options.
+
+    Attributes:
+        backward: whether it computes the gradients.
+        method: the requested method; None to choose it.
+        seqlen_q, seqlen_kv: the requested lengths of whole sequences.
+        deterministic, return_dsinks: as for :func:`cupy_sdpa.attention_backward`.
+        dtype: the dtype to compute in; None for that of q.
+    """
+
+    backward: bool
+    method: str | None
+    seqlen_q: int | None
+    seqlen_kv: int | None
+    deterministic: bool = False
+    return_dsinks: bool = False
+    dtype: str | None = None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results."""
+        return ("dq", "dk", "dv", *(["dsinks"] if self.return_dsinks else [])) if self.backward else ("out", "stats")
 
 
 @dataclass(frozen=True)
@@ -135,16 +164,8 @@ class Configuration:
             cut=cut,
         )
 
-    def part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a part. They are known in repeated calls, unless they contain arrays that the caller passes."""
-        if self.positional or options.get("dropout_p"):
-            return self._part_options(part, like, options)
-        device = like.data.device_id if self.on_gpu else None
-        if device not in part.known:
-            part.known[device] = self._part_options(part, like, options)
-        return part.known[device]
-
-    def _part_options(self, part: Part, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    def part_options(self, part: Part, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a part."""
         _, _, heads, *_, entries = self.problem.sizes
         if self.packed and part.sequence is None:
             counts = (entries, heads, *self.longest)
@@ -153,10 +174,10 @@ class Configuration:
         band, (i, j) = part.band, part.first
         own = part.keys.length - part.rows.length if band and band.bottom_right else 0
         first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
-        made = options_at(options, self.functions, Window(first, counts, part.diagonal, own))
-        return made | band_options(band) | part.packing(like) | self._dropout(made, options)
+        made = options_at(builder, options, self.functions, Window(first, counts, part.diagonal, own))
+        return made | band_options(band) | part.packing(builder) | self._dropout(made, options)
 
-    def head_options(self, like: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    def head_options(self, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of the call on this member's heads of whole sequences."""
         sq, skv = self.longest
         *_, entries = self.problem.sizes
@@ -164,10 +185,10 @@ class Configuration:
         band = self.problem.band
         diagonal = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), diagonal, diagonal)
-        made = options_at(options, self.functions, window)
+        made = options_at(builder, options, self.functions, window)
         if (sinks := options.get("sinks")) is not None:
-            made["sinks"] = aligned(sinks[rows])
-        return made | band_options(band) | self.everything.packing(like) | self._dropout(made, options)
+            made["sinks"] = aligned(builder, sinks[rows])
+        return made | band_options(band) | self.everything.packing(builder) | self._dropout(made, options)
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -209,11 +230,16 @@ class Configuration:
         return [((width, hkv, share, *self.batch), dtype or self.dtype) for width in (d, dv)]
 
     @property
-    def sums(self) -> Any:
-        """The dtype in which gradients are summed and sent: that of the log-sum-exp."""
-        return self.stats
+    def row_axis(self) -> int:
+        """The axis of the queries of the log-sum-exp."""
+        return 1 if self.packed else 0
+
+    @functools.cached_property
+    def positions(self) -> Constant:
+        """The positions of the member's queries within their sequences."""
+        return Constant(self.queries.positions(self.rank))
 
     @property
     def stats(self) -> Any:
-        """The dtype of the log-sum-exp."""
-        return stats_dtype(self.dtype)
+        """The dtype of the log-sum-exp, and of sums of gradients: float64 for float64 arrays, else float32."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)

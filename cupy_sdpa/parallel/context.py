@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 from typing import Any
 
-from ..attention import attention, attention_backward
-from ..boundary.compute import call_in_compute_dtype, in_compute_dtype
 from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
-from ..programs.block_mask_calls import dense_options
+from ..programs.executor import Inputs, ProgramCall, Signature
+from ..programs.program import Builder
 from ..runtime import cupy_runtime
-from .agreement import REFUSED, Agreement
-from .channel import Channel, Message, copy
+from .agreement import Agreement, own_options
+from .channel import Channel, copy
+from .configuration import Request
 from .convert import as_exchanger
-from .group_arguments import configure, listed, packed_lengths, read_length
+from .group_arguments import listed, packed_lengths, read_length
 from .group_report import ParallelReport, report
-from .heads import heads_backward, heads_forward
-from .ring import gather_backward, gather_forward, ring_backward, ring_forward, sink_gradients
+from .member_steps import MemberSteps
 from .shards import Layout
-from .single import empty_stats, on_one
-
-_FORWARD = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
-_BACKWARD = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
@@ -122,16 +116,8 @@ class ContextParallel:
         flags: dict[str, Any] = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
         if needs_conversion(q, options) or other_layout(options):
             return convert(self.attention, {"q": q, "k": k, "v": v}, options, OUTPUTS, **flags)
-        if options.get("compute_dtype") is not None:
-            call = functools.partial(self.attention, **flags)
-            return call_in_compute_dtype(call, {"q": q, "k": k, "v": v}, options, OUTPUTS)
-        options = dense_options(q, None, options)
-        config, chosen = self._agreement.configuration({"q": q, "k": k, "v": v}, options, method, (seqlen_q, seqlen_kv))
-        with cupy_runtime.device_context(q):
-            if self.size == 1:
-                out, stats = on_one(config, attention, q, k, v, options, stats=empty_stats(config, q))
-            else:
-                out, stats = _FORWARD[chosen](config, self._channel, q, k, v, config.with_dropout_mask(options))
+        of = Request(False, method, seqlen_q, seqlen_kv)
+        out, stats = _run(self._agreement.call({"q": q, "k": k, "v": v}, options, of))
         return (out, stats) if return_stats else out
 
     @takes_default
@@ -176,32 +162,13 @@ class ContextParallel:
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
-        gradients: tuple[Any, ...]
-        flags: dict[str, Any] = {
-            "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "deterministic": deterministic,
-            "return_dsinks": return_dsinks,
-        }  # fmt: skip
-        names = gradient_names(False, return_dsinks)
+        flags: dict[str, Any] = {"deterministic": deterministic, "return_dsinks": return_dsinks}
         if needs_conversion(q, options) or other_layout(options):
-            gradients = convert(self.attention_backward, arrays, options, names, **flags)
+            names = gradient_names(False, return_dsinks)
+            flags |= {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+            gradients: tuple[Any, ...] = convert(self.attention_backward, arrays, options, names, **flags)
             return gradients
-        if options.get("compute_dtype") is not None:
-            gradients = call_in_compute_dtype(functools.partial(self.attention_backward, **flags), arrays, options, names)
-            return gradients
-        options = dense_options(q, None, options)
-        config, chosen = self._agreement.configuration(
-            arrays, options, method, (seqlen_q, seqlen_kv), backward=True, deterministic=deterministic
-        )
-        with cupy_runtime.device_context(q):
-            if self.size == 1:
-                call = functools.partial(attention_backward, dout)
-                gradients = on_one(config, call, q, k, v, options, out, stats, deterministic=deterministic)
-            else:
-                given = (dout, q, k, v, out, stats, config.with_dropout_mask(options))
-                gradients = _BACKWARD[chosen](config, self._channel, *given, deterministic=deterministic)
-            if return_dsinks:
-                gradients = (*gradients, sink_gradients(config, self._channel, dout, out, stats, options["sinks"]))
-        return gradients
+        return tuple(_run(self._agreement.call(arrays, options, Request(True, method, seqlen_q, seqlen_kv, **flags))))
 
     @takes_default
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
@@ -247,12 +214,12 @@ class ContextParallel:
                 own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
                 given: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
                 return self.explain(**own, **given, **conversion.options)
-        if options.get("compute_dtype") is not None:
-            own, rest = in_compute_dtype({"q": q, "k": k, "v": v}, options)
-            return self.explain(**own, method=method, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **rest)
-        options = dense_options(q, None, options)
-        config = configure(self.rank, self.size, {"q": q, "k": k, "v": v}, options, (seqlen_q, seqlen_kv))
-        return report(config, self._agreement.requested(method), q, options)
+        arrays = {"q": q, "k": k, "v": v}
+        rest, dtype = own_options(arrays, options)
+        forward, backward = (
+            self._agreement.member(arrays, rest, Request(of, method, seqlen_q, seqlen_kv, dtype=dtype)) for of in (False, True)
+        )
+        return report(forward.config, forward.choice, forward.call(arrays, rest), backward.call(arrays, rest))
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
@@ -298,8 +265,9 @@ class ContextParallel:
                 disagree.
             GroupError: a member failed, or did not call in time.
         """
-        error: Exception | None = None
-        try:
+        found: list[Any] = []
+
+        def prepare() -> str:
             along = _axis_of(x, axis)
             layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
             if x.shape[along] != layout.share(self.rank):
@@ -309,17 +277,22 @@ class ContextParallel:
                 )
             others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
             text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
-        except Exception as failure:  # the other members must not wait for this one
-            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
-        self._agreement.compare_once(text, x, error)
+            found[:] = text, along, layout
+            return "" if self._agreement.known(text) else text
+
+        self._agreement.compared(prepare, x)
+        text, along, layout = found
+        self._agreement.remember(text, None)
         with cupy_runtime.device_context(x):
-            specs = [[((*x.shape[:along], layout.share(r), *x.shape[along + 1 :]), x.dtype)] for r in range(self.size)]
-            messages = self._channel.gather(Message.of([x]), specs, "unshard")
-            whole = _new_like(x, (*x.shape[:along], layout.total, *x.shape[along + 1 :]))
+            shapes = [(*x.shape[:along], positions, *x.shape[along + 1 :]) for positions in (*layout.shares, layout.total)]
+            inputs = Inputs({"q": x, "whole": _new_like(x, shapes.pop())}, {})
+            steps = MemberSteps(Builder(inputs.device), self._channel)
+            own, whole = inputs.of(("q", "whole"))
+            messages = steps.gather(steps.message_of([own]), [[(shape, x.dtype)] for shape in shapes], "unshard")
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
-                    copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
-        return whole
+                    steps.copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
+            return ProgramCall(steps.builder.build(), inputs.arrays, Signature(()), ["whole"]).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
         """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
@@ -372,3 +345,9 @@ def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _slices(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)
+
+
+def _run(call: ProgramCall) -> list[Any]:
+    """Run a call on the device of its arrays."""
+    with cupy_runtime.device_context(call.arrays["q"]):
+        return call.run()

@@ -19,7 +19,7 @@ from ..problem.tensor_spec import Signature, dense_signature, dtype_name
 from ..problem.validation import expected_arrays, make_problem
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
-from .configuration import Configuration
+from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import Layout
 
@@ -34,20 +34,14 @@ _EXCLUDED = {
 _POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENGTHS)
 
 
-def configure(
-    rank: int,
-    size: int,
-    arrays: Mapping[str, Any],
-    options: Mapping[str, Any],
-    seqlens: tuple[int | None, int | None],
-) -> Configuration:
+def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Configuration:
     """Validate the arguments of a call.
 
     Args:
         rank, size: the member, and the number of members.
         arrays: q, k and v, and in the backward pass dout, out and stats.
         options: the options.
-        seqlens: the lengths of the sequences of dense arrays; None for the local length times the number of members.
+        of: what the call asks for.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
@@ -71,11 +65,11 @@ def configure(
             raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
         if name != "stats" and options.get("layout") is None:
             check_strides_of(name, argument.array)
-    queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, seqlens)
+    queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, of)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].array.shape[2] != layout.share(rank):
             _raise_share(name, given[name].array.shape, layout, rank, packed)
-    problem = _problem(given, options, queries, keys)
+    problem = _problem(given, options, queries, keys, of.dtype)
     on_gpu = given["q"].device is not None
     drawn = bool(problem.settings.dropout) and options.get("dropout_mask") is None
     if drawn and on_gpu and size > 1:
@@ -91,8 +85,7 @@ def configure(
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
-    _, _, hq, _, sq, skv, entries = problem.sizes
-    functions = functions_of(options, (entries, hq, sq, skv))
+    functions = functions_of(options, problem)
     positional = drawn or any(options.get(name) is not None for name in _POSITIONAL)
     text = _text(problem, {**options, **functions}, queries, keys)
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
@@ -149,10 +142,10 @@ def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layo
     return queries, keys
 
 
-def _dense_layouts(queries: int, keys: int, size: int, seqlens: tuple[int | None, int | None]) -> tuple[Layout, Layout]:
+def _dense_layouts(queries: int, keys: int, size: int, of: Request) -> tuple[Layout, Layout]:
     """The layouts of dense arrays from the lengths of the member's arrays."""
-    seqlen_q, seqlen_kv = seqlens
-    whole_q = queries * size if seqlen_q is None else read_length("seqlen_q", seqlen_q)
+    seqlen_kv = of.seqlen_kv
+    whole_q = queries * size if of.seqlen_q is None else read_length("seqlen_q", of.seqlen_q)
     if seqlen_kv is None:
         seqlen_kv = whole_q if queries == keys else keys * size
     return Layout((whole_q,), size), Layout((read_length("seqlen_kv", seqlen_kv),), size)
@@ -173,12 +166,12 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
     )
 
 
-def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout) -> Problem:
+def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout, dtype: str | None) -> Problem:
     """The problem of the call on one GPU."""
     signatures: dict[str, Signature] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):
         x = given[name].array
-        signatures[name] = dense_signature(dtype_name(x.dtype), (*x.shape[:2], layout.total, *x.shape[3:]))
+        signatures[name] = dense_signature(dtype or dtype_name(x.dtype), (*x.shape[:2], layout.total, *x.shape[3:]))
     for name in ARRAYS:
         value = options.get(name)
         if value is None or name in SEEDS:
@@ -233,34 +226,25 @@ def _abbreviated(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
 
 
-def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], *others: Any) -> Any:
+def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
     """A hashable value that is equal for calls with the same configuration; None if there is none."""
-    parts_of_key: list[Any] = [*others]
-    for name, x in arrays.items():
-        if remedy := getattr(type(x), "not_an_array", None):
-            raise TypeError(f"{name} is {in_words(x)}; {remedy}")
-        if not hasattr(x, "dtype"):
-            return None  # refused later
-        parts_of_key.append((name, x.shape, x.dtype.str, x.dtype.name, cupy_runtime.is_array(x)))
-    for name, value in options.items():
-        if value is None or name in FUNCTIONS:
-            continue
-        if name in CU_SEQLENS:
-            if cupy_runtime.is_array(value):
-                return None
-            parts_of_key.append((name, np.asarray(value).tobytes()))
-        elif name == "tensors":
-            parts_of_key.append((name, tuple((key, x.shape, x.dtype.name) for key, x in value.items())))
+    key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
+    tensors = {f"tensors[{name!r}]": x for name, x in (options.get("tensors") or {}).items()}
+    others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}
+    for name, value in {**arrays, **others, **tensors}.items():
+        if name in arrays and (remedy := getattr(type(value), "not_an_array", None)):
+            raise TypeError(f"{name} is {in_words(value)}; {remedy}")
+        if name in CU_SEQLENS and not cupy_runtime.is_array(value):
+            key.append((name, np.asarray(value).tobytes()))
         elif hasattr(value, "dtype") and not isinstance(value, np.generic):
-            parts_of_key.append((name, value.shape, value.dtype.name))
+            key.append((name, value.shape, value.dtype.name, value.dtype.str))
         else:
-            parts_of_key.append((name, value if not isinstance(value, list) else tuple(value)))
+            key.append((name, tuple(value) if isinstance(value, list) else value))
     identities = function_identities(options)
     if any(options.get(name) is not None and own is None for name, own in zip(FUNCTIONS, identities, strict=True)):
         return None
-    key = (*parts_of_key, identities)
     try:
-        hash(key)
+        hash(found := (*key, identities))
     except TypeError:
         return None
-    return key
+    return found

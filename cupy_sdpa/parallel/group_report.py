@@ -1,20 +1,18 @@
-"""Which method a call uses and why, and what it costs: calls, memory and bytes sent, from shapes alone."""
+"""Which method a call uses and why, and what it costs: calls, memory and bytes sent, from its program."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import Unsupported
-from ..programs.describe import report_of_views
+from ..programs.describe import report_of
+from ..programs.executor import ProgramCall
 from ..replay.call_report import Report
-from .channel import message_bytes
 from .configuration import METHODS, Configuration
-from .group_support import calls
+from .member_steps import bytes_sent
 from .parts import Part
 
 
@@ -48,8 +46,8 @@ class ParallelReport(NamedTuple):
         refusals: the methods that cannot run, and why.
         forward, backward: the costs of both passes for this member.
         parts: the calls of this member: the numbers of queries and keys, and the mask.
-        launches: for both passes the reports on the calls of this member, see :func:`cupy_sdpa.explain`: the problem, the plan,
-            the steps and the bytes of temporary arrays; calls that differ in addresses only have one.
+        launches: for both passes the report on the program of this member, see :func:`cupy_sdpa.explain`: the problems, the
+            plans, the steps and the bytes of temporary arrays. Empty if no call is made.
         text: the problem in words.
     """
 
@@ -109,27 +107,38 @@ def choose(config: Configuration, requested: str | None) -> Choice:
         return Choice(possible[0], "the ring cannot run")
     # On two H200s (benchmarks/results/h200x2_cudnn919_parallel.csv) the ring is the fastest method for both passes or takes 1 %
     # longer. With as many key/value heads as query heads all_to_all sends half as much, and takes 4 % less time.
-    first = dataclasses.replace(config, rank=0)  # every member must choose the same method
-    sent = {name: sum(cost(first, name, backward).sent for backward in (False, True)) for name in possible}
-    if 3 * sent.get("all_to_all", sent["ring"]) <= 2 * sent["ring"]:
-        return Choice("all_to_all", f"it sends {_bytes(sent['all_to_all'])} in both passes, the ring {_bytes(sent['ring'])}")
+    ring, heads = _sent(config)
+    if "all_to_all" in possible and 3 * heads <= 2 * ring:
+        return Choice("all_to_all", f"it sends about {_bytes(heads)} in both passes, the ring {_bytes(ring)}")
     return Choice("ring", "its transfers are hidden behind calls")
 
 
-def report(config: Configuration, requested: str | None, like: Any, options: Mapping[str, Any]) -> ParallelReport:
-    """What a call would do; ``like`` is its q."""
-    choice = choose(config, requested)
-    forward, backward = (cost(config, choice.method, one) for one in (False, True))
-    made = tuple(_described(config, part) for part in _parts(config, choice.method))
+def _sent(config: Configuration) -> tuple[int, int]:
+    """The bytes that a member sends in both passes, with the ring and with all-to-all; the same for all members."""
+    d, dv, hq, hkv, *_, entries = config.problem.sizes
+    size, batch = config.size, 1 if config.packed else entries
+    item, wide = np.dtype(config.dtype).itemsize, config.stats.itemsize
+    keys = config.keys.total * batch * hkv * (d + dv) // size
+    rows = config.queries.total * batch * hq // size
+    ring = keys * (2 * (size - 1) * item + size * wide)
+    repeated = max(1.0, size / hkv) if hkv else 1.0  # key/value heads that several members need
+    heads = 3 * (keys * repeated + rows * (d + dv)) * item + 2 * rows * wide
+    return ring, int(heads * (size - 1) / size)
+
+
+def report(config: Configuration, choice: Choice, forward: ProgramCall, backward: ProgramCall) -> ParallelReport:
+    """What the calls of both passes of a member would do."""
+    made = tuple(_described(part) for part in _parts(config, choice.method))
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
         made = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
     text = f"member {config.rank} of {config.size}: {config.problem}"
-    launches = {
-        name: tuple(report_of_views(call, like) for call in calls(config, choice.method, like, options, {"backward": of}))
-        for name, of in (("forward", False), ("backward", True))
+    calls = {"forward": forward, "backward": backward}
+    launches: dict[str, tuple[Report, ...]] = {
+        name: (report_of(call),) if call.program.launches else () for name, call in calls.items()
     }
-    return ParallelReport(choice.method, choice.reason, config.refusals, forward, backward, made, launches, text)
+    first, second = (Cost(bytes_sent(x.program), x.program.memory_bytes, len(x.program.launches)) for x in (forward, backward))
+    return ParallelReport(choice.method, choice.reason, config.refusals, first, second, made, launches, text)
 
 
 def _parts(config: Configuration, method: str) -> Sequence[Part]:
@@ -138,67 +147,9 @@ def _parts(config: Configuration, method: str) -> Sequence[Part]:
     return config.whole[0] if method == "all_gather" else ()
 
 
-def _described(config: Configuration, part: Part) -> str:
+def _described(part: Part) -> str:
     entries = f"{len(part.lengths)} sequences, " if part.lengths else ""
     return f"{entries}{part.rows.length} queries, {part.keys.length} keys, {part.band or 'no mask'}"
-
-
-def cost(config: Configuration, method: str, backward: bool) -> Cost:
-    """What a pass costs one member."""
-    return {"ring": _ring, "all_gather": _gather, "all_to_all": _heads}[method](config, backward)
-
-
-def _sizes(config: Configuration, rank: int) -> tuple[int, int, int]:
-    """The bytes of the queries, of the outputs and of the log-sum-exp of a member."""
-    d, dv, hq, *_, entries = config.problem.sizes
-    rows = config.queries.share(rank) * hq * (1 if config.packed else entries)
-    item = np.dtype(config.dtype).itemsize
-    return rows * d * item, rows * dv * item, rows * np.dtype(config.stats).itemsize
-
-
-def _ring(config: Configuration, backward: bool) -> Cost:
-    steps, buffers = config.steps
-    size, rank = config.size, config.rank
-    keys = [message_bytes(config.key_specs((rank - step) % size)) for step in range(size)]
-    sums = [message_bytes(config.key_specs((rank - step) % size, config.sums)) for step in range(size)]
-    q, out, stats = _sizes(config, rank)
-    sent = sum(keys[:-1]) + (sum(sums) if backward and size > 1 else 0)
-    memory = 2 * max(keys) if size > 1 else 0
-    if backward:
-        memory += 2 * max(sums) + q * np.dtype(config.sums).itemsize // np.dtype(config.dtype).itemsize + q + max(keys)
-    elif buffers > 1:
-        memory += buffers * (out + stats)
-    return Cost(sent, memory, sum(map(len, steps)))
-
-
-def _gather(config: Configuration, backward: bool) -> Cost:
-    made, buffers = (config.whole_backward, 1) if backward else config.whole
-    size, rank = config.size, config.rank
-    everything = sum(message_bytes(config.key_specs(peer)) for peer in range(size))
-    sent = message_bytes(config.key_specs(rank)) * (size - 1)
-    q, out, stats = _sizes(config, rank)
-    memory = 2 * everything
-    if backward:
-        sent += sum(message_bytes(config.key_specs(peer, config.sums)) for peer in range(size) if peer != rank)
-        wide = np.dtype(config.sums).itemsize / np.dtype(config.dtype).itemsize
-        memory += math.ceil(everything * (3 * wide + 1)) + math.ceil(q * (1 + wide))
-    elif buffers > 1:
-        memory += buffers * (out + stats)
-    return Cost(sent, memory, len(made))
-
-
-def _heads(config: Configuration, backward: bool) -> Cost:
-    size = config.size
-    q, out, stats = _sizes(config, config.rank)
-    hkv = config.problem.sizes[3]
-    item = np.dtype(config.dtype).itemsize
-    keys = sum(math.prod(shape) for shape, _ in config.key_specs(config.rank)) * item
-    repeated = max(1.0, size / hkv) if hkv else 1.0  # key/value heads that several members need
-    moved = q + keys * repeated + out + stats
-    if backward:
-        moved = 2 * out + 2 * q + stats + 2 * keys * repeated
-    sent = int(moved * (size - 1) / size) + 2 * (size - 1) * message_bytes([])  # in two exchanges
-    return Cost(sent, int(3 * moved), 1)
 
 
 def _bytes(count: int) -> str:

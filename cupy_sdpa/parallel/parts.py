@@ -1,23 +1,19 @@
-"""The calls that a member makes: which queries and keys each one computes, and how their results are combined."""
+"""The calls that a member makes: which queries and keys each one computes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..attention import attention
-from ..boundary.layouts import named
-from ..helpers import merge_unchecked
 from ..kernels.merge import accumulate
 from ..problem.band import Band
-from ..problem.problem import row_stats_shape
-from ..programs.passes import attend_backward, blocks_of
+from ..problem.view import View
+from ..programs.program import Builder
 from ..programs.steps import Constant
-from ..runtime import cupy_runtime, memory
 from .channel import copy
 from .shards import Interval, Layout
 from .tile_counts import Tile, tiles
@@ -40,34 +36,53 @@ class Selection:
         self.ranges = joined
         self.length = sum(stop - start for start, stop in joined)
 
-    def of(self, x: Any, axis: int) -> Any:
+    def of(self, builder: Builder, x: View, axis: int) -> View:
         """The elements of an array along an axis: a view of a range, else a copy, for which the axis must be the last one."""
         if len(self.ranges) <= 1:
-            start, stop = self.ranges[0] if self.ranges else (0, 0)
-            return x if stop - start == x.shape[axis] else x[(*(slice(None),) * axis, slice(start, stop))]
-        return as_bits(x).T[self._index(x)].T.view(x.dtype)
+            return self._range(x, axis)
+        target = builder.temporary((*x.shape[:-1], self.length), x.dtype)
+        builder.run(take, target, x, builder.constant(self._indices), writes=(target,))
+        return target
 
-    def write(self, target: Any, x: Any, axis: int) -> None:
+    def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            copy(self.of(target, axis), x)
+            builder.run(copy, self._range(target, axis), x, writes=(self._range(target, axis),))
         else:
-            as_bits(target).T[self._index(target)] = as_bits(x).T
+            builder.run(put, target, x, builder.constant(self._indices), writes=(target,))
 
-    def add(self, total: Any, x: Any, axis: int) -> None:
+    def add(self, builder: Builder, total: View, x: View, axis: int) -> None:
         """Add elements to a float32 or float64 array along an axis."""
         if len(self.ranges) <= 1:
-            accumulate(self.of(total, axis), x)
+            builder.run(accumulate, self._range(total, axis), x, writes=(self._range(total, axis),))
         else:
-            total.T[self._index(total)] += x.T.astype(total.dtype)
+            builder.run(add_at, total, x, builder.constant(self._indices), writes=(total,))
 
-    def _index(self, x: Any) -> Any:
-        """The indices, on the device of an array."""
-        return self._indices.on_device() if cupy_runtime.is_array(x) else self._indices.array
+    def _range(self, x: View, axis: int) -> View:
+        start, stop = self.ranges[0] if self.ranges else (0, 0)
+        return x if stop - start == x.shape[axis] else x[(*(slice(None),) * axis, slice(start, stop))]
 
     @functools.cached_property
     def _indices(self) -> Constant:
         return Constant(np.concatenate([np.arange(*pair) for pair in self.ranges]))
+
+
+# Steps; the positions are the last axis
+
+
+def take(target: Any, x: Any, indices: Any) -> None:
+    """Copy the elements at some positions."""
+    as_bits(target).T[...] = as_bits(x).T[indices]
+
+
+def put(target: Any, x: Any, indices: Any) -> None:
+    """Write elements to some positions."""
+    as_bits(target).T[indices] = as_bits(x).T
+
+
+def add_at(total: Any, x: Any, indices: Any) -> None:
+    """Add elements to those at some positions, none of which occurs twice."""
+    total.T[indices] += x.T.astype(total.dtype)
 
 
 def as_bits(x: Any) -> Any:
@@ -87,7 +102,6 @@ class Part:
         diagonal: the key on the diagonal of query 0 of the sequence.
         lengths: the numbers of queries and keys of every packed sequence of the call; None for dense arrays.
         buffer: the index of the partial result that the rows are written to; parts of different rows share one.
-        known: the options of the call by device, if they do not depend on the caller's arrays.
     """
 
     rows: Selection
@@ -98,14 +112,12 @@ class Part:
     diagonal: int
     lengths: tuple[tuple[int, int], ...] | None
     buffer: int = 0
-    known: dict[int | None, dict[str, Any]] = field(default_factory=dict, repr=False)
 
-    def packing(self, like: Any) -> dict[str, Any]:
+    def packing(self, builder: Builder) -> dict[str, Any]:
         """The options that describe packed sequences."""
         if self.lengths is None:
             return {}
-        on_gpu = cupy_runtime.is_array(like)
-        offsets = {name: starts.on_device() if on_gpu else starts.array for name, starts in self._offsets.items()}
+        offsets = {name: builder.constant(starts) for name, starts in self._offsets.items()}
         return {**offsets, **{f"max_seqlen_{side}": max(of, default=0) for side, of in self._sides.items()}}
 
     @property
@@ -193,87 +205,3 @@ def share_buffers(made: Sequence[Part]) -> int:
             covered.append([])
         covered[part.buffer] += part.rows.ranges
     return max(len(covered), 1)
-
-
-class Partials:
-    """The partial outputs and log-sum-exps of a member's queries, to be merged.
-
-    Args:
-        q, v: arrays of the queries and of the values, of which only shapes, dtype and device are used.
-        count: the number of partial results.
-        packed: whether sequences are packed.
-    """
-
-    def __init__(self, q: Any, v: Any, count: int, packed: bool) -> None:
-        self._like, self._packed = q, packed
-        self.out_shape = (v.shape[0], *q.shape[1:])
-        self.stats_shape = row_stats_shape(q.shape)
-        self.stats_dtype = stats_dtype(q.dtype)
-        self._results: list[tuple[Any, Any] | None] = [None] * count
-        #: The number of rows of the first partial result that have been written; parts that share a result have different rows.
-        self._rows = 0
-
-    def compute(self, part: Part, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
-        """Compute a part."""
-        inputs = part.rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2)
-        rows = inputs[0].shape[2]
-        stats = cupy_runtime.new_result(q, row_stats_shape(inputs[0].shape), self.stats_dtype)
-        with named():  # parts of the options of the whole call
-            out, stats = attention(*inputs, stats=stats, **options)
-        if not part.buffer:
-            self._rows += rows
-        if rows == q.shape[2] and self._results[part.buffer] is None:
-            self._results[part.buffer] = out, stats
-            return
-        if (known := self._results[part.buffer]) is None:
-            known = self._results[part.buffer] = self._empty()
-        part.rows.write(known[0], out, 2)
-        part.rows.write(known[1], stats, 1 if self._packed else 0)
-
-    def _empty(self) -> tuple[Any, Any]:
-        """A partial result without keys: merging does not read the outputs of rows whose log-sum-exp is -inf."""
-        out = cupy_runtime.new_result(self._like, self.out_shape, self._like.dtype)
-        stats = cupy_runtime.new_result(self._like, self.stats_shape, self.stats_dtype)
-        memory.clear(stats, -np.inf)
-        return out, stats
-
-    def merged(self, sinks: Any) -> tuple[Any, Any]:
-        """The output and the log-sum-exp over all keys."""
-        results = [result or self._empty() for result in self._results]
-        if len(results) == 1 and sinks is None and self._rows == self._like.shape[2]:
-            return results[0]
-        outs, stats = zip(*results, strict=True)
-        return merge_unchecked(outs, stats, sinks, None, return_stats=True)  # type: ignore[no-any-return]
-
-
-def stats_dtype(dtype: Any) -> Any:
-    """The dtype of the log-sum-exp: float64 for float64 arrays, else float32."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def gradients(part: Part, arrays: Sequence[Any], k: Any, v: Any, packed: bool, options: Mapping[str, Any]) -> Any:
-    """The gradients of a part, from the final output and log-sum-exp of its queries.
-
-    Args:
-        part: the part.
-        arrays: dout, q, out and stats of the member.
-        k, v: the keys and values.
-        packed: whether sequences are packed.
-        options: the options of the call.
-
-    Returns:
-        The gradients of the queries, keys and values of the part, in the dtype of q.
-    """
-    dout, q, out, stats = arrays
-    rows = part.rows
-    final = rows.of(stats, 1 if packed else 0)
-    if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16
-        dense = cupy_runtime.temporary(final, final.shape, final.dtype)
-        dense[...] = final
-        final = dense
-    queries, keys, values = rows.of(q, 2), part.keys.of(k, 2), part.keys.of(v, 2)
-    mask, rest = blocks_of(queries, keys, {**options}, automatic=True)
-    deterministic = rest.pop("deterministic", False)
-    arrays = rows.of(dout, 2), queries, keys, values, rows.of(out, 2), final, None, None, None
-    with named():
-        return attend_backward(arrays, rest, mask=mask, deterministic=deterministic, given_stats="part")

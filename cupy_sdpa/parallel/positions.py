@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.user_functions import FUNCTIONS
-from ..problem.problem import LENGTHS, SCORE_INPUTS
-from ..runtime import cupy_runtime
+from ..boundary.user_functions import FUNCTIONS, trace_functions
+from ..problem.problem import LENGTHS, SCORE_INPUTS, Problem
+from ..problem.view import View
+from ..programs.program import Builder
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded, relocated
-from ..score_fn.tracer import record, trace
+from ..score_fn.tracer import record
 
 #: The options that are the same for every part.
 SAME = ("scale", "softcap", "max_workspace")
@@ -38,12 +39,12 @@ class Window(NamedTuple):
     own_diagonal: int
 
 
-def functions_of(options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Recorded]:
+def functions_of(options: Mapping[str, Any], problem: Problem) -> dict[str, Recorded]:
     """The functions of a call by the names of their options, from calling them with traced values.
 
     Args:
         options: the options of the call.
-        sizes: the numbers of batch entries, query heads, queries and keys of whole sequences.
+        problem: the problem of the call on one GPU, without the functions.
 
     Raises:
         Exception: any exception that the functions raise, and errors for operations that cannot be traced.
@@ -51,17 +52,19 @@ def functions_of(options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, 
     given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
     if not given:
         return {}
-    tensors = dict(options.get("tensors") or {})
-    functions = record(given, tensors)
-    trace(functions.get("score_mod"), functions.get("mask_mod"), tensors, dict(zip(AXES, sizes, strict=True)))  # checks them
+    functions = record(given, dict(options.get("tensors") or {}))
+    trace_functions({**options, **functions}, problem)  # checks them
     return functions
 
 
-def options_at(options: Mapping[str, Any], recorded: Mapping[str, Recorded], window: Window) -> dict[str, Any]:
+def options_at(
+    builder: Builder, options: Mapping[str, Any], recorded: Mapping[str, Recorded], window: Window
+) -> dict[str, Any]:
     """The options of a call at some positions, except masks of bands, packing, sinks and dropout.
 
     Args:
-        options: the options for whole sequences.
+        builder: collects the steps.
+        options: the options for whole sequences, with views in place of arrays.
         recorded: the functions, from :func:`functions_of`.
         window: the positions.
     """
@@ -69,14 +72,15 @@ def options_at(options: Mapping[str, Any], recorded: Mapping[str, Recorded], win
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
     for name in SCORE_INPUTS:
         if (array := options.get(name)) is not None:
-            made[name] = _sliced(array, ((j, keys), (i, queries), (h, heads), (b, entries)))
+            made[name] = _sliced(builder, array, ((j, keys), (i, queries), (h, heads), (b, entries)))
     for name, first, count in zip(LENGTHS, (i, j), (queries, keys), strict=True):
         if (lengths := options.get(name)) is not None:
-            made[name] = (lengths - np.int32(first)).clip(0, count)
+            made[name] = target = builder.temporary(lengths.shape, lengths.dtype)
+            builder.run(lengths_from, target, lengths, first, count, writes=(target,))
     slopes = options.get("alibi_slopes")
     functions, tensors = dict(recorded), dict(options.get("tensors") or {})
     if slopes is not None and window.own_diagonal == i - j + window.diagonal:
-        made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(slopes[h : h + heads])
+        made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(builder, slopes[h : h + heads])
     elif slopes is not None:  # the call's own diagonal is another one
         tensors[_SLOPES] = slopes
         score_mod = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
@@ -89,7 +93,9 @@ def options_at(options: Mapping[str, Any], recorded: Mapping[str, Recorded], win
     for number, access in enumerate(known):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
         array = tensors[access.name]
-        local[f"t{number}"] = _taken_from(array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes))
+        local[f"t{number}"] = _taken_from(
+            builder, array, tuple(slice(None) if x is None else slice(x[0], sum(x)) for x in axes)
+        )
         reads[access] = access._replace(name=f"t{number}")
     starts = {axis: start for axis, start in zip(AXES, window.first, strict=True) if start}
     made |= {name: relocated(function, reads, starts=starts, places={}) for name, function in functions.items()}
@@ -106,24 +112,29 @@ def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]])
     return access.name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in axes)
 
 
-def _sliced(array: Any, ranges: Sequence[tuple[int, int]]) -> Any:
+def lengths_from(target: Any, lengths: Any, first: int, count: int) -> None:
+    """Write how many of ``count`` positions from the first one are within each length."""
+    target[...] = (lengths - np.int32(first)).clip(0, count)
+
+
+def _sliced(builder: Builder, array: View, ranges: Sequence[tuple[int, int]]) -> View:
     """The part of an array along axes that are not of length 1; without positions nothing of any axis."""
     parts = [
         slice(None) if n == 1 and count else slice(first, first + count)
         for n, (first, count) in zip(array.shape, ranges, strict=True)
     ]
-    return _taken_from(array, tuple(parts))
+    return _taken_from(builder, array, tuple(parts))
 
 
-def _taken_from(array: Any, index: tuple[slice, ...]) -> Any:
+def _taken_from(builder: Builder, array: View, index: tuple[slice, ...]) -> View:
     """A part of an array; the array itself if it is the whole."""
     part = array[index]
-    return array if part.shape == array.shape else aligned(part)
+    return array if part.shape == array.shape else aligned(builder, part)
 
 
-def aligned(array: Any) -> Any:
+def aligned(builder: Builder, part: View) -> View:
     """A dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
-    return array.copy(order="F") if cupy_runtime.is_array(array) else array
+    return builder.copied(part) if builder.on_gpu else part
 
 
 def _with_alibi(score_mod: Recorded | None, cap: float | None, diagonal: int) -> Callable[..., Any]:

@@ -11,212 +11,250 @@ et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..boundary.compute import cast
 from ..kernels import ragged
-from ..kernels.merge import accumulate
-from ..runtime import cupy_runtime, memory
-from .channel import Channel, Message, Pending, copy
+from ..kernels.merge import MAX_GROUPS, Parts, accumulate, merge
+from ..problem.problem import row_stats_shape
+from ..problem.view import View
+from ..programs.program import Builder
+from ..runtime import cupy_runtime
 from .configuration import Configuration
-from .group import Transfer
-from .parts import Partials, as_bits, gradients
+from .member_steps import MemberSteps, attend, attend_backward
+from .parts import Part, as_bits
 
+Views = Mapping[str, View]
 Options = Mapping[str, Any]
 
 
-def ring_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
-    """The output and the log-sum-exp of the member's queries."""
-    steps, buffers = config.steps
-    results = Partials(q, v, buffers, config.packed)
-    travelling = _Travelling(config, channel, q, k, v)
-    for own in steps:
-        keys, values = travelling.start_next()
+def ring_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
+    """Add the steps of the output and the log-sum-exp of the member's queries."""
+    made, buffers = config.steps
+    results = _Partials(steps.builder, config, [part for own in made for part in own], buffers, views, options)
+    for own, (keys, values) in zip(made, _travelling(steps, config, views), strict=True):
         for part in own:
-            results.compute(part, q, keys, values, config.part_options(part, q, options))
-        travelling.finish()
-    return _without_padding(config, *results.merged(options.get("sinks")), options)
+            results.compute(part, keys, values)
+    results.merge()
 
 
-def ring_backward(
-    config: Configuration, channel: Channel, dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any, options: Options,
-    **outputs: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """The gradients of the member's queries, keys and values.
+def gather_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
+    """:func:`ring_forward` with an all-gather."""
+    made, buffers = config.whole
+    results = _Partials(steps.builder, config, made, buffers, views, options)
+    keys, values = _gathered(steps, config, views)
+    for part in made:
+        results.compute(part, keys, values)
+    results.merge()
+
+
+def ring_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
+    """Add the steps of the gradients of the member's queries, keys and values.
 
     The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the
     end.
     """
-    options = _with_finite_bias(options)
-    steps, _ = config.steps
-    dq = memory.zeros(q, q.shape, config.sums)
-    travelling = _Travelling(config, channel, q, k, v)
-    previous, following = (config.rank - 1) % config.size, (config.rank + 1) % config.size
-    sums = Message.zeros(q, config.key_specs(config.rank, config.sums))
-    arriving = Pending()
-    for step, own in enumerate(steps):
-        keys, values = travelling.start_next()
-        found = []
-        for part in own:
-            given = config.part_options(part, q, options)
-            found.append((part, gradients(part, (dout, q, out, stats), keys, values, config.packed, given | outputs)))
-        travelling.finish()
-        arriving.wait()
-        for part, (dq_part, *others) in found:
-            part.rows.add(dq, dq_part, 2)
-            for total, x in zip(sums.arrays, others, strict=True):
-                part.keys.add(total, x, 2)
-        if config.size > 1:
-            received = Message(q, config.key_specs((config.rank - step - 1) % config.size, config.sums))
-            transfers = [Transfer(sums.flat, following)], [Transfer(received.flat, previous)]
-            arriving, sums = channel.start(*transfers, f"ring, step {step}: gradients of keys and values"), received
-    arriving.wait()
-    return _rounded([dq, *sums.arrays], q)
+    builder, rank, size = steps.builder, config.rank, config.size
+    options = _with_finite_bias(builder, options)
+    dq = _zeros(builder, views["q"].shape, config.stats)
+    sums = steps.message(config.key_specs(rank, config.stats))
+    builder.fill(sums.flat, 0)
+    arriving: tuple[Any, ...] = ()
+    for step, (own, (keys, values)) in enumerate(zip(config.steps[0], _travelling(steps, config, views), strict=True)):
+        found = [(part, _gradients(builder, config, part, views, keys, values, options, deterministic)) for part in own]
+        if arriving:
+            steps.wait(*arriving)
+        _add(builder, found, [dq, *sums.arrays])
+        received = steps.message(config.key_specs((rank - step - 1) % size, config.stats))
+        arriving = {(rank + 1) % size: sums}, {(rank - 1) % size: received}, f"ring, step {step}: gradients of keys and values"
+        steps.start(*arriving)
+        sums = received
+    steps.wait(*arriving)
+    _round(builder, [dq, *sums.arrays], views)
 
 
-class _Travelling:
-    """Keys and values on their way around the ring.
-
-    Args:
-        config: the configuration.
-        channel: the group.
-        q, k, v: the member's arrays.
-    """
-
-    def __init__(self, config: Configuration, channel: Channel, q: Any, k: Any, v: Any) -> None:
-        self._config, self._channel, self._like = config, channel, q
-        self._arrays: Any = (k, v)
-        self._message = Message.of([k, v]) if config.size > 1 else None
-        self._next: Message | None = None
-        self._arriving = Pending()
-        self._step = 0
-
-    def start_next(self) -> tuple[Any, Any]:
-        """Start the transfer of the keys and values of the next step; returns those of this step."""
-        config, self._step = self._config, self._step + 1
-        if self._message and self._step < config.size:
-            previous, following = (config.rank - 1) % config.size, (config.rank + 1) % config.size
-            self._next = Message(self._like, config.key_specs((config.rank - self._step) % config.size))
-            self._arriving = self._channel.start(
-                [Transfer(self._message.flat, following)],
-                [Transfer(self._next.flat, previous)],
-                f"ring, step {self._step}: keys and values",
-            )
-        return self._arrays  # type: ignore[no-any-return]
-
-    def finish(self) -> None:
-        """Let later work wait for the transfer."""
-        self._arriving.wait()
-        if self._next:
-            self._message, self._arrays, self._next = self._next, self._next.arrays, None
-
-
-def gather_forward(config: Configuration, channel: Channel, q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
-    """:func:`ring_forward` with an all-gather."""
-    made, buffers = config.whole
-    results = Partials(q, v, buffers, config.packed)
-    keys, values = _gathered(config, channel, k, v)
-    for part in made:
-        results.compute(part, q, keys, values, config.part_options(part, q, options))
-    return _without_padding(config, *results.merged(options.get("sinks")), options)
-
-
-def gather_backward(
-    config: Configuration, channel: Channel, dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any, options: Options,
-    **outputs: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+def gather_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
     """:func:`ring_backward` with an all-gather; members add the gradients of their keys from all others."""
-    options = _with_finite_bias(options)
-    keys, values = _gathered(config, channel, k, v)
-    dq = memory.zeros(q, q.shape, config.sums)
-    totals = [memory.zeros(q, x.shape, config.sums) for x in (keys, values)]
+    builder = steps.builder
+    options = _with_finite_bias(builder, options)
+    keys, values = _gathered(steps, config, views)
+    totals = [_zeros(builder, x.shape, config.stats) for x in (views["q"], keys, values)]
     for part in config.whole_backward:
-        given = config.part_options(part, q, options)
-        dq_part, *others = gradients(part, (dout, q, out, stats), keys, values, config.packed, given | outputs)
-        part.rows.add(dq, dq_part, 2)
-        for total, x in zip(totals, others, strict=True):
-            part.keys.add(total, x, 2)
-    del keys, values
+        found = _gradients(builder, config, part, views, keys, values, options, deterministic)
+        _add(builder, [(part, found)], totals)
     messages = []
     for peer in range(config.size):
-        message = Message(q, config.key_specs(peer, config.sums))
-        for target, total in zip(message.arrays, totals, strict=True):
+        messages.append(steps.message(config.key_specs(peer, config.stats)))
+        for target, total in zip(messages[-1].arrays, totals[1:], strict=True):
             for local, whole in config.keys.slices(peer):
-                copy(target[:, :, local], total[:, :, whole])
-        messages.append(message)
-    specs = [config.key_specs(config.rank, config.sums)] * config.size
-    first, *others = channel.all_to_all(messages, specs, "all-gather: gradients of keys and values")
+                steps.copy(target[:, :, local], total[:, :, whole])
+    specs = [config.key_specs(config.rank, config.stats)] * config.size
+    first, *others = steps.all_to_all(messages, specs, "all-gather: gradients of keys and values")
     for message in others:
         for total, x in zip(first.arrays, message.arrays, strict=True):
-            accumulate(total, x)
-    return _rounded([dq, *first.arrays], q)
+            builder.run(accumulate, total, x, writes=(total,))
+    _round(builder, [totals[0], *first.arrays], views)
 
 
-def _gathered(config: Configuration, channel: Channel, k: Any, v: Any) -> list[Any]:
+def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iterator[tuple[View, View]]:
+    """The keys and values of every step of the ring; those of the next step are on their way meanwhile."""
+    rank, size = config.rank, config.size
+    arrays, message = [views["k"], views["v"]], steps.message_of([views["k"], views["v"]])
+    for step in range(1, size):
+        received = steps.message(config.key_specs((rank - step) % size))
+        arriving = {(rank + 1) % size: message}, {(rank - 1) % size: received}, f"ring, step {step}: keys and values"
+        steps.start(*arriving)
+        yield arrays[0], arrays[1]
+        steps.wait(*arriving)
+        arrays, message = received.arrays, received
+    yield arrays[0], arrays[1]
+
+
+def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> list[View]:
     """All keys and values in the order of their positions."""
     specs = [config.key_specs(peer) for peer in range(config.size)]
-    messages = channel.gather(Message.of([k, v]), specs, "all-gather: keys and values")
+    messages = steps.gather(steps.message_of([views["k"], views["v"]]), specs, "all-gather: keys and values")
     arrays = []
-    for index, x in enumerate((k, v)):
-        whole = cupy_runtime.temporary(x, (*x.shape[:2], config.keys.total, *x.shape[3:]), x.dtype)
+    for index, x in enumerate((views["k"], views["v"])):
+        whole = steps.builder.temporary((*x.shape[:2], config.keys.total, *x.shape[3:]), x.dtype)
         for peer, message in enumerate(messages):
             for local, positions in config.keys.slices(peer):
-                copy(whole[:, :, positions], message.arrays[index][:, :, local])
+                steps.copy(whole[:, :, positions], message.arrays[index][:, :, local])
         arrays.append(whole)
     return arrays
 
 
-def sink_gradients(config: Configuration, channel: Channel, dout: Any, out: Any, stats: Any, sinks: Any) -> Any:
-    """The gradient of the sinks, summed over the queries of all members in the order of the ranks.
+class _Partials:
+    """The partial outputs and log-sum-exps of a member's queries, which are merged; a single one of all rows is the result.
 
-    A sink has no value, so its gradient is minus its weight times the dot product of dout and out.
+    Args:
+        builder: collects the steps.
+        config: the configuration.
+        made: the calls.
+        count: the number of partial results.
+        views: the arrays and the results.
+        options: the options of the call.
     """
-    wide = config.sums
-    rows = stats if config.packed else stats.transpose(1, 0, 2)
-    xp = cupy_runtime.array_module(stats)
-    heads = (slice(None), *(None,) * (rows.ndim - 1))
-    exists = rows > -np.inf
-    products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
-    products = xp.where(exists, products, 0)  # dout may be NaN in the padding
-    weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, rows, 0), -np.inf))
-    own = -(weights * products).sum(axis=tuple(range(1, rows.ndim)))
-    if config.size > 1:
-        messages = channel.gather(Message.of([own]), [[(own.shape, own.dtype)]] * config.size, "gradients of sinks")
-        own = messages[0].arrays[0].copy()
-        for message in messages[1:]:
-            own += message.arrays[0]
-    return own.astype(np.float32)
+
+    def __init__(
+        self, builder: Builder, config: Configuration, made: Sequence[Part], count: int, views: Views, options: Options
+    ) -> None:
+        self._builder, self._config, self._views, self._options = builder, config, views, options
+        result, rows = (views["out"], views["stats"]), views["q"].shape[2]
+        written = [sum(part.rows.length for part in made if part.buffer == index) for index in range(count)]
+        self._merged = written != [rows] or options.get("sinks") is not None
+        self._results = [self._temporary(*result) for _ in range(count)] if self._merged else [result]
+        for (_, stats), number in zip(self._results, written, strict=True):
+            if number < rows:  # merging does not read the outputs of rows whose log-sum-exp is -inf
+                builder.fill(stats, -np.inf)
+
+    def _temporary(self, *like: View) -> tuple[View, View]:
+        out, stats = (self._builder.temporary(x.shape, x.dtype) for x in like)
+        return out, stats
+
+    def compute(self, part: Part, k: View, v: View) -> None:
+        """Add the steps of a part."""
+        builder, config = self._builder, self._config
+        q = part.rows.of(builder, self._views["q"], 2)
+        keys, values = part.keys.of(builder, k, 2), part.keys.of(builder, v, 2)
+        out, stats = self._results[part.buffer]
+        whole = q.shape == self._views["q"].shape
+        own = out, stats
+        if not whole:
+            own = (
+                builder.temporary((out.shape[0], *q.shape[1:]), out.dtype),
+                builder.temporary(row_stats_shape(q.shape), stats.dtype),
+            )
+        attend(builder, (q, keys, values), *own, config.part_options(part, builder, self._options))
+        if not whole:
+            part.rows.write(builder, out, own[0], 2)
+            part.rows.write(builder, stats, own[1], config.row_axis)
+
+    def merge(self) -> None:
+        """Add the steps of the output and the log-sum-exp over all keys."""
+        if not self._merged:
+            return
+        builder, sinks = self._builder, self._options.get("sinks")
+        out, stats = self._as_target(self._views["out"], self._views["stats"])
+        groups = [Parts(*(x[..., None] for x in self._as_target(*result))) for result in self._results]
+        if builder.on_gpu and len(groups) > MAX_GROUPS:  # they are first merged into one group in float32
+            several, like = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)], groups[0]
+            shapes = [(*x.shape[:-1], len(several)) for x in (like.out, like.stats, like.stats)]
+            made = Parts(*(builder.temporary(shape, np.float32) for shape in shapes))
+            for i, some in enumerate(several):
+                target = [x[..., i] for x in made]
+                builder.run(merge, some, target[0], target[1], None, None, None, target[2], writes=target)
+            groups = [made]
+        builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
+        self._clear_padding(self._views["out"], self._views["stats"])
+
+    def _as_target(self, out: View, stats: View) -> tuple[View, View]:
+        """Results of packed sequences as those of one batch entry."""
+        return (out[..., None], stats.T[..., None]) if self._config.packed else (out, stats)
+
+    def _clear_padding(self, out: View, stats: View) -> None:
+        """Clear the rows after the length of a batch entry, which merging gives their sink."""
+        config, lengths = self._config, self._options.get("seq_lens_q")
+        if self._options.get("sinks") is not None and lengths is not None:
+            positions = self._builder.constant(config.positions)
+            self._builder.run(clear_padding, out, stats, positions, lengths, writes=(out, stats))
 
 
-def _without_padding(config: Configuration, out: Any, stats: Any, options: Options) -> tuple[Any, Any]:
-    """Clear the rows after the length of a batch entry, which merging gives their sink."""
-    if options.get("sinks") is not None and (lengths := options.get("seq_lens_q")) is not None:
-        xp = cupy_runtime.array_module(out)
-        exists = xp.asarray(config.queries.positions(config.rank))[:, None] < lengths  # (Sq, B)
-        bits = as_bits(out)
-        bits[...] = xp.where(exists, bits, bits.dtype.type(0))
-        stats[...] = xp.where(exists[:, None], stats, -np.inf)
-    return out, stats
+def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:
+    """Clear the rows whose positions are not within the lengths."""
+    xp, bits = cupy_runtime.array_module(out), as_bits(out)
+    exists = positions[:, None] < lengths  # (Sq, B)
+    bits[...] = xp.where(exists, bits, bits.dtype.type(0))
+    stats[...] = xp.where(exists[:, None], stats, -np.inf)
 
 
-def _with_finite_bias(options: Options) -> Options:
+def _gradients(
+    builder: Builder, config: Configuration, part: Part, views: Views, k: View, v: View, options: Options, deterministic: bool
+) -> list[View]:
+    """The gradients of a part, from the final output and log-sum-exp of its queries."""
+    stats, rows = views["stats"], part.rows
+    final = rows.of(builder, stats, config.row_axis)
+    if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16
+        final = builder.copied(final)
+    dout, q, out = (rows.of(builder, views[name], 2) for name in ("dout", "q", "out"))
+    arrays = dout, q, part.keys.of(builder, k, 2), part.keys.of(builder, v, 2), out, final
+    made = [builder.temporary(x.shape, x.dtype) for x in arrays[1:4]]
+    given = config.part_options(part, builder, options)
+    attend_backward(builder, (*arrays, *made), given, deterministic=deterministic, given_stats="part")
+    return made
+
+
+def _add(builder: Builder, found: Sequence[tuple[Part, Sequence[View]]], totals: Sequence[View]) -> None:
+    """Add the gradients of parts to those of the queries, keys and values."""
+    for part, gradients in found:
+        for side, total, x in zip((part.rows, part.keys, part.keys), totals, gradients, strict=True):
+            side.add(builder, total, x, 2)
+
+
+def _zeros(builder: Builder, shape: tuple[int, ...], dtype: Any) -> View:
+    total = builder.temporary(shape, dtype)
+    builder.fill(total, 0)
+    return total
+
+
+def _with_finite_bias(builder: Builder, options: Options) -> Options:
     """The options of the backward pass of parts, without -inf in a CuPy bias of one element per query if there are sinks.
 
     cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the log-sum-exp of the row is finite: that of its sink. Parts have
     no sinks, so the guard of the bug does not apply.
     """
     bias = options.get("bias")
-    if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not cupy_runtime.is_array(bias):
+    if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not builder.on_gpu:
         return options
-    finite = cast(bias, np.dtype(np.float32), cupy_runtime.temporary)
-    ragged.replace_infinite(finite)
+    finite = builder.temporary(bias.shape, np.float32)
+    builder.copy(finite, bias)
+    builder.run(ragged.replace_infinite, finite, writes=(finite,))
     return {**options, "bias": finite}
 
 
-def _rounded(sums: Sequence[Any], like: Any) -> tuple[Any, Any, Any]:
-    """The sums of the gradients of q, k and v as results in the dtype of an array."""
-    dq, dk, dv = (cast(total, like.dtype, cupy_runtime.new_result) for total in sums)
-    return dq, dk, dv
+def _round(builder: Builder, sums: Sequence[View], views: Views) -> None:
+    """Add the steps that write the sums of the gradients into the results."""
+    for name, total in zip(("dq", "dk", "dv"), sums, strict=True):
+        builder.copy(views[name], total)

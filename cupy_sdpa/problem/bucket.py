@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from .problem import KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem, has_score_axes
@@ -29,61 +29,44 @@ class Rounding(NamedTuple):
     queries: int
     keys: int
 
+    @classmethod
+    def of(cls, problem: Problem, round_up: Callable[[int], int]) -> Rounding:
+        """The lengths of a problem, rounded up. A single query is not padded: decoding has special kernels."""
+        *_, sq, skv, _ = problem.sizes
+        return cls(sq if sq == 1 else round_up(sq), round_up(skv))
+
     def __call__(self, problem: Problem) -> Problem:
         """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
         return _rounded(problem, *self)
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The rounding of lengths."""
-
-    bucket: int | Literal["power_of_two"] | Callable[[int], int]
-
-    def of(self, problem: Problem) -> Rounding:
-        """The rounded lengths of a problem."""
-        *_, sq, skv, _ = problem.sizes
-        # A single query is not padded: decoding has special kernels.
-        return Rounding(sq if sq == 1 else self.length(sq), self.length(skv))
-
-    def length(self, length: int) -> int:
-        """Round a length up.
-
-        Raises:
-            ValueError: the function returned a smaller number, or a value that is not an integer.
-
-        >>> Policy(512).length(1000), Policy("power_of_two").length(1000), Policy("power_of_two").length(3)
-        (1024, 1024, 64)
-        """
-        if isinstance(self.bucket, str):
-            return max(SMALLEST, 1 << (length - 1).bit_length())
-        if callable(self.bucket):
-            rounded = self.bucket(length)
-            if not isinstance(rounded, numbers.Integral) or rounded < length:
-                raise ValueError(
-                    f"bucket returned {rounded!r} for the length {length}; it must return an integer >= the length"
-                )
-            return int(rounded)
-        return -(-length // self.bucket) * self.bucket
-
-
-def check_bucket(bucket: Any) -> Policy | None:
-    """Convert the argument ``bucket=`` to a policy; None for exact lengths.
+def read_bucket(bucket: Any) -> Callable[[int], int] | None:
+    """How ``bucket=`` rounds a length up; None for exact lengths.
 
     Raises:
-        TypeError, ValueError: the argument is invalid.
+        TypeError, ValueError: the argument is invalid, or later a function returns a value that is no larger length.
+
+    >>> read_bucket(512)(1000), read_bucket("power_of_two")(1000), read_bucket("power_of_two")(3)
+    (1024, 1024, 64)
     """
     if bucket is None:
         return None
     if callable(bucket):
-        return Policy(bucket)
+        return functools.partial(_called, bucket)
     if isinstance(bucket, str) and bucket == "power_of_two":
-        return Policy("power_of_two")
+        return lambda length: max(SMALLEST, 1 << (length - 1).bit_length())
     if isinstance(bucket, numbers.Integral) and not isinstance(bucket, bool):
         if bucket < 1:
             raise ValueError(f"bucket is {bucket}; it must be at least 1: lengths are rounded up to its multiples")
-        return Policy(int(bucket))
+        return lambda length: -(-length // int(bucket)) * int(bucket)
     raise TypeError(f"bucket is {bucket!r}; it must be None, a number, 'power_of_two', or a function from length to length")
+
+
+def _called(bucket: Callable[[int], int], length: int) -> int:
+    rounded = bucket(length)
+    if not isinstance(rounded, numbers.Integral) or rounded < length:
+        raise ValueError(f"bucket returned {rounded!r} for the length {length}; it must return an integer >= the length")
+    return int(rounded)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from ..boundary.arguments import read_shapes
 from ..boundary.engine import interpreted
 from ..boundary.layouts import other_layout, to_own
 from ..boundary.options import check_spelling, is_one_of, read_band
-from ..problem.bucket import check_bucket
+from ..problem.bucket import read_bucket
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
 from ..problem.view import View
@@ -22,9 +22,9 @@ from ..runtime.interpreted_array import plain
 from .steps import Constant
 
 
-def key_of(mask: Any) -> tuple[Any, ...]:
-    """What the key of a cached call has of a mask: its number, and whether its function has not changed."""
-    return mask._cache_key if isinstance(mask, BlockMask) else (None, None)
+def key_of(mask: Any) -> int | None:
+    """What the key of a cached call has of a mask."""
+    return mask._cache_key if isinstance(mask, BlockMask) else None
 
 
 def of_call(
@@ -53,7 +53,7 @@ def of_call(
         return mask, rest  # it is refused
     if reasons_for_dense(rest, return_stats=return_stats, outputs=outputs):
         return None, with_dense_mask(q, k, mask, rest)
-    check_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
+    read_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
     band = read_band(rest.pop("causal", None), rest.pop("window", None))
     return mask if band is None else within_band(mask, band), rest
 

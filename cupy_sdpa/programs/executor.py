@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.sessions import Session
 
 
-class _Signature(NamedTuple):
+class Signature(NamedTuple):
     """What the replay cache reads of the problem of a composed call: the arrays whose alignments are part of the program."""
 
     tensors: tuple[TensorSpec, ...]
@@ -76,7 +76,7 @@ class ProgramCall:
 
     program: Program
     arrays: dict[str, Any]
-    problem: Problem | _Signature
+    problem: Problem | Signature
     result_names: list[str]
     results_of: Mapping[str, View] = field(default_factory=dict)
     identities: tuple[Hashable | None, ...] = ()
@@ -500,7 +500,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     # in an order that does not depend on which results the caller passes
-    signature = _Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
+    signature = Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()

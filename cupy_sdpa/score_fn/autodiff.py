@@ -12,6 +12,7 @@ Source: Griewank and Walther 2008, "Evaluating Derivatives", chapter 3 (reverse 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -127,16 +128,10 @@ def _div(a: AdjointArithmetic, g: Adjoint, out: int, x: int, b: int) -> Gradient
     return quotient, a.multiply(quotient, out).scaled(-1.0)
 
 
-def _tanh(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
-    # d tanh = 1 - tanh^2, as dy - (dy y) y
+def _tan(mode: str, a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
+    # d tan = 1 + tan^2, as dy + (dy y) y; d tanh = 1 - tanh^2, as dy - (dy y) y
     squares = a.writer.add("mul", a.writer.add("mul", g.value, out), out)
-    return [g._replace(value=a.writer.add("sub", g.value, squares))]
-
-
-def _tan(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
-    # d tan = 1 + tan^2, as dy + (dy y) y
-    squares = a.writer.add("mul", a.writer.add("mul", g.value, out), out)
-    return [g._replace(value=a.writer.add("add", g.value, squares))]
+    return [g._replace(value=a.writer.add(mode, g.value, squares))]
 
 
 def _abs(a: AdjointArithmetic, g: Adjoint, out: int, x: int) -> Gradients:
@@ -182,10 +177,10 @@ RULES: dict[str, Rule] = {
     "sqrt": lambda a, g, out, x: [a.divide(g.scaled(0.5), out)],
     "rsqrt": lambda a, g, out, x: [a.multiply(g, out, out, out).scaled(-0.5)],
     "reciprocal": lambda a, g, out, x: [a.multiply(g, out, out).scaled(-1.0)],
-    "tanh_fwd": _tanh,
+    "tanh_fwd": functools.partial(_tan, "sub"),
     "sin": lambda a, g, out, x: [a.multiply(g, a.writer.add("cos", x))],
     "cos": lambda a, g, out, x: [a.multiply(g, a.writer.add("sin", x)).scaled(-1.0)],
-    "tan": _tan,
+    "tan": functools.partial(_tan, "add"),
     "erf": _erf,
     "pow": _pow,
     "mod": _mod,

@@ -1,4 +1,4 @@
-"""Proxies of numbers and arrays, with which a score function is traced.
+"""The tracer, and proxies of numbers and arrays, with which a score function is traced.
 
 Python's operators and the numpy functions in :mod:`cupy_sdpa.score_fn.ufuncs` work on a proxy. Everything else raises an
 exception in the line of the function that uses it; the message names a replacement.
@@ -6,52 +6,130 @@ exception in the line of the function that uses it; the message names a replacem
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from .expression import AXES, Kind, Writer
-from .recorded import Access
+from .expression import AXES, COMMUTES, LEAVES, OPPOSITE, Kind, Step, Writer
+from .recorded import Access, Computed, Recorded
 
 #: The refusal of Python's branches in functions, after the reason.
 NO_BRANCHES = (
     "{}, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, "
     "~, np.minimum, np.maximum, and (a < b) & (b < c)"
 )
+#: The operations of computed indices, all on integers: they are exact, so every engine reads the same element.
+_INDEX_MODES = COMMUTES | OPPOSITE.keys() | {"sub", "neg", "abs", "div", "binary_select"}
+#: Numbers that are constants of the expression; all others are by-value scalars.
+_CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
+#: The end of the message of an index that is not computed with integers.
+_NOT_EXACT = (
+    "; an index is computed with integers, so that every engine reads the same element: use +, -, *, //, %, abs, comparisons, "
+    "np.where, np.minimum and np.maximum. Thresholds take the place of logarithms, see zoo.t5_bucket"
+)
+#: Folders of code between the line of a score function and the recording of a step: this package's, and numpy's operators.
+_INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
 
 
-class Tracer(Protocol):
-    """Records the operations on proxies; see :class:`cupy_sdpa.score_fn.tracer.Tracer`."""
+class Tracer:
+    """Records the operations on traced values.
 
-    writer: Writer
-    sizes: Mapping[str, int]
-    line: str
-    lines: dict[str, str]
-    numbers: dict[str, Any]
-    bounds: dict[int, int]
-    functions: Mapping[str, Callable[..., Value]]
+    Args:
+        functions: the numpy functions of traced values, by name.
+        sizes: the lengths of the axes of the scores, by the names of :data:`~cupy_sdpa.score_fn.expression.AXES`.
+        steps: the steps to start from.
+    """
 
-    def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """Call a numpy function with traced values."""
-        ...
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], sizes: Mapping[str, int], steps: Iterable[Step]) -> None:
+        self.functions, self.sizes, self.writer = functions, sizes, Writer(steps)
+        self.numbers: dict[str, Any] = {}
+        self.bounds: dict[int, int] = {}  # upper bounds of non-negative integer steps
+        self.accesses: dict[str, Access] = {}
+        self.integers: set[str] = set()  # the captured arrays of integers or bool
+        self.lines: dict[str, str] = {}
+        self.line = ""  # the source line of the numpy call that is being traced
 
     def number(self, number: Any, kind: Kind) -> int:
-        """Record a number of the function."""
-        ...
+        """Record a number of the function: a constant if it is 0, 1, -1 or infinite, else a by-value scalar."""
+        value = int(number) if kind == "int" else float(number)
+        if kind == "int" and not -(2**63) <= value < 2**63:
+            raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
+        if value in _CONSTANTS:
+            return self.writer.constant(value, kind)
+        self.numbers[repr(value)] = value
+        return self.writer.leaf("number", repr(value), kind)
 
     def access(self, access: Access, kind: Kind) -> int:
         """Record a read of a captured array."""
-        ...
+        self.accesses[str(access)] = access
+        return self.writer.leaf("captured", str(access), kind)
 
     def index(self, index: Value) -> Any:
-        """A computed index of an array."""
-        ...
+        """A computed index of an array.
+
+        Raises:
+            IndexError: it is no integer, or it is not computed with integers only.
+        """
+        if index.kind != "int":
+            of_bool = "it is a condition: write np.where(condition, 1, 0)"
+            raise IndexError(of_bool if index.kind == "bool" else f"it is a float{_NOT_EXACT}")
+        steps: list[Step] = []
+        reads: list[Access] = []
+        numbers: dict[int, int] = {}
+        for number in self.writer.reachable(index.step):
+            step = self.writer.steps[number]
+            if step.mode == "number":
+                step = Step("constant", (), "", step.kind, self.numbers[step.name])
+            elif step.mode == "captured":
+                reads.append(self.accesses[step.name])
+                if reads[-1].name not in self.integers:
+                    raise IndexError(f"it depends on {reads[-1].name}, which is not an array of integers or bool{_NOT_EXACT}")
+                step = step._replace(name=str(len(reads) - 1))
+            elif step.mode == "score":
+                raise IndexError("it depends on the score; it must depend on b, h, q_idx and kv_idx only")
+            elif step.mode not in LEAVES and (step.mode not in _INDEX_MODES or step.kind == "float"):
+                raise IndexError(f"it is computed with floats ({step.mode}){_NOT_EXACT}")
+            if step.mode == "constant" and not -(2**31) < step.value < 2**31:
+                raise IndexError(f"it is computed with {step.value}, which does not fit into 32 bits")
+            numbers[number] = len(steps)
+            steps.append(step._replace(args=tuple(numbers[arg] for arg in step.args)))
+        return Computed(tuple(steps), tuple(reads))
+
+    def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """Call a numpy function with traced values; :meth:`made` notes the call unless it is a part of another one."""
+        traced = self.functions[function.__name__]
+        if self.line:
+            return traced(*operands)
+        operands = [x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in operands]
+        self.line = line_of_function()
+        try:
+            result = traced(*operands)
+            self.made(function, operands, result)
+        finally:
+            self.line = ""
+        return result
+
+    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
+        """Note the call that made a result."""
 
     def read(self, access: Access, element: Value) -> Value:
-        """Record that a value is an element of an array."""
-        ...
+        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
+        return element
+
+
+def line_of_function() -> str:
+    """The line of the function that is being traced; of a recorded function, the line that was recorded."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
+        if frame.f_code is Recorded.__call__.__code__:
+            return frame.f_locals["line"]  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Value(np.lib.mixins.NDArrayOperatorsMixin):

@@ -122,7 +122,7 @@ class Recorded:
         parameters = dict(zip(PARAMETERS[-len(arguments) :], arguments, strict=True))
 
         results: list[Any] = []
-        line = self._line  # read by line_of_function() of .ufuncs
+        line = self._line  # read by line_of_function() of .proxy
 
         def read(access: Access) -> Any:
             index = tuple(axis if isinstance(axis, int) else value(axis) for axis in access.axes)

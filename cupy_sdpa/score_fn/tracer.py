@@ -7,28 +7,20 @@ that cannot be traced raises an exception in the line of the function that uses 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import in_words
-from .expression import AXES, COMMUTES, LEAVES, OPPOSITE, Expression, Kind, Step, Writer, normalized
+from .expression import AXES, LEAVES, Expression, Step, normalized
 from .mask_analysis import Sides, conjunction, split_band, split_score, without_constants
-from .proxy import CapturedArray, Value, as_value
-from .recorded import Access, Computed, NumpyCall, Recorded, Result, recorded
-from .ufuncs import FUNCTIONS, line_of_function
+from .proxy import CapturedArray, Tracer, Value, as_value
+from .recorded import Access, NumpyCall, Recorded, Result, recorded
+from .ufuncs import FUNCTIONS
 
 #: ``f(score, b, h, q_idx, kv_idx, **tensors) -> score`` and ``f(b, h, q_idx, kv_idx, **tensors) -> bool``, FlexAttention's
 #: signatures (Dong et al. 2024, "Flex Attention", section 3).
 ScoreMod = Callable[..., Any]
 MaskMod = Callable[..., Any]
-
-#: The operations of computed indices, all on integers: they are exact, so every engine reads the same element.
-INDEX_MODES = COMMUTES | OPPOSITE.keys() | {"sub", "neg", "abs", "div", "binary_select"}
-#: Numbers that are constants of the expression; all others are by-value scalars.
-_CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
 
 
 class Traced(NamedTuple):
@@ -49,7 +41,7 @@ class Traced(NamedTuple):
     lines: dict[str, str]
 
 
-class Tracer:
+class FunctionTracer(Tracer):
     """Calls functions with traced values and records their steps.
 
     Args:
@@ -59,17 +51,10 @@ class Tracer:
     """
 
     def __init__(self, sizes: Mapping[str, int], arrays: Mapping[str, Any], steps: Iterable[Step] = ()) -> None:
-        self.writer = Writer(steps)
-        self.sizes = sizes
-        self.numbers: dict[str, Any] = {}
-        self.bounds: dict[int, int] = {}  # upper bounds of non-negative integer steps
-        self.accesses: dict[str, Access] = {}
-        self.lines: dict[str, str] = {}
-        self.functions = FUNCTIONS
-        self._dtypes = {name: array.dtype for name, array in arrays.items()}
+        super().__init__(FUNCTIONS, sizes, steps)
+        self.integers = {name for name, array in arrays.items() if array.dtype.kind in "iub"}
         self.arrays = {name: CapturedArray(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
-        self.line = ""  # the source line of the numpy call that is being traced
 
     def score(self, function: ScoreMod) -> Value:
         """Trace a score function; returns the modified score."""
@@ -147,79 +132,12 @@ class Tracer:
         self.used |= tensors.keys()
         return tensors
 
-    def number(self, number: Any, kind: Kind) -> int:
-        """Record a number of the function: a constant if it is 0, 1, -1 or infinite, else a by-value scalar."""
-        value = int(number) if kind == "int" else float(number)
-        if kind == "int" and not -(2**63) <= value < 2**63:
-            raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
-        if value in _CONSTANTS:
-            return self.writer.constant(value, kind)
-        self.numbers[repr(value)] = value
-        return self.writer.leaf("number", repr(value), kind)
 
-    def access(self, access: Access, kind: Kind) -> int:
-        """Record a read of a captured array."""
-        self.accesses[str(access)] = access
-        return self.writer.leaf("captured", str(access), kind)
-
-    def index(self, index: Value) -> Any:
-        """A computed index of an array.
-
-        Raises:
-            IndexError: it is no integer, or it is not computed with integers only.
-        """
-        if index.kind != "int":
-            of_bool = "it is a condition: write np.where(condition, 1, 0)"
-            raise IndexError(of_bool if index.kind == "bool" else f"it is a float{_NOT_EXACT}")
-        steps: list[Step] = []
-        reads: list[Access] = []
-        numbers: dict[int, int] = {}
-        for number in self.writer.reachable(index.step):
-            step = self.writer.steps[number]
-            if step.mode == "number":
-                step = Step("constant", (), "", step.kind, self.numbers[step.name])
-            elif step.mode == "captured":
-                reads.append(self.accesses[step.name])
-                if self._dtypes[reads[-1].name].kind not in "iub":
-                    raise IndexError(f"it depends on {reads[-1].name}, which is not an array of integers or bool{_NOT_EXACT}")
-                step = step._replace(name=str(len(reads) - 1))
-            elif step.mode == "score":
-                raise IndexError("it depends on the score; it must depend on b, h, q_idx and kv_idx only")
-            elif step.mode not in LEAVES and (step.mode not in INDEX_MODES or step.kind == "float"):
-                raise IndexError(f"it is computed with floats ({step.mode}){_NOT_EXACT}")
-            if step.mode == "constant" and not -(2**31) < step.value < 2**31:
-                raise IndexError(f"it is computed with {step.value}, which does not fit into 32 bits")
-            numbers[number] = len(steps)
-            steps.append(step._replace(args=tuple(numbers[arg] for arg in step.args)))
-        return Computed(tuple(steps), tuple(reads))
-
-    def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """Call a numpy function with traced values; :meth:`made` notes the call unless it is a part of another one."""
-        traced = self.functions[function.__name__]
-        if self.line:
-            return traced(*operands)
-        operands = [x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in operands]
-        self.line = line_of_function()
-        try:
-            result = traced(*operands)
-            self.made(function, operands, result)
-        finally:
-            self.line = ""
-        return result
-
-    def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
-        """Note the call that made a result."""
-
-    def read(self, access: Access, element: Value) -> Value:
-        """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
-        return element
-
-
-class Recorder(Tracer):
+class Recorder(FunctionTracer):
     """Records the numpy calls of functions.
 
     Args:
-        arrays: see :class:`Tracer`.
+        arrays: see :class:`FunctionTracer`.
     """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -257,10 +175,6 @@ class Recorder(Tracer):
         return name or mode  # a parameter
 
 
-_NOT_EXACT = (
-    "; an index is computed with integers, so that every engine reads the same element: use +, -, *, //, %, abs, comparisons, "
-    "np.where, np.minimum and np.maximum. Thresholds take the place of logarithms, see zoo.t5_bucket"
-)
 _SIGNATURES = {
     "score_mod": "f(score, b, h, q_idx, kv_idx, **tensors) -> score",
     "mask_mod": "f(b, h, q_idx, kv_idx, **tensors) -> condition",
@@ -311,7 +225,7 @@ def trace(
     Raises:
         TypeError, ValueError, IndexError: an operation cannot be traced; raised in the line that uses it.
     """
-    tracer = Tracer(sizes, arrays)
+    tracer = FunctionTracer(sizes, arrays)
     writer = tracer.writer
     score = None if score_mod is None else tracer.score(score_mod).step
     conditions: list[int] = []

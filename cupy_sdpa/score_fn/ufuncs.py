@@ -12,19 +12,13 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .expression import Kind
-from .proxy import Tracer, Value, as_value
-from .recorded import Recorded
-
-#: Folders of code between the line of a score function and the recording of a step: this package's, and numpy's operators.
-_INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
+from .proxy import Tracer, Value, as_value, line_of_function
 
 
 def _tracer_of(*operands: Any) -> Tracer:
@@ -45,16 +39,6 @@ def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
     one, zero = (1, 0) if kind == "int" else (1.0, 0.0)
     values = (as_value(tracer, x, kind) for x in operands)
     return [_where(x, one, zero) if x.kind == "bool" else x for x in values]
-
-
-def line_of_function() -> str:
-    """The line of the function that is being traced; of a recorded function, the line that was recorded."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
-        if frame.f_code is Recorded.__call__.__code__:
-            return frame.f_locals["line"]  # type: ignore[no-any-return]
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _record(mode: str, *operands: Value, kind: Kind | None = None) -> Value:

@@ -21,12 +21,14 @@ others change the graph (graph/attention_forward.py, graph/attention_backward.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ..errors import Unsupported
 from ..problem.problem import Problem, writes_dq_directly
 from ..problem.split import obstacle
-from .rules import FRONTEND, PYTORCH
+from ..version import version_text
+from .rules import ALL_GPUS, BLACKWELL, FRONTEND, HOPPER, PYTORCH
 
 #: What each guard does to avoid a bug.
 GUARDS = {
@@ -51,8 +53,6 @@ STAGING_GUARDS = frozenset(
 NOT_FIXED = 99999
 #: The queries of a tile of the FP8 kernel for Hopper.
 FP8_TILE = 128
-#: Compute capabilities.
-_ALL_GPUS, _HOPPER, _BLACKWELL = range(80, 130), range(90, 100), range(100, 120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Bug:
     name: str
     first: int = 91900
     last: int = NOT_FIXED
-    capabilities: range = _ALL_GPUS
+    capabilities: range = ALL_GPUS
     condition: Callable[[Problem], bool]
     when: str
     effect: str
@@ -84,9 +84,21 @@ class Bug:
     link: str = "docs/cudnn.md"
     planned: bool = True
 
+    error = Unsupported
+
+    @property
+    def refuses(self) -> bool:
+        """Whether affected problems are refused."""
+        return not self.guards
+
     def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
         """Whether the bug affects a problem with this version of cuDNN on this GPU."""
         return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
+
+    def violations(self, problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+        """As those of a rule."""
+        if self.affects(problem, cudnn, capability):
+            yield f"{self.when}: {self.effect} with cuDNN {version_text(cudnn)} on this GPU: {self.remedy} ({self.link})"
 
 
 def _one_query(problem: Problem) -> bool:
@@ -188,7 +200,7 @@ def _reads_positions(problem: Problem) -> bool:
 _DECODE_BLACKWELL = Bug(
     name="decode-blackwell",
     last=92400,
-    capabilities=_BLACKWELL,
+    capabilities=BLACKWELL,
     condition=_one_query_forward,
     when="forward pass with one query",
     effect="silently wrong results",
@@ -199,7 +211,7 @@ _FP8_WIDE_OUTPUT = Bug(
     name="fp8-wide-output",
     first=92400,
     last=92499,
-    capabilities=_BLACKWELL,
+    capabilities=BLACKWELL,
     condition=lambda p: p.fp8 and p.out.dtype != p.dtype and p.sizes[4] > 1 and p.sizes[5] >= 4096 and p.band is None,
     when="FP8 with an output of another dtype, two or more queries, 4096 keys or more and no mask",
     effect="an output of 0",
@@ -234,7 +246,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="direct-narrow-values",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=_direct_with_narrow_values,
         when="deterministic gradients, or gradients of bias or tensors, with a head dim of q and k above 128 and a different "
         "head dim of v, except 192 and 128",
@@ -243,7 +255,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="packed-narrow-values",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=_packed_with_narrow_values,
         when="gradients of packed sequences with a head dim of q and k above 192 and of v from 72 to 128",
         effect="wrong dq, and dk beyond its first 128 head dims is not written (measured with 9.19 for all head dims)",
@@ -297,7 +309,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="packed-narrow-gradient",
         last=92700,
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.packed and p.backward and p.sizes[0] % 16 != 0,
         when="gradients of packed sequences with a head dim that is not a multiple of 16",
         effect="wrong dq",
@@ -375,7 +387,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-empty-tiles",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.fp8 and p.sizes[4] > FP8_TILE and _may_mask_all_keys(p),
         when=f"FP8 with more than {FP8_TILE} queries, some of which may have no keys because of a window, or of a causal mask "
         "from the bottom right with lengths",
@@ -384,7 +396,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="fp8-short-sequences",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: (
             p.fp8 and p.seq_lens_kv is not None and p.band is not None and p.band.left is not None and p.band.bottom_right
         ),
@@ -395,7 +407,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="backward-key-tail",
         last=92501,
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and _without_mask(p) and p.k.shape[2] % 128 == 64,
         when="gradients without a mask, with Skv % 128 == 64 and a log-sum-exp below -88.7",
         effect="dq is NaN",
@@ -404,7 +416,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="backward-query-tail",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and _without_mask(p) and _one_query(p) and p.k.shape[2] % 64 == 0,
         when="gradients of one query without a mask, with Skv % 64 == 0 and a log-sum-exp below -88.7",
         effect="dk and dv are NaN",
@@ -413,7 +425,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="backward-scale",
-        capabilities=_HOPPER,
+        capabilities=HOPPER,
         condition=lambda p: p.backward and not p.settings.positive_scale,
         when="gradients with a scale of 0 or below and lengths that are not multiples of 64",
         effect="all gradients are NaN",

@@ -1,23 +1,24 @@
 """The rules: what a cuDNN version or a GPU cannot run, one :class:`Rule` entry each.
 
-A rule is a generator function that yields a message for every violation, and an entry in :data:`RULES`. The message contains
-the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and crashes of single versions are known
-bugs (:mod:`.known_bugs`), not rules.
+A rule is an entry in :data:`RULES`: a condition and a message (:func:`when`), or a generator function that yields a message for
+every violation. The message contains the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and
+crashes of single versions are known bugs (:mod:`.known_bugs`), not rules.
 
-To add a rule, write both, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to ``DOUBTS`` if
-the rule does not refuse), and regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
+To add a rule, write the entry, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to
+``DOUBTS`` if the rule does not refuse), and regenerate docs/support.md:
+``python tools/support_table.py page > docs/support.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
-from . import fp8_rules
 
 #: The first cuDNN whose block mask is right if the first key block of a query block is skipped.
 BLOCK_BITS_SINCE = 92600
@@ -27,6 +28,29 @@ WITHOUT_CUDNN = (
 )
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
+#: Compute capabilities: those of the supported GPUs, some generations, and all but these.
+ALL_GPUS, HOPPER, BLACKWELL = range(MINIMUM_CAPABILITY, 130), range(90, 100), range(100, 120)
+_ANY = range(130)
+_NOT_HOPPER, _NOT_BLACKWELL = ({*_ANY}.difference(gpus) for gpus in (HOPPER, BLACKWELL))
+
+#: (problem, cuDNN version, compute capability) -> a message for every violation.
+Violations = Callable[[Problem, int, int], Iterator[str]]
+
+
+def when(condition: Callable[[Problem], Any], text: str, capabilities: Container[int] = _ANY) -> Violations:
+    """The violation of problems with a condition on some GPUs.
+
+    Args:
+        condition: whether a problem is refused.
+        text: the message, a format of the problem ``p``, the compute capability ``gpu`` and the version ``cudnn``.
+        capabilities: the GPUs. Default: all.
+    """
+
+    def violations(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+        if capability in capabilities and condition(problem):
+            yield text.format(p=problem, gpu=capability / 10, cudnn=version_text(cudnn))
+
+    return violations
 
 
 @dataclass(frozen=True)
@@ -37,7 +61,7 @@ class Rule:
         name: a short, stable name; the value that ``CUPY_SDPA_GUARDS_OFF`` takes.
         summary: one sentence for the documentation.
         error: the exception that a call raises.
-        violations: function of (problem, cuDNN version, compute capability) that yields a message for every violation.
+        violations: yields a message for every violation.
         link: the source. Default: measured.
         refuses: whether a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
         planned: whether cuDNN plans what the rule refuses, with wrong or irreproducible results, so that
@@ -47,7 +71,7 @@ class Rule:
     name: str
     summary: str
     error: type[Exception]
-    violations: Callable[[Problem, int, int], Iterator[str]]
+    violations: Violations
     link: str = ""
     refuses: bool = True
     planned: bool = False
@@ -58,22 +82,6 @@ def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         yield (
             f"cuDNN is {version_text(cudnn)}; {version_text(MINIMUM_CUDNN)} or newer is required: "
             "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
-        )
-
-
-def _generation(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if capability < MINIMUM_CAPABILITY:
-        yield (
-            f"the GPU has compute capability {capability / 10}; {MINIMUM_CAPABILITY / 10} (Ampere) or newer is required: "
-            f"{WITHOUT_CUDNN}"
-        )
-
-
-def _dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dtype not in ("float16", "bfloat16") and not problem.fp8:
-        yield (
-            f"q, k and v are {problem.dtype}; cuDNN's attention supports float16 and bfloat16: pass compute_dtype='bfloat16', "
-            f"convert with q.astype(ml_dtypes.bfloat16), or {WITHOUT_CUDNN}"
         )
 
 
@@ -91,12 +99,12 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
-            yield stride_obstacle(spec)
+            yield stride_obstacle(spec, written=spec in problem.results)
 
 
 def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
-        if spec.strides[0] == ITEMSIZE[spec.dtype] and (text := stride_obstacle(spec)):
+        if spec.strides[0] == ITEMSIZE[spec.dtype] and (text := stride_obstacle(spec, written=spec in problem.results)):
             yield text
 
 
@@ -154,32 +162,47 @@ def _is_256_on_blackwell(problem: Problem, cudnn: int) -> bool:
 
 
 def _backward_256(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and 100 <= capability < 120 and _is_256_on_blackwell(problem, cudnn):
+    if problem.backward and capability in BLACKWELL and _is_256_on_blackwell(problem, cudnn):
         yield f"gradients with head dim 256 were not run on compute capability {capability / 10}"
 
 
 def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     d, dv, _, _, sq, _, _ = problem.sizes
     planned = max(d, dv) <= 128 or (d == dv == 256 and cudnn >= 92800)
-    if 100 <= capability < 120 and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
+    if capability in BLACKWELL and not problem.backward and problem.settings.dropout and sq == 1 and not planned:
         yield (
             f"one query with dropout and head dims {d} and {dv} is not supported on compute capability {capability / 10}, "
             "which takes head dims up to 128 here: pass the query twice"
         )
 
 
-def _integers_of_one_key(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    *_, sq, skv, _ = problem.sizes
-    if (sq, skv) == (1, 1) and any(spec.dtype == "int32" for spec in problem.captured):
+def writes_16_bits(capability: int) -> bool:
+    """Whether a GPU writes outputs of FP8 arrays in 16 bits."""
+    return capability in BLACKWELL
+
+
+def _fp8_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    (d, dv, *_), most = problem.sizes, 128 if capability >= 120 else 256
+    if problem.fp8 and max(d, dv) > most:
         yield (
-            "tensors contains an int32 array, and there is one query and one key; cuDNN then reads negative integers as "
-            "unsigned: pass the array as float32"
+            f"the head dims are {d} and {dv}; FP8 supports head dims up to {most} on compute capability {capability / 10}: "
+            "pass bfloat16 arrays"
         )
 
 
-def _deterministic(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and problem.deterministic and capability >= 120:
-        yield f"deterministic gradients were not run on compute capability {capability / 10}"
+def _fp8_scores(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
+    options = {
+        "sinks": problem.sinks, "bias": problem.bias, "mask or block_mask": problem.mask,
+        "score_mod or mask_mod": problem.settings.program,
+        "softcap": problem.settings.softcap, "alibi_slopes": problem.alibi_slopes, "dropout_p": problem.settings.dropout,
+        "return_stats='max_sumexp'": problem.max,
+    }  # fmt: skip
+    for name, value in options.items():
+        if problem.fp8 and value:
+            yield (
+                f"{name} is not supported with FP8 arrays: cuDNN does not compile the kernel, or it was seen to return wrong "
+                "results on Hopper; omit it, or pass bfloat16 arrays"
+            )
 
 
 def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -187,19 +210,6 @@ def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         yield "bias is float64; cuDNN supports float16, bfloat16 and float32: convert with bias.astype('float32')"
     if any(spec.dtype == "float64" for spec in problem.captured):
         yield "tensors contains a float64 array; cuDNN supports float16, bfloat16 and float32: convert with .astype('float32')"
-
-
-def _captured_int64(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if any(spec.dtype == "int64" for spec in problem.captured):
-        yield "tensors contains an int64 array; cuDNN's kernels compute with 32-bit integers: convert with .astype('int32')"
-
-
-def _dropout_mask(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dropout_mask:
-        yield (
-            "dropout_mask is not supported on the GPU, where dropout uses cuDNN's random number generator: pass seed and "
-            "offset, or pass numpy arrays"
-        )
 
 
 def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -212,14 +222,6 @@ def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         yield (
             "return_stats='max_sumexp' is not supported with sequence lengths, for which cuDNN does not write the maximum of "
             "every row: use return_stats=True, or pack the sequences"
-        )
-
-
-def _deterministic_sinks(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.dsinks and problem.deterministic:
-        yield (
-            "the gradient of sinks is not deterministic, because cuDNN adds it up in varying order: omit deterministic=True or "
-            "return_dsinks=True"
         )
 
 
@@ -240,13 +242,13 @@ def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     direct = f"{_score_gradient(problem)} is" if problem.ds_reductions else "deterministic gradients are"
     wide = max(problem.sizes[:2]) > 128
     other = "packed sequences" if problem.packed else "dropout" if problem.settings.dropout else "head dims above 128" * wide
-    if problem.backward and writes_dq_directly(problem) and other and 100 <= capability < 120:
+    if problem.backward and writes_dq_directly(problem) and other and capability in BLACKWELL:
         yield f"{direct} not supported with {other} on compute capability {capability / 10}: omit one of them"
 
 
 def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     *_, sq, skv, _ = problem.sizes
-    accumulates = 100 <= capability < 120 and not writes_dq_directly(problem)
+    accumulates = capability in BLACKWELL and not writes_dq_directly(problem)
     if not problem.backward or sq == 1 or 90 <= capability < 100 or accumulates:
         return
     for spec in (problem.bias, problem.mask, *problem.captured):
@@ -263,33 +265,19 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
         )
 
 
+def _has_gradients_through_scores(problem: Problem) -> Any:
+    """Whether the gradients are those of a bias or ``tensors``, or pass through a softcap or a score function."""
+    return problem.backward and (problem.ds_reductions or problem.settings.softcap or problem.has_score_mod)
+
+
 def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    changed = problem.settings.softcap or problem.has_score_mod
-    if (
-        problem.backward
-        and not problem.settings.positive_scale
-        and (problem.ds_reductions or changed)
-        and 90 <= capability < 100
-    ):
+    if _has_gradients_through_scores(problem) and not problem.settings.positive_scale and capability in HOPPER:
         name = "a gradient through softcap" if problem.settings.softcap else "a gradient through score_mod"
         name = _score_gradient(problem) if problem.ds_reductions else name
         yield (
             f"{name} is not supported with a scale of 0 or below, for which cuDNN was seen to return NaN: pass a positive "
             "scale and -q"
         )
-
-
-def _scale_elsewhere(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if not 90 <= capability < 100 and next(_scale(problem, cudnn, 90), None):
-        yield (
-            "gradients of bias or tensors, or through a score function or softcap, with a scale of 0 or below, were not run on "
-            f"compute capability {capability / 10}; on 9.0 they are NaN"
-        )
-
-
-def _packed_gradients(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.backward and problem.packed and not 90 <= capability < 100:
-        yield f"gradients of packed sequences were not run on compute capability {capability / 10}"
 
 
 def _block_bits(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -308,21 +296,14 @@ def _block_bits(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
-def _block_bits_not_run(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.block_bits:
-        yield "a block mask in the kernel was planned, and not run"
-
-
 def _page_size(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     page = problem.k.shape[2]
     if problem.paged and page & (page - 1):
         yield f"the page size is {page}; cuDNN supports powers of two: use pages of {1 << (page - 1).bit_length()} keys"
 
 
-def _paged_dropout(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    *_, sq, _, _ = problem.sizes
-    if problem.paged and problem.settings.dropout and sq == 1:
-        yield "dropout with page_table and a single query is not supported: omit dropout_p, or pass the query twice"
+def _is_one_query(problem: Problem) -> bool:
+    return problem.sizes[4] == 1
 
 
 def _large_arrays(problem: Problem) -> tuple[TensorSpec, ...]:
@@ -336,20 +317,40 @@ PYTORCH = "https://github.com/pytorch/pytorch"
 #: Every rule. Calls report violations in this order.
 RULES: tuple[Rule, ...] = (
     Rule("cudnn-version", "cuDNN 9.19 or newer.", Unsupported, _version),
-    Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported, _generation),
-    Rule("dtype", "float16, bfloat16 and FP8; with float32 a float16 kernel would read beyond the data.", TypeError, _dtype,
+    Rule("gpu-generation", "Compute capability 8.0 (Ampere) or newer.", Unsupported,
+         when(lambda p: True, "the GPU has compute capability {gpu}; 8.0 (Ampere) or newer is required: "
+              f"{WITHOUT_CUDNN}", range(MINIMUM_CAPABILITY))),
+    Rule("dtype", "float16, bfloat16 and FP8; with float32 a float16 kernel would read beyond the data.", TypeError,
+         when(lambda p: p.dtype not in ("float16", "bfloat16") and not p.fp8,
+              "q, k and v are {p.dtype}; cuDNN's attention supports float16 and bfloat16: pass compute_dtype='bfloat16', "
+              f"convert with q.astype(ml_dtypes.bfloat16), or {WITHOUT_CUDNN}"),
          f"{FRONTEND}/issues/424"),
     Rule("head-dim", "Head dims that are multiples of 8, and of 16 for FP8.", Unsupported, _head_dim),
-    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported, fp8_rules.gpu),
-    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, fp8_rules.head_dim),
+    Rule("fp8-gpu", "FP8: compute capability 9.0 (Hopper) or newer.", Unsupported,
+         when(lambda p: p.fp8, "q, k and v are {p.dtype}; compute capability {gpu} does not support FP8, 9.0 (Hopper) and "
+              "newer do: pass float16 or bfloat16 arrays", range(90))),
+    Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, _fp8_head_dim),
     Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 with those of q and k above 128 only; others end in an "
-         "illegal memory access.", Unsupported, fp8_rules.wide_values, planned=True),
-    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported, fp8_rules.out),
-    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported, fp8_rules.one_query),
-    Rule("fp8-scale", "FP8: a positive scale; results are wrong on Hopper.", Unsupported, fp8_rules.scale, planned=True),
-    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported, fp8_rules.packed, FRONTEND, planned=True),
+         "illegal memory access.", Unsupported,
+         when(lambda p: p.fp8 and p.sizes[0] <= 128 < p.sizes[1],
+              "the head_dim of q and k is {p.sizes[0]} and that of v {p.sizes[1]}; on compute capability {gpu} values above "
+              "128 need q and k above 128 in FP8: pad q and k with zeros to 144 and pass scale=, or pass bfloat16 arrays",
+              range(100)), planned=True),
+    Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported,
+         when(lambda p: p.fp8 and p.out.dtype != p.dtype,
+              "out_dtype is {p.out.dtype}; compute capability {gpu} writes the output of FP8 arrays in FP8: omit out_dtype, "
+              "and convert the result with its method dequantize", _NOT_BLACKWELL)),
+    Rule("fp8-one-query", "FP8: two or more queries, except on SM 10.x.", Unsupported,
+         when(lambda p: p.fp8 and _is_one_query(p), "there is one query; on compute capability {gpu} FP8 needs two or more: "
+              "pass the query twice, or pass bfloat16 arrays", _NOT_BLACKWELL)),
+    Rule("fp8-scale", "FP8: a positive scale; results are wrong on Hopper.", Unsupported,
+         when(lambda p: p.fp8 and not p.settings.positive_scale, "a scale of 0 or below is not supported with FP8 arrays: "
+              "results are 0 or NaN; pass a positive scale and -q"), planned=True),
+    Rule("fp8-packed", "FP8: packed sequences on SM 10.x only.", Unsupported,
+         when(lambda p: p.fp8 and p.packed, "packed sequences of FP8 arrays end in an illegal instruction: pad the sequences "
+              "and pass seq_lens_q and seq_lens_kv, or pass bfloat16 arrays", _NOT_BLACKWELL), FRONTEND, planned=True),
     Rule("fp8-scores", "FP8: causal masks, windows and lengths only; softcap and ALiBi are wrong on Hopper.", Unsupported,
-         fp8_rules.scores, planned=True),
+         _fp8_scores, planned=True),
     Rule("contiguous-head-dim", "Axis 0 contiguous; otherwise cuDNN crashes with a segmentation fault.", ValueError,
          _contiguous),
     Rule("negative-stride", "No negative strides.", ValueError, _negative),
@@ -362,7 +363,9 @@ RULES: tuple[Rule, ...] = (
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up "
          "to 128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
-    Rule("int64-tensors", "32-bit integers in tensors.", TypeError, _captured_int64),
+    Rule("int64-tensors", "32-bit integers in tensors.", TypeError,
+         when(lambda p: any(spec.dtype == "int64" for spec in p.captured), "tensors contains an int64 array; cuDNN's kernels "
+              "compute with 32-bit integers: convert with .astype('int32')")),
     Rule("bias-gradient", "No gradients of bias or tensors with packed sequences.", Unsupported, _bias_gradient, planned=True),
     Rule("query-numbers", "Gradients: on Ampere, Ada and SM 12.x no bias, mask or tensors with one element per query, and no "
          "ALiBi with lengths and a bottom-right band; on SM 10.x neither with deterministic gradients nor with gradients of "
@@ -373,23 +376,38 @@ RULES: tuple[Rule, ...] = (
          "Hopper.", Unsupported, _scale),
     Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 since 9.28.", Unsupported,
          _dropout_one_query),
-    Rule("dropout-mask", "Dropout with random numbers only.", Unsupported, _dropout_mask),
+    Rule("dropout-mask", "Dropout with random numbers only.", Unsupported,
+         when(lambda p: p.dropout_mask, "dropout_mask is not supported on the GPU, where dropout uses cuDNN's random number "
+              "generator: pass seed and offset, or pass numpy arrays")),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
     Rule("block-mask", "Block masks in the kernel: on SM 10.x with cuDNN 9.26, two queries or more, and head dims up to 128, "
          "or 192 with 128 for v. Elsewhere block masks are computed by other calls.", Unsupported, _block_bits, FRONTEND),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
-    Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported, _paged_dropout),
-    Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported, _deterministic_sinks, planned=True),
-    Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported, _integers_of_one_key, planned=True),
-    Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported, _packed_gradients, FRONTEND,
-         refuses=False),
+    Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported,
+         when(lambda p: p.paged and p.settings.dropout and _is_one_query(p), "dropout with page_table and a single query is "
+              "not supported: omit dropout_p, or pass the query twice")),
+    Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported,
+         when(lambda p: p.dsinks and p.deterministic, "the gradient of sinks is not deterministic, because cuDNN adds it up in "
+              "varying order: omit deterministic=True or return_dsinks=True"), planned=True),
+    Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported,
+         when(lambda p: p.sizes[4:6] == (1, 1) and any(spec.dtype == "int32" for spec in p.captured),
+              "tensors contains an int32 array, and there is one query and one key; cuDNN then reads negative integers as "
+              "unsigned: pass the array as float32"), planned=True),
+    Rule("packed-gradients", "Gradients of packed sequences: run on Hopper only.", Unsupported,
+         when(lambda p: p.backward and p.packed, "gradients of packed sequences were not run on compute capability {gpu}",
+              _NOT_HOPPER), FRONTEND, refuses=False),
     Rule("positive-scale-elsewhere", "Gradients of bias and tensors, and gradients with softcap or score_mod, with a scale of "
-         "0 or below: run on Hopper only.", Unsupported, _scale_elsewhere, refuses=False),
+         "0 or below: run on Hopper only.", Unsupported,
+         when(lambda p: _has_gradients_through_scores(p) and not p.settings.positive_scale,
+              "gradients of bias or tensors, or through a score function or softcap, with a scale of 0 or below, were not run "
+              "on compute capability {gpu}; on 9.0 they are NaN", _NOT_HOPPER), refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
          "description of the B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
-    Rule("block-mask-planned", "Block masks in the kernel: planned, not run.", Unsupported, _block_bits_not_run, FRONTEND,
-         refuses=False),
-    Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported, _deterministic,
+    Rule("block-mask-planned", "Block masks in the kernel: planned, not run.", Unsupported,
+         when(lambda p: p.block_bits, "a block mask in the kernel was planned, and not run"), FRONTEND, refuses=False),
+    Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported,
+         when(lambda p: p.backward and p.deterministic, "deterministic gradients were not run on compute capability {gpu}",
+              range(120, 130)),
          "https://github.com/NVIDIA/TransformerEngine", refuses=False),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from ..errors import Unsupported
 from ..problem.problem import Problem
 from ..version import RELEASES, version_text
 from .known_bugs import BUGS, GUARDS, STAGING_GUARDS, Bug
-from .rules import RULES
+from .rules import RULES, Rule
 
 #: One compute capability of each GPU generation, and the name of the generation.
 GENERATIONS = {80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "GeForce Blackwell"}
@@ -57,17 +57,13 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
     disabled = disabled_names()
-    reasons = [
-        Reason(rule.name, rule.error, text)
-        for rule in RULES
-        if rule.refuses and rule.name not in disabled
-        for text in rule.violations(problem, cudnn, capability)
+    table: tuple[Rule | Bug, ...] = (*RULES, *BUGS)
+    return [
+        Reason(row.name, row.error, text)
+        for row in table
+        if row.refuses and row.name not in disabled
+        for text in row.violations(problem, cudnn, capability)
     ]
-    for bug in _bugs_of(problem, cudnn, capability):
-        if not bug.guards:
-            text = f"{bug.when}: {bug.effect} with cuDNN {version_text(cudnn)} on this GPU: {bug.remedy} ({bug.link})"
-            reasons.append(Reason(bug.name, Unsupported, text))
-    return reasons
 
 
 def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:

@@ -188,7 +188,7 @@ def test_threads_start_every_exchange_together(fake, nccl_calls, empty):
             time.sleep(0.01 * ((group.rank + step) % 3))
             log.append(("begin", group.rank))
             x = fake.zeros(0 if group.rank == empty else 8, np.uint8)
-            channel.start([Transfer(x, (group.rank + 1) % 3)], [], f"step {step}")
+            channel.start_exchange([Transfer(x, (group.rank + 1) % 3)], [], f"step {step}")
             log.append(("end", group.rank))
 
     members = threads_that_meet(log)

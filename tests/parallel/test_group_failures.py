@@ -151,15 +151,26 @@ def test_different_arguments_raise_on_every_member(options, words):
     assert all(words in text for text in found)
 
 
-def test_a_refused_call_raises_on_every_member():
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap is -1"),
+        ({"block_mask": np.ones((16, 16), bool)}, TypeError, "block_mask is"),
+        ({"compute_dtype": "float32"}, ValueError, "compute_dtype is 'float32'"),
+    ],
+    ids=["number", "no block mask", "dtype"],
+)
+def test_a_refused_call_raises_on_every_member(options, error, words):
     """If one member's arguments are invalid, it raises their error, and the others say which member refused and why."""
 
     def member(own):
-        message = r"softcap is -1" if own.rank == 0 else r"member 0 refused the call: ValueError: softcap is -1"
-        with pytest.raises(ValueError, match=message):
-            context_parallel(own).attention(ones(), ones(), ones(), softcap=-1.0 if own.rank == 0 else 1.0)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            context_parallel(own).attention(ones(), ones(), ones(), **(options if own.rank == 0 else {}))
+        found = f"member 0 refused the call: {error.__name__}: {words}" if own.rank else words
+        assert found in str(caught.value)
+        assert type(caught.value) is (ValueError if own.rank else error)
 
-    run_threads(Loopback(3, timeout=20).members, member)
+    run_threads(Loopback(3, timeout=5).members, member)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_bytes_sent_are_those_of_explain(method):
     for report, forward, backward in run_threads(group.members, member):
         assert (report.method, report.forward.sent, report.backward.sent) == (method, forward, backward)
         assert report.forward.calls == len(report.parts)
+        assert [x.memory for x in report[3:5]] == [report.launches[name][0].temporary_bytes for name in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("engine", ["numpy", "fake"], indirect=True)

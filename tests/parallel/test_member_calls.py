@@ -18,8 +18,7 @@ import cupy_sdpa
 from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.parallel.group_arguments import configure
-from cupy_sdpa.parallel.group_support import calls
+from cupy_sdpa.parallel import Loopback, context_parallel
 from cupy_sdpa.parallel.shards import Layout
 from cupy_sdpa.parallel.tile_counts import tiles
 from cupy_sdpa.problem.band import Band
@@ -107,10 +106,9 @@ def test_the_calls_of_members_are_planned(direction, name, method, planned, fake
             batch = ()
         shapes = {"q": (64, 8, length, *batch), "k": (64, 4, length, *batch), "v": (64, 4, length, *batch)}
         arrays = {key: fake.zeros(shape, numpy_dtype("bfloat16"), order="F") for key, shape in shapes.items()}
-        config = configure(rank, SIZE, arrays, options, (None, None))
-        found |= {
-            call.engine_problem for call in calls(config, method, arrays["q"], options, {"backward": direction == "backward"})
-        }
+        cp = context_parallel(Loopback(SIZE).members[rank])
+        report = cp.explain(*arrays.values(), method=method, **options).launches[direction][0]
+        found |= {launch.problem for launch in report.launches or (report,)}
     assert found
     for problem in found:
         assert not why_not(problem, version, gpus.capability("h200")), problem
@@ -126,6 +124,15 @@ def test_the_example_runs():
     assert "method: " in printed
     assert all(f"member {rank} of 3" in printed for rank in range(3))
     assert float(re.search(r"error (\S+)", printed)[1]) < 1e-4
+
+
+def test_the_example_without_a_launcher():
+    """Without CuPy, a GPU or a launcher one line names the remedy."""
+    words = [sys.executable, str(ROOT / "examples" / "context_parallel.py")]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "--cpu 4" in done.stderr.splitlines()[-1]
 
 
 def test_the_pictures_of_groups_are_those_of_the_layouts():

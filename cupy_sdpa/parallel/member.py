@@ -1,0 +1,133 @@
+"""The program of a member: a call of a group as the calls of the member, copies, and exchanges with the other members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..boundary.layouts import named
+from ..problem.problem import CU_SEQLENS, row_stats_shape
+from ..problem.view import View
+from ..programs.executor import Inputs, ProgramCall, Signature
+from ..programs.passes import rounded
+from ..programs.program import Builder, Program
+from ..runtime import cupy_runtime
+from .channel import Channel
+from .configuration import Configuration, Request
+from .group_report import Choice
+from .heads import heads_backward, heads_forward
+from .member_steps import MemberSteps, attend, attend_backward
+from .ring import gather_backward, gather_forward, ring_backward, ring_forward
+
+Views = Mapping[str, View]
+
+#: The largest number of programs of a configuration.
+MAX_PROGRAMS = 64
+#: The builders of each method, of both passes.
+_FORWARD: dict[str, Callable[..., None]] = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
+_BACKWARD: dict[str, Callable[..., None]] = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
+
+
+class Member:
+    """A configuration and a method, whose calls differ in their arrays only.
+
+    Args:
+        config: the configuration.
+        choice: the method.
+        channel: the group.
+        of: what the call asks for.
+    """
+
+    def __init__(self, config: Configuration, choice: Choice, channel: Channel, of: Request) -> None:
+        self.config, self.choice, self.of, self._channel = config, choice, of, channel
+        #: The programs by the views of the arrays.
+        self._programs: dict[Hashable, Program] = {}
+
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ProgramCall:
+        """The call on some arrays. Gradients can also be described without dout, out and stats.
+
+        Args:
+            arrays: q, k and v, and in the backward pass dout, out and stats.
+            options: the options.
+        """
+        config, of = self.config, self.of
+        if config.size > 1:
+            options = config.with_dropout_mask(options)
+        inputs = Inputs(arrays, {name: value for name, value in options.items() if name not in CU_SEQLENS})
+        inputs.options |= config.functions
+        key = tuple(inputs.views.values())
+        q, k, v = (inputs.views[name] for name in "qkv")
+        shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape} | dict.fromkeys(("dout", "out"), (v.shape[0], *q.shape[1:]))
+        new = {name: View.dense(name, shape, q.dtype, inputs.device) for name, shape in shapes.items()}
+        new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, inputs.device)
+        new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, inputs.device)
+        if (program := self._programs.get(key)) is None:
+            if len(self._programs) >= MAX_PROGRAMS:
+                self._programs.clear()
+            described = {name: new[name] for name in (*of.results, *(("dout", "out", "stats") if of.backward else ()))}
+            program = self._programs[key] = self._build({**described, **inputs.views}, inputs)
+        results = {name: new[name] for name in of.results}
+        return ProgramCall(program, inputs.arrays, Signature(()), list(results), results)
+
+    def _build(self, views: Views, inputs: Inputs) -> Program:
+        config, of = self.config, self.of
+        builder = Builder(inputs.device)
+        steps = MemberSteps(builder, self._channel)
+        own, finish = rounded(builder, views, of.dtype, of.results)
+        given = {"deterministic": of.deterministic} if of.backward else {}
+        build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
+        with named():  # parts of the options of the whole call
+            (_alone if config.size == 1 else build)(steps, config, own, inputs.options, **given)
+        if of.return_dsinks:
+            _sink_gradients(steps, config, own, inputs.options["sinks"])
+        finish()
+        return builder.build()
+
+
+def _alone(steps: MemberSteps, config: Configuration, views: Views, options: Mapping[str, Any], **backward: bool) -> None:
+    """Add the steps of the call of a single member."""
+    builder = steps.builder
+    given = {**config.everything.packing(builder), **options}
+    if backward:
+        arrays = [views[name] for name in ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")]
+        attend_backward(builder, arrays, given, given_stats="whole", **backward)
+    else:
+        attend(builder, (views["q"], views["k"], views["v"]), views["out"], views["stats"], given)
+
+
+def _sink_gradients(steps: MemberSteps, config: Configuration, views: Views, sinks: View) -> None:
+    """Add the steps of the gradient of the sinks, summed over the queries of all members in the order of the ranks."""
+    builder, heads = steps.builder, sinks.shape
+    own = steps.message([(heads, config.stats)])
+    arrays = views["dout"], views["out"], views["stats"] if config.packed else views["stats"].transpose(1, 0, 2), sinks
+    builder.run(sink_gradient, own.arrays[0], *arrays, writes=own.arrays)
+    messages = steps.gather(own, [[(heads, config.stats)]] * config.size, "gradients of sinks")
+    builder.run(add_up, views["dsinks"], tuple(message.arrays[0] for message in messages), writes=(views["dsinks"],))
+
+
+def sink_gradient(target: Any, dout: Any, out: Any, stats: Any, sinks: Any) -> None:
+    """The gradient of the sinks of a member's queries: minus the weight of a sink, times the dot product of dout and out.
+
+    Args:
+        target: ``(Hq,)``, written.
+        dout, out: ``(Dv, Hq, Sq, B)``, or packed ``(Dv, Hq, Tq)``.
+        stats: ``(Hq, Sq, B)``, or packed ``(Hq, Tq)``.
+        sinks: ``(Hq,)``.
+    """
+    xp, wide = cupy_runtime.array_module(stats), target.dtype
+    heads = (slice(None), *(None,) * (stats.ndim - 1))
+    exists = stats > -np.inf
+    products = (dout.astype(wide) * out.astype(wide)).sum(axis=0)  # (Hq, Sq, B) or (Hq, Tq)
+    products = xp.where(exists, products, 0)  # dout may be NaN in the padding
+    weights = xp.exp(xp.where(exists, sinks.astype(wide)[heads] - xp.where(exists, stats, 0), -np.inf))
+    target[...] = -(weights * products).sum(axis=tuple(range(1, stats.ndim)))
+
+
+def add_up(target: Any, parts: Any) -> None:
+    """Add arrays in their order."""
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    target[...] = total

@@ -1,0 +1,120 @@
+"""What the builders of the methods add to the program of a member: calls, copies, and exchanges with the other members."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..block_masks.automatic import decide
+from ..boundary.call import GivenStats
+from ..problem.view import View
+from ..programs import passes
+from ..programs.block_mask_steps import Gradients
+from ..programs.program import Builder, Program
+from .channel import ALIGNMENT, TAG_BYTES, Channel, copy
+from .configuration import Spec
+from .group import Transfer
+
+
+class Message(NamedTuple):
+    """Arrays in one uint8 array, which is sent or received as a whole; the tag of the call is at its end.
+
+    Attributes:
+        flat: the uint8 array.
+        arrays: views of it, in Fortran order.
+    """
+
+    flat: View
+    arrays: list[View]
+
+
+class MemberSteps:
+    """Adds copies and exchanges to a program.
+
+    Args:
+        builder: collects the steps.
+        channel: the group.
+    """
+
+    def __init__(self, builder: Builder, channel: Channel) -> None:
+        self.builder, self.rank, self.size, self._channel = builder, channel.rank, channel.size, channel
+
+    def copy(self, target: View, source: View) -> None:
+        """Copy an array into another one of the same dtype."""
+        if target.size:
+            self.builder.run(copy, target, source, writes=(target,))
+
+    def message(self, specs: Sequence[Spec]) -> Message:
+        """A message for arrays of these shapes and dtypes."""
+        dense = [View.dense("", shape, dtype, None) for shape, dtype in specs]
+        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in dense]
+        flat = self.builder.temporary((sum(sizes) + TAG_BYTES,), np.uint8)
+        places = zip(dense, np.cumsum([0, *sizes]).tolist(), strict=False)
+        return Message(flat, [dataclasses.replace(view, storage=flat.storage, offset=place) for view, place in places])
+
+    def message_of(self, arrays: Sequence[View]) -> Message:
+        """A message with copies of arrays."""
+        message = self.message([(x.shape, x.dtype) for x in arrays])
+        for target, source in zip(message.arrays, arrays, strict=True):
+            self.copy(target, source)
+        return message
+
+    def start(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
+        """Start an exchange: messages to members, and messages from members, by their ranks."""
+        sends, receives = (
+            tuple(Transfer(message.flat, peer) for peer, message in messages.items() if peer != self.rank)
+            for messages in (sent, received)
+        )
+        if self.size > 1:
+            self.builder.run(self._channel.start_exchange, sends, receives, label, writes=[x.array for x in receives])
+
+    def wait(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
+        """Let later steps wait for an exchange; the arguments are those of :meth:`start`."""
+        if self.size > 1:
+            flat = tuple(message.flat for message in (*sent.values(), *received.values()))
+            self.builder.run(self._channel.wait_for_exchange, label, flat, writes=())
+
+    def gather(self, own: Message, specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
+        """Send a message to every member, and receive one from each; returns them in the order of the ranks."""
+        return self.all_to_all([own] * self.size, specs, label)
+
+    def all_to_all(self, own: Sequence[Message], specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
+        """Send a message to each member, and receive one from each, of the given arrays; that of this member is returned."""
+        received = {peer: own[peer] if peer == self.rank else self.message(spec) for peer, spec in enumerate(specs)}
+        sent = dict(enumerate(own))
+        self.start(sent, received, label)
+        self.wait(sent, received, label)
+        return [*received.values()]
+
+
+def bytes_sent(program: Program) -> int:
+    """The bytes that a member sends."""
+    started = [
+        step.arguments[0] for step in program.steps if getattr(step.function, "__func__", None) is Channel.start_exchange
+    ]
+    return sum(transfer.array.nbytes for sends in started for transfer in sends)
+
+
+def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: View, options: Mapping[str, Any]) -> None:
+    """Add attention of q, k and v. As on one GPU, a mask function may become a block mask."""
+    views = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
+    mask, rest = _blocks_of(builder, views, options)
+    passes.forward(builder, views, rest, mask=mask, return_stats=True)
+
+
+def attend_backward(
+    builder: Builder, arrays: Sequence[View], options: Mapping[str, Any], *, deterministic: bool, given_stats: GivenStats
+) -> None:
+    """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
+    views = dict(zip(Gradients._fields, arrays, strict=True))
+    mask, rest = _blocks_of(builder, views, options)
+    outputs: dict[str, Any] = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
+    passes.backward(builder, views, rest, mask=mask, deterministic=deterministic, given_stats=given_stats, **outputs)
+
+
+def _blocks_of(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    mask = decide(views["q"].shape, views["k"].shape, options).mask if builder.on_gpu and "mask_mod" in options else None
+    return mask, options if mask is None else {name: value for name, value in options.items() if name != "mask_mod"}
