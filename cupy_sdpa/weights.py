@@ -17,7 +17,6 @@ from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
 from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
-from .problem.tensor_spec import placeholder
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
 from .programs.executor import Inputs, run_program
@@ -122,7 +121,7 @@ def weight_sums_problems(
     options = dense_options(q, k, options)
     read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
-    own = kept_options(placeholder(views["q"].shape, views["q"].dtype), own) if has_functions(own) else own
+    own = kept_options(views["q"], own) if has_functions(own) else own
     builder = Builder(views["q"].storage.device)
     shape = _shape_of_keys(views["k"], own)
     sums = View.dense("sums", row_stats_shape((shape[0], views["q"].shape[1], *shape[2:])), np.float32, builder.device)

@@ -29,7 +29,7 @@ from ..problem.tensor_spec import (
     stride_obstacle,
 )
 from ..runtime import cupy_runtime
-from .argument import Typed, as_int32, signature_of
+from .argument import as_int32, signature_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,8 +164,6 @@ def to_own(name: str, array: Any, layout: str) -> Any:
     Raises:
         ValueError: the array has another number of axes than the layout.
     """
-    if type(array) is Typed:
-        return array._replace(array=to_own(name, array.array, layout))
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:

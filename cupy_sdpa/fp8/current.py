@@ -9,7 +9,7 @@ import numpy as np
 
 from ..boundary.layouts import from_own
 from ..kernels import fp8_kernels
-from ..problem.tensor_spec import placeholder
+from ..problem.view import View
 from ..runtime import cupy_runtime
 from .array import Fp8Array, of_factors
 
@@ -95,7 +95,7 @@ def _result(name: str, x: Any, rotation: int, layout: str | None) -> _Result:
     shape, size = tuple(x.shape), max(x.size, 1)
     if layout is None:
         return _Result(shape, None, size, rotation > 1, 0)
-    view = from_own(name, placeholder(shape, np.uint8), layout)
+    view = from_own(name, View.dense(name, shape, np.uint8, None), layout)
     return _Result(view.shape, view.strides, size, rotation > 1, len(shape) - 1 if rotation > 1 else 0)
 
 
