@@ -164,7 +164,7 @@ def merge(
     Args:
         outs: n outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``; n is 1 or more. float16, bfloat16 or
             float32; also float64 on the CPU. Any strides.
-        stats: their log-sum-exps, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
+        stats: their log-sum-exps to base e, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
             ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
             float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
         sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.

@@ -118,7 +118,7 @@ def attention_jvp(
         own: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
         if dtype is not None:
             with of_caller(own, options):
-                check_converted({**own, "out": out, "dout": dout})
+                check_converted({**own, "out": out, "dout": dout}, results=("out", "dout"))
             own = {name: _rounded(name, x, dtype, read=widened is not None) for name, x in own.items()}
         tangents = own["dq"], own["dk"], own["dv"]
         form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)

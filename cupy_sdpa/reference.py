@@ -316,6 +316,10 @@ def _check(
         raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
     if (mask := options.get("mask")) is not None and (mask.dtype != bool or mask.ndim != 4):
         raise ValueError(f"mask is {mask.dtype} {mask.shape}; it must be bool (Skv, Sq, Hq, B)")
+    if mask is not None and not packed:
+        full = (k.shape[2], q.shape[2], q.shape[1], q.shape[3])
+        if any(length not in (1, whole) for length, whole in zip(mask.shape, full, strict=True)):
+            raise ValueError(f"mask has shape {mask.shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
     if bias is None and needs_bias:
         raise ValueError("return_dbias is True and bias is None: pass bias=")
 
@@ -395,6 +399,8 @@ class _Sequence(NamedTuple):
 
 def _sequences(q: NDArray[Any], k: NDArray[Any], cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None) -> list[_Sequence]:
     """The batch entries, or the packed sequences."""
+    if (cu_q is None) != (cu_kv is None):
+        raise ValueError(f"{'cu_seqlens_q' if cu_q is None else 'cu_seqlens_kv'} is None; packed sequences need both offsets")
     if cu_q is None or cu_kv is None:
         return [_Sequence(b, slice(0, q.shape[2]), slice(0, k.shape[2]), packed=False) for b in range(q.shape[-1])]
     starts = [[int(offset) for offset in cu] for cu in (cu_q, cu_kv)]

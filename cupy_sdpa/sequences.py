@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,13 @@ def page_table_from_lists(
         indptr: int32 ``(B+1,)``, where the list of each sequence begins in ``indices``. On the CPU the three may be lists.
         indices: int32 ``(n,)``, the pages of all sequences.
         last_page_len: int32 ``(B,)``, the number of tokens in the last page of each sequence.
-        page_size: tokens per page.
+        page_size: tokens per page, axis 2 of the keys and values.
         max_pages: P, the number of rows of the table. Keys in further pages are not attended to. Default None: as many as the
             longest list has; on the GPU the host does not know it, so that it must be passed.
 
     Returns:
-        ``(page_table, seq_lens_kv)`` for :func:`cupy_sdpa.attention`: int32 ``(P, B)`` and ``(B,)``. A layout in C order takes
-        the transpose of the table.
+        ``(page_table, seq_lens_kv)`` for :func:`cupy_sdpa.attention`: int32 ``(P, B)`` and ``(B,)``. Entries after the pages of
+        a sequence are -1. A layout in C order takes the transpose of the table.
 
     Raises:
         TypeError, ValueError: an array has the wrong dtype or shape, or on the CPU lists that do not fit; ``max_pages`` is
@@ -47,8 +48,8 @@ def page_table_from_lists(
 
     >>> table, lengths = page_table_from_lists([0, 2, 3], [5, 1, 4], [3, 16], page_size=16)
     >>> table
-    array([[5, 4],
-           [1, 0]], dtype=int32)
+    array([[ 5,  4],
+           [ 1, -1]], dtype=int32)
     >>> lengths
     array([19, 16], dtype=int32)
     """
@@ -84,10 +85,16 @@ def _table_on_numpy(indptr: Any, indices: Any, last: Any, page_size: int, max_pa
     counts = np.diff(indptr)
     if counts.size and (counts.min() < 0 or indptr[0] < 0 or indptr[-1] > indices.size):
         raise ValueError(f"indptr is {indptr.tolist()}; it must increase, from 0 or more up to the {indices.size} indices")
+    listed = np.concatenate([indices[:0], *(indices[a:b] for a, b in itertools.pairwise(indptr))])
+    if listed.size and listed.min() < 0:
+        raise ValueError(
+            f"indices contains {listed.min()}, which is no page: the list of a sequence has its pages alone, and indptr says "
+            "where it ends"
+        )
     for b in np.flatnonzero((counts > 0) & ((last < 1) | (last > page_size))).tolist():
         raise ValueError(f"last_page_len of sequence {b} is {last[b]}; it must be from 1 to page_size, {page_size}")
     width = max(int(counts.max(initial=0)), 1) if max_pages is None else read_positive("max_pages", max_pages)
-    table = np.zeros((width, counts.size), np.int32, order="F")
+    table = np.full((width, counts.size), -1, np.int32, order="F")
     for b, count in enumerate(np.minimum(counts, width).tolist()):
         table[:count, b] = indices[indptr[b] : indptr[b] + count]
     lengths = np.where(counts > 0, (counts.astype(np.int64) - 1) * page_size + last, 0)

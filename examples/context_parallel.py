@@ -85,13 +85,17 @@ def main() -> None:
     if given.cpu:
         print(*run_threads(Loopback(given.cpu).members, lambda own: layer(np, own, given.length, (8, 8, 16))), sep="\n")
         return
-    import cupy
+    try:
+        import cupy
 
+        group = None if given.threads else connect()
+    except (ImportError, RuntimeError) as error:
+        parser.error(f"{error} (--cpu 4 needs no GPU and no launcher)")
     heads = HEADS, KEY_HEADS, HEAD_DIM
     if given.threads:
         print(*run_on_gpus(lambda own: layer(cupy, own, given.length, heads), given.threads), sep="\n")
     else:
-        print(layer(cupy, connect(), given.length, heads))
+        print(layer(cupy, group, given.length, heads))
 
 
 if __name__ == "__main__":

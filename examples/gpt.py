@@ -116,7 +116,7 @@ def train(text, *, steps=300, xp=np, dtype=None, seed=0):
             square[name] += 0.05 * (g * g - square[name])
             step_size = RATE * min(1, step / 20) / (1 - 0.9**step)  # with warm-up; both means start at 0
             w[name] -= step_size * mean[name] / (np.sqrt(square[name] / (1 - 0.95**step)) + 1e-8)
-        if step % 50 == 0 or step == steps:
+        if step % 50 == 0 or step in (1, 10, steps):
             print(f"loss per character: {float(losses[-1]):.2f} after {step} of {steps} steps", flush=True)
     return w, vocabulary, [float(x) for x in losses]
 

@@ -24,7 +24,9 @@ SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": 
 CASES = {"numpy": "cpu", "fake": "gpu", "interpreted": "cupy", "cupy": "gpu"}
 #: Runs a test on every engine.
 every_engine = pytest.mark.parametrize(
-    "engine", ["numpy", "fake", "interpreted", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True
+    "engine",
+    ["numpy", "fake", pytest.param("interpreted", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)],
+    indirect=True,
 )
 
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-from cases import DTYPES
-from on_gpu import poisoning
 from planner import library_version, plan_problem
 from tolerance import FACTOR, assert_close
 
@@ -257,12 +255,10 @@ INTEGERS = [
 ]
 
 
-def drawn(pick, depth=3):
-    """A random score function; ``pick`` chooses an element of a sequence, whose first element is the simplest.
-
-    Its values are finite and moderate wherever the score is.
-    """
-    expression = _expression(pick, depth)
+def drawn(number):
+    """A random score function. Its values are finite and moderate wherever the score is."""
+    rng = np.random.default_rng(number)
+    expression = _expression(lambda choices: choices[rng.integers(len(choices))], 3)
 
     def score_mod(score, b, h, q_idx, kv_idx, gain, weight, table):
         places = {"s": score, "gain": gain[h], "weight": weight[b, kv_idx], "table": table[h, q_idx, kv_idx]}
@@ -401,7 +397,7 @@ def arrays(dtype="float64", s=S, d=D, seed=3):
     """Random q, k, v and dout."""
     rng = np.random.default_rng(seed)
     shapes = ((d, HQ, s, B), (d, HKV, s, B), (d, HKV, s, B), (d, HQ, s, B))
-    return [np.asfortranarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
+    return [np.asfortranarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def agrees(functions, s=S, d=D, softcap=None, put=np.asarray, dtype="float64", tolerance=1e-9):
@@ -490,6 +486,18 @@ def evaluated(function, *x, dtype="float64", derivative=False):
 def packed(x):
     """Concatenate the batch entries along the sequence."""
     return x.reshape(*x.shape[:2], -1, order="F")
+
+
+def poisoning(cupy):
+    """Allocate memory full of NaN, so that reads of uninitialized memory show."""
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size):
+        memory = pool.malloc(size)
+        memory.memset_async(255, size, cupy.cuda.get_current_stream())  # in order with the work that writes to it
+        return memory
+
+    return cupy.cuda.using_allocator(allocate)
 
 
 def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):

@@ -48,7 +48,6 @@ def written(x, out):
 
 ROWS = [
     row("fp8.quantize", "an unknown layout", lambda x: fp8.quantize(x.q, layout="bdhs"), ValueError, "layout is 'bdhs'"),
-    row("fp8.quantize", "lengths in a list on the GPU", lambda x: fp8.quantize(x.q, lengths=[4]), TypeError, "lengths is [4]", "int32 array", engine="fake"),
     row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "x is a list", "numpy and CuPy arrays"),
     row("fp8.DelayedScaling", "a negative amax", lambda x: fp8.DelayedScaling(x.q, amax=-1.0), ValueError, "amax is -1.0", "above 0"),
     row("fp8.DelayedScaling", "an unknown dtype", lambda x: fp8.DelayedScaling(x.q, dtype="fp8"), TypeError, "dtype is 'fp8'", "float8_e5m2"),

@@ -46,26 +46,12 @@ HELPERS = [
     row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
     row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
-    row("merge", "statistics of another order of axes", merged(lambda o, s: (o, [a.T for a in s])), ValueError, "(3, 4, 6)",
-        "(6, 4, 3)"),
-    row("merge", "statistics in the place of outputs", merged(lambda o, s: (s, o)), ValueError, "(16, 4, 6, 3)"),
-    row("merge", "statistics in float16", merged(lambda o, s: (o, [a.astype("f2") for a in s])), TypeError, "float16",
-        ".astype('float32')"),
-    row("merge", "outputs of two dtypes", merged(lambda o, s: ([o[0], o[1].astype("f8")], s)), TypeError, "float64", "float32"),
     row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
-    row("merge", "outputs of other lengths", merged(lambda o, s: ([o[0], o[1][:, :, :5]], s)), ValueError, "(16, 4, 5, 3)"),
     row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),
     row("merge", "an output of the parts as out", lambda x: overlapping_merge(x), ValueError, "out overlaps outs[0]"),
     row("merge", "a read-only out", lambda x: merge(*halves(x), out=read_only(x.dout)), ValueError, "read-only"),
-    row("merge", "sinks in the parts and in the merge", lambda x: merge(*halves(x), sinks=np.zeros(2, "f4")), ValueError, "(2,)",
-        "(4,)"),
     row("merge", "return_stats=1", merged(return_stats=1), TypeError, "return_stats is 1"),
-    row("merge", "parts in reverse order", merged(lambda o, s: (o[::-1], s[::-1])), lambda x: output(*x.qkv)),
-    row("merge", "a part without keys", lambda x: merge(*[[*a, b] for a, b in zip(halves(x), attention(
-        x.q, x.k[:, :, :0], x.v[:, :, :0], return_stats=True), strict=True)]), lambda x: output(*x.qkv)),
     row("merge", "FP8 outputs", lambda x: merge([fp8.quantize(x.q)], [x.q[0]]), TypeError, "Fp8Array", "dequantize"),
-    row("merge", "results of max_sumexp", lambda x: merge(*[[a] for a in attention(*x.qkv, return_stats="max_sumexp")[:2]]),
-        lambda x: output(*x.qkv)),
     row("merge", "numpy and CuPy arrays", lambda x: merge([x.dout], [np.zeros((6, 4, 3), "f4")]), TypeError, "mixed",
         engine="fake"),
     row("alibi_slopes", "an array of heads", lambda x: alibi_slopes(np.arange(4)), TypeError, "heads"),
@@ -73,19 +59,13 @@ HELPERS = [
     row("alibi_slopes", "a float", lambda x: alibi_slopes(8.0), TypeError, "8.0", "integer"),
     row("alibi_slopes", "three heads", lambda x: alibi_slopes(3), lambda x: 2.0 ** -np.array([4, 8, 2])),
     row("dropout_mask", "no rate", lambda x: dropout_mask(x.q, x.k, seed=1), TypeError, "dropout_p"),
-    row("dropout_mask", "no seed", lambda x: dropout_mask(x.q, x.k, dropout_p=0.5), TypeError, "seed"),
     row("dropout_mask", "the rate by position", lambda x: dropout_mask(x.q, x.k, 0.5), TypeError, "positional"),
     row("dropout_mask", "v", lambda x: dropout_mask(*x.qkv, dropout_p=0.5, seed=1), TypeError, "positional"),
     row("dropout_mask", "a rate in percent", dropped(dropout_p=50), ValueError, "below 1"),
     row("dropout_mask", "shapes", lambda x: dropout_mask((8, 2, 6, 1), (8, 2, 6, 1), dropout_p=0.5, seed=1), TypeError,
         "q is a tuple"),
-    row("dropout_mask", "the rate 0", dropped(dropout_p=0.0), lambda x: np.ones((7, 6, 4, 3))),
-    row("dropout_mask", "a mask that is used in a call", lambda x: attention(*x.qkv, dropout_p=0.5, dropout_mask=dropped()(x)),
-        lambda x: output(*x.qkv, keep=2.0 * dropped()(x))),
     row("dropout_mask", "causal masks", dropped(causal=True), TypeError, "causal"),
-    row("to_julia", "a layout with other letters", lambda x: layout.to_julia(x.q, "BSND"), ValueError, "'BSND'", "bshd"),
     row("to_julia", "a layout of fewer axes", lambda x: layout.to_julia(x.q, "thd"), ValueError, "4 axes", "'thd'"),
-    row("to_julia", "a layout with a letter twice", lambda x: layout.to_julia(x.q, "bssd"), ValueError, "'bssd'"),
     row("to_julia", "no layout", lambda x: layout.to_julia(x.q, None), ValueError, "None"),
     row("to_julia", "a list", lambda x: layout.to_julia([[1]], "bshd"), TypeError, "list", "numpy.asarray"),
     row("from_julia", "an unknown layout", lambda x: layout.from_julia(x.q, "NHD"), ValueError, "'NHD'"),
@@ -160,26 +140,18 @@ def fails(function, *arguments, **options):
 
 
 CACHE = [
-    row("KVCache", "sizes by position", lambda x: cupy_sdpa.KVCache(8, 2, 6, 3), TypeError, "positional"),
-    row("KVCache", "no pages", lambda x: cupy_sdpa.KVCache(8, 2, batch=3, numpy=True), TypeError, "pages"),
     row("KVCache", "0 pages", lambda x: new_cache(pages=0), ValueError, "pages is 0"),
     row("KVCache", "a float head dim", lambda x: cupy_sdpa.KVCache(8.0, 2, pages=6, batch=3, numpy=True), TypeError, "head_dim",
         "integer"),
     row("KVCache", "integers as the dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="int8", numpy=True),
         TypeError, "int8", "float8_e4m3fn"),
-    row("KVCache", "an unknown dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="bf16", numpy=True), TypeError,
-        "bf16", "bfloat16"),
     row("KVCache", "a scale of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, k_scale=1.0, numpy=True),
-        ValueError, "FP8 caches"),
-    row("KVCache", "rotate of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, rotate=True, numpy=True),
         ValueError, "FP8 caches"),
     row("KVCache", "a scale for each head", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True,
         k_scale=[1.0, 2.0]), ValueError, "2 numbers", "1 layer"),
     row("KVCache", "a scale of 0", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, k_scale=0),
         ValueError, "k_scale is 0", "above 0"),
-    row("KVCache.keys", "the table of another cache", lambda x: other_table(x), ValueError, "there are 6 pages"),
     row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
-    row("KVCache", "a batch of 0", lambda x: new_cache(batch=0), ValueError, "batch is 0"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
         RuntimeError, "layers [1]", "layer="),
     row("KVCache.cancel_step", "a step whose layers are all appended", stepped(lambda x, c, t: c.cancel_step()), RuntimeError,
@@ -188,7 +160,6 @@ CACHE = [
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
     row("KVCache.append", "layers from 1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 2), ValueError,
         "layer is 2", "from 0 to 1"),
-    row("KVCache.append", "layer -1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), -1), ValueError, "layer is -1"),
     row("KVCache.append", "counts in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
         "layer is [3, 3, 3]"),
     row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
@@ -196,21 +167,12 @@ CACHE = [
     row("KVCache", "lengths that the user advances, too", stepped(lambda x, c, t: np.add(c.lengths, 1, out=c.lengths)), ValueError,
         "read-only"),
     row("KVCache", "a write to the page table", stepped(lambda x, c, t: c.table.fill(0)), ValueError, "read-only"),
-    row("KVCache.append", "values alone", lambda x: new_cache().append(tokens(x)), TypeError, "v"),
-    row("KVCache.append", "tokens (B, S, H, D)", lambda x: new_cache().append(*[tokens(x).T.copy()] * 2), ValueError,
-        "(3, 3, 2, 8)", "k.T"),
-    row("KVCache.append", "tokens (D, H, S, B) in C order", lambda x: new_cache().append(*[tokens(x).copy(order="C")] * 2),
-        ValueError, "asfortranarray"),
-    row("KVCache.append", "one token without its axis", lambda x: new_cache().append(*[tokens(x)[:, :, 0]] * 2), ValueError,
-        "counts="),
     row("KVCache.append", "float64 tokens", lambda x: new_cache().append(*[tokens(x, dtype="f8")] * 2), TypeError,
         ".astype('float32')"),
     row("KVCache.append", "keys and values of other lengths", lambda x: new_cache().append(tokens(x), tokens(x, 2)), ValueError,
         "same tokens"),
     row("KVCache.append", "counts for other sequences", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 3]),
         ValueError, "3 sequences"),
-    row("KVCache.append", "counts above the tokens", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 4, 3]),
-        ValueError, "3 tokens", "4"),
     row("KVCache.append", "negative counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=[1, -1, 0]), ValueError,
         "truncate()"),
     row("KVCache.append", "float counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=1.0), TypeError, "1.0",
@@ -220,8 +182,6 @@ CACHE = [
         "pages"),
     row("KVCache.append", "a sequence longer than all pages", lambda x: new_cache(pages=2).append(tokens(x, 9), tokens(x, 9)),
         ValueError, "9", "pages="),
-    row("KVCache.append", "a sequence longer than max_length", lambda x: new_cache(max_length=4).append(tokens(x, 5), tokens(x, 5)),
-        ValueError, "5", "max_length"),
     row("KVCache.append", "a call after one that ran out of pages", lambda x: retried(x), attention_to(3, 2)),
     row("KVCache.append", "a call after one with a wrong dtype",
         after(lambda c, t: [fails(c.append, t.astype("f8"), t), c.append(*[tokens(None, 2)] * 2)]), attention_to(3, 2)),
@@ -233,35 +193,23 @@ CACHE = [
     row("KVCache.begin_step", "negative counts", lambda x: new_cache().begin_step(-1), ValueError, "-1"),
     row("KVCache.begin_step", "an array of shapes", lambda x: new_cache().begin_step(x.q), TypeError, "integers"),
     row("KVCache.begin_step", "counts that are changed afterwards", lambda x: changed_counts(x), lambda x: np.array([3, 3, 3])),
-    row("KVCache.keys", "the layer by another name", lambda x: new_cache().keys(head=0), TypeError, "head"),
     row("KVCache.keys", "a layer that does not exist", lambda x: new_cache().keys(1), ValueError, "layer is 1"),
     row("KVCache.values", "layer -1", lambda x: new_cache().values(-1), ValueError, "layer is -1"),
     row("KVCache.values", "a tensor as the layer", lambda x: new_cache().values(x.q), TypeError, "integer"),
-    row("KVCache.keys", "dense attention to pages", stepped(lambda x, c, t: attention(x.q, c.keys(), c.values())), ValueError,
-        "batch sizes"),
-    row("KVCache.keys", "the table without lengths", stepped(lambda x, c, t: attended(c, x.q, seq_lens_kv=None)), ValueError,
-        "seq_lens_kv is None"),
     row("KVCache.keys", "the lengths of the host", stepped(lambda x, c, t: attended(c, x.q, seq_lens_kv=c.host_lengths)),
         stepped(lambda x, c, t: attended(c, x.q))),
-    row("KVCache.keys", "a table that was kept from an earlier step", lambda x: old_table(x), ValueError, "from 0 to 4"),
     row("KVCache.fork", "a target that is not empty", after(lambda c, t: c.fork(0, 1)), ValueError, "release(1)"),
     row("KVCache.fork", "a sequence that does not exist", after(lambda c, t: c.fork(0, 3)), ValueError, "from 0 to 2"),
     row("KVCache.fork", "several targets", after(lambda c, t: c.fork(0, [1, 2])), TypeError, "integer"),
-    row("KVCache.fork", "an append to one of the copies", lambda x: forked(x), lambda x: forked_result(x)),
     row("KVCache.truncate", "a length above the present one", after(lambda c, t: c.truncate(0, 4)), ValueError, "from 0 to 3"),
-    row("KVCache.truncate", "the number of tokens to remove, negative", after(lambda c, t: c.truncate(0, -1)), ValueError,
-        "from 0 to 3"),
     row("KVCache.truncate", "all sequences", after(lambda c, t: c.truncate([0, 1], 1)), TypeError, "integer"),
-    row("KVCache.truncate", "the length alone", after(lambda c, t: c.truncate(1)), TypeError, "length"),
     row("KVCache.truncate", "a float length", after(lambda c, t: c.truncate(0, 1.0)), TypeError, "1.0"),
     row("KVCache.truncate", "within a step", lambda x: within_step(x), RuntimeError, "before truncate()"),
     row("KVCache.release", "a sequence that does not exist", after(lambda c, t: c.release(3)), ValueError, "from 0 to 2"),
-    row("KVCache.release", "no sequence", after(lambda c, t: c.release()), TypeError, "sequence"),
     row("KVCache.release", "a sequence twice", after(lambda c, t: [c.release(1), c.release(1), c.append(t, t, counts=[0, 3, 0])]),
         attention_to(3)),
     row("KVCache.shared_prefix", "sequences without common pages", stepped(lambda x, c, t: np.int64(c.shared_prefix())),
         lambda x: np.int64(0)),
-    row("KVCache.shared_prefix", "an argument", lambda x: new_cache().shared_prefix(0), TypeError, "positional"),
     row("shared_prefix_attention", "no prefix", lambda x: shared_prefix_attention(x.q, x.pages_k, x.pages_v), TypeError,
         "shared_prefix"),
     row("shared_prefix_attention", "dense arrays", lambda x: shared_prefix_attention(*x.qkv, 4), ValueError, "page_table"),
@@ -269,25 +217,18 @@ CACHE = [
     row("shared_prefix_attention", "an array for the prefix", lambda x: prefixed(x, np.array([4])), TypeError, "number of keys"),
     row("shared_prefix_attention", "sequences with other pages", lambda x: prefixed(x, 4), ValueError, "KVCache.shared_prefix"),
     row("shared_prefix_attention", "causal=True", lambda x: prefixed(x, 4, causal=True), ValueError, "'bottom_right'"),
-    row("shared_prefix_attention", "a window", lambda x: prefixed(x, 4, window=(3, 0)), ValueError, "window",
-        "cupy_sdpa.attention"),
     row("shared_prefix_attention", "layout=", lambda x: shared_prefix_attention(
         x.q.T, x.pages_k.T, x.pages_v.T, 4, **x.paged, layout="bshd"), ValueError, "layout"),
     row("shared_prefix_attention", "statistics of rows", lambda x: prefixed(x, 4, return_stats="max_sumexp"), ValueError,
         "return_stats is 'max_sumexp'", "False or True"),
-    row("shared_prefix_attention", "a bias", lambda x: prefixed(x, 4, bias=np.zeros((8, 1, 1, 1), "f4")), ValueError, "bias"),
     row("shared_prefix_attention", "a misspelled option", lambda x: prefixed(x, 4, casual=True), TypeError, "causal"),
     row("shared_prefix_attention", "FP8 pages", lambda x: shared_prefix_attention(
         x.q, fp8.quantize(x.pages_k), fp8.quantize(x.pages_v), 4, **x.paged), TypeError, "cupy_sdpa.attention"),
-    row("shared_prefix_attention", "the prefix after sequence 0 was released", lambda x: released_prefix(x),
-        lambda x: released_prefix_result(x)),
     row("shared_prefix_attention", "lengths in float64", lambda x: prefixed(x, 4, seq_lens_kv=np.array([5.0, 8, 4])), TypeError,
         "float64", "int32"),
     row("shared_prefix_attention", "pages and lengths in lists", lambda x: prefixed(x, 4, page_table=[[3] * 3, [1, 4, 0]],
         seq_lens_kv=[5, 8, 4]), lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=np.array([[3] * 3, [1, 4, 0]], "i4"),
         seq_lens_kv=x.integers(5, 8, 4))),
-    row("shared_prefix_attention", "a sequence shorter than the prefix", lambda x: prefixed(x, 4, page_table=x.table * 0),
-        ValueError, "sequence 2", "1"),
 ]  # fmt: skip
 
 
@@ -330,39 +271,6 @@ def changed_counts(x):
     return c.lengths
 
 
-def old_table(x):
-    """Attention with the table of an earlier, shorter step."""
-    c = new_cache()
-    c.append(tokens(x), tokens(x))
-    table = c.table
-    c.append(tokens(x, 2), tokens(x, 2))
-    return attended(c, x.q, page_table=table)
-
-
-def other_table(x):
-    """Attention with the table of a larger cache."""
-    one, other = new_cache(), new_cache(pages=20)
-    for c in (one, other):
-        c.append(tokens(x), tokens(x))
-    return attended(one, x.q, page_table=other.table)
-
-
-def forked(x):
-    """Attention of the sequence that was copied, after an append to its copy."""
-    c, t = new_cache(), tokens(x)
-    c.append(t, t, counts=[3, 0, 3])
-    c.fork(0, 1)
-    c.append(t, t, counts=[0, 3, 0])
-    return attended(c, x.q[:, :, :1])[..., [0, 2]], attended(c, x.q[:, :, :1])[..., 1:2]
-
-
-def forked_result(x):
-    """Attention of sequences 0 and 2 to their tokens, and of sequence 1 to those of sequence 0 and its own."""
-    t, q = tokens(x), x.q[:, :, :1]
-    both = np.concatenate([t[..., :1], t[..., 1:2]], axis=2)
-    return output(q[..., [0, 2]], *[t[..., [0, 2]]] * 2), output(q[..., 1:2], both, both)
-
-
 def within_step(x):
     """A truncation between the announcement and the append."""
     c = new_cache()
@@ -373,25 +281,6 @@ def within_step(x):
 def prefixed(x, prefix, **options):
     """Attention with a shared prefix."""
     return shared_prefix_attention(x.q, x.pages_k, x.pages_v, prefix, **{**x.paged, **options})
-
-
-def released_prefix(x):
-    """Two of three sequences with a common page, after the first one was released."""
-    c, t = new_cache(), tokens(x, 4)
-    c.append(t, t, counts=[4, 0, 0])
-    c.fork(0, 1)
-    c.fork(0, 2)
-    c.release(0)
-    c.append(*[tokens(x)] * 2, counts=[0, 1, 2])
-    pages = {"page_table": c.table, "seq_lens_kv": c.lengths}
-    return shared_prefix_attention(x.q[:, :, :1], c.keys(), c.values(), 4, **pages)[..., 1:]
-
-
-def released_prefix_result(x):
-    """The outputs of sequences 1 and 2."""
-    t = tokens(x, 4)[..., :1]
-    parts = [np.concatenate([t, tokens(x)[:, :, :n, n : n + 1]], axis=2) for n in (1, 2)]
-    return np.concatenate([output(x.q[:, :, :1, n : n + 1], p, p) for n, p in zip((1, 2), parts, strict=True)], axis=3)
 
 
 def masked(mask_mod, sq=6, skv=7, **options):
@@ -422,7 +311,6 @@ MASKS = [
     row("block_mask", "a score function", masked(zoo.relative_position), TypeError, "mask_mod"),
     row("block_mask", "the keys before the queries", masked(lambda b, h, kv_idx, q_idx: q_idx >= kv_idx), TypeError,
         "kv_idx, q_idx", "by position"),
-    row("block_mask", "`and` in the function", masked(lambda b, h, i, j: i >= j and i < 3), TypeError, "&"),
     row("block_mask", "a function of heads without heads=", masked(lambda b, h, i, j: (i >= j) | (h == 0)), TypeError, "h",
         "pass heads=", "number of heads"),
     row("block_mask", "a function of the batch without batch=", masked(lambda b, h, i, j: (i >= j) | (b == 0)), TypeError,
@@ -437,8 +325,6 @@ MASKS = [
         "reads an array", "sq"),
     row("block_mask", "lengths before the function", lambda x: block_mask(6, 6, zoo.causal), TypeError, "mask_mod is an int",
         "function f(b, h, q_idx, kv_idx"),
-    row("block_mask", "no return statement", masked(lambda b, h, i, j: None, 6, 6), TypeError, "returned None", "return statement"),
-    row("block_mask", "0 and 1", masked(lambda b, h, i, j: (i >= j).astype(int), 6, 6), TypeError, "returned int64", "x != 0"),
     row("block_mask", "a tensor that is too short", masked(zoo.causal_document, 6, 6, tensors={"document_id": np.zeros(5, int)}),
         IndexError, "tensors['document_id'] (5,)", "sq"),
     row("block_mask", "a tensor that is too long", lambda x: attention(x.s, x.s, x.s, block_mask=block_mask(
@@ -461,28 +347,19 @@ MASKS = [
     row("BlockMask.from_blocks", "three axes", lambda x: BlockMask.from_blocks(blocks(1, 1, 4)), ValueError, "(1, 1, 4)"),
     row("BlockMask.from_blocks", "partial blocks without a function", lambda x: BlockMask.from_blocks(
         blocks(1, 1), full=blocks(1, 1, value=False)), ValueError, "mask_mod is None"),
-    row("BlockMask.from_blocks", "full of another shape", lambda x: BlockMask.from_blocks(blocks(1, 2), full=blocks(2, 1)),
-        ValueError, "(2, 1)", "(1, 2)"),
     row("BlockMask.from_blocks", "the array changes afterwards", lambda x: changed_blocks(x), lambda x: np.ones((6, 6, 1, 1))),
-    row("BlockMask.from_kv_blocks", "numbers without indices", lambda x: BlockMask.from_kv_blocks(np.ones((1, 1, 1), int)),
-        TypeError, "kv_indices"),
     row("BlockMask.from_kv_blocks", "this package's order of axes", lambda x: BlockMask.from_kv_blocks(
         np.ones((1, 2, 3), int), np.zeros((1, 3, 2, 1), int)), ValueError, "(B, Hq, query blocks)"),
     row("BlockMask.from_kv_blocks", "an index beyond the blocks", lambda x: BlockMask.from_kv_blocks(
         np.ones((1, 1, 1), int), np.full((1, 1, 1, 1), 1)), ValueError, "0 to 0"),
-    row("BlockMask.from_kv_blocks", "more blocks than indices", lambda x: BlockMask.from_kv_blocks(
-        np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 1), int)), ValueError, "1 key blocks"),
     row("BlockMask.from_kv_blocks", "a block twice", lambda x: BlockMask.from_kv_blocks(
         np.full((1, 1, 1), 2), np.zeros((1, 1, 1, 2), int)), ValueError, "kv_indices", "twice"),
-    row("BlockMask.from_kv_blocks", "float indices", lambda x: BlockMask.from_kv_blocks(
-        np.ones((1, 1, 1)), np.zeros((1, 1, 1, 1))), ValueError, "float64", "integers"),
     row("BlockMask.from_kv_blocks", "full numbers without full indices", lambda x: BlockMask.from_kv_blocks(
         np.ones((1, 1, 1), int), np.zeros((1, 1, 1, 1), int), np.ones((1, 1, 1), int)), ValueError, "pass both"),
     row("BlockMask.from_kv_blocks", "the mask of FlexAttention", lambda x: BlockMask.from_kv_blocks(object(), None), TypeError,
         "kv_num_blocks is an object", "numpy"),
     row("BlockMask.to_dense", "the dense mask as mask=", lambda x: attention(x.s, x.s, x.s, mask=masked(zoo.causal, 6, 6)(
         x).to_dense()), lambda x: output(x.s, x.s, x.s, allowed=causal(6, 6))),
-    row("BlockMask.to_dense", "an argument", lambda x: masked(zoo.causal)(x).to_dense(0), TypeError, "positional"),
     row("BlockMask.picture", "a head that does not exist", lambda x: masked(zoo.causal)(x).picture(head=4), IndexError, "head is 4",
         "1"),
     row("BlockMask.picture", "an entry that does not exist", lambda x: masked(zoo.causal)(x).picture(entry=1), IndexError,
@@ -552,13 +429,11 @@ ZOO = [
     row("zoo.document", "ids (S,)", with_zoo(zoo.document, document_id=np.zeros(6, "i4")), IndexError, "document_id", "1"),
     row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(
         x.s, x.s, x.s, allowed=causal(6, 6) & ~causal(6, 6, -3))),
-    row("zoo.natten", "a window larger than the image", lambda x: zoo.natten(2, 3, 3), ValueError, "at most 2", "2 rows"),
     row("zoo.t5_bucket", "no logarithmic buckets", lambda x: zoo.t5_bucket(x.s, buckets=2), ValueError, "buckets is 2", "at least 4"),
     row("zoo.t5", "a table (Hq, buckets)", with_zoo(score_mod=zoo.t5(), table=np.zeros((4, 32))), IndexError, "32", "4"),
     row("zoo.swin", "the table of another window", with_zoo(score_mod=zoo.swin(2, 3), table=np.zeros((9, 4))), IndexError,
         "length 9", "from 0 to 14"),
     row("zoo.chunked", "chunks of 0", with_zoo(zoo.chunked(0)), ZeroDivisionError, "divided by 0"),
-    row("zoo.alibi", "the slopes of other heads", with_zoo(score_mod=zoo.alibi, slopes=alibi_slopes(8)), IndexError, "8", "4"),
 ]  # fmt: skip
 
 

@@ -33,22 +33,12 @@ def read(text):
     return call
 
 
-def tuned_with_knobs(x):
-    with cupy_sdpa.autotune(knobs=True):
-        pass
-
-
 def within_validate(x):
     with cupy_sdpa.validate():
         cupy_sdpa.attention(x.q, x.k[:4], x.v)
 
 
 ROWS = [
-    row("prepare", "keys of another length after compute_dtype", lambda x: prepare(x.s, x.s, x.s, compute_dtype="float16")(*x.qkv),
-        ValueError, "Prepared: k (8, 4, 6, 3) float32", "Passed: k (8, 2, 7, 3) float32"),
-    row("prepare", "another block mask of another size", lambda x: prepare(x.s, x.s, x.s, block_mask=cupy_sdpa.block_mask(
-        cupy_sdpa.zoo.causal, 6, 6))(*x.qkv, block_mask=cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 6, 7)), ValueError,
-        "block_mask <BlockMask 6 x 6", "block_mask <BlockMask 6 x 7"),
     row("composed.explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
     row("composed.explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
         "alibi_slopes runs no program"),
@@ -56,23 +46,18 @@ ROWS = [
         "head dim"),
     row("validate", "keys of another head dim in its block", within_validate, ValueError, "head dim"),
     row("problem", "a word in place of a shape", posed(q="q"), TypeError, "q is 'q'; pass a shape"),
-    row("problem", "a fraction", posed(k=(1.5, 8, 512, 1)), TypeError, "k is (1.5"),
     row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),
     row("problem", "two head dims", posed(k=(32, 2, 6, 1)), ValueError, "head dims"),
     row("problem", "an unknown corner", posed(causal="middle"), ValueError, "middle"),
     row("problem", "sinks of other heads", posed(sinks=np.zeros(7, "f4")), ValueError, "sinks", "(7,)"),
     row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
-    row("problem", "a shape of sinks of other heads", posed(sinks=(3,)), ValueError, "sinks", "(3,)"),
     row("store.read_problems", "a TOML file", read("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "an empty file", read(""), ValueError, "problems.jsonl has no problem"),
     row("store.save_problems", "a folder", lambda x: store.save_problems(tempfile.gettempdir()), OSError, tempfile.gettempdir()),
     row("prepare", "settings of knobs", lambda x: prepare(*x.qkv, autotune="knobs"), TypeError, "autotune is 'knobs'", "True or False"),
-    row("autotune", "settings of knobs", tuned_with_knobs, TypeError, "knobs"),
     row("Prepared", "the output of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(
         x.dout, *x.qkv, x.dout, np.zeros((6, 4, 3), np.float32, order="F"), out=x.dout), TypeError, "out is not a result",
         "dq, dk, dv"),
-    row("get_plan_cache", "a limit of 0 plans", lambda x: cupy_sdpa.get_plan_cache().set_limit(0), ValueError, "the limit is 0",
-        "clear()", engine="fake"),
     row("get_plan_cache", "a negative limit of bytes", lambda x: cupy_sdpa.get_plan_cache().set_recording_limit(-1), ValueError,
         "limit is -1 bytes", engine="fake"),
 ]  # fmt: skip

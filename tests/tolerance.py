@@ -27,17 +27,6 @@ def rounding_floor(truth, dtype) -> float:
     return 2 * worst(moved.astype(dtype), finite)
 
 
-def accumulation_floor(q, k, tau, truth, added=0.0) -> float:
-    """The error of accumulating a score in float32, and so of the log-sum-exp, in any order and with any rounding.
-
-    An epsilon of the sum of magnitudes (by Cauchy-Schwarz at most |q| |k|, plus ``added``) and of the result. numpy adds in
-    pairs and rounds to nearest; tensor cores truncate, so their error is not bounded by a multiple of numpy's.
-    """
-    q, k = (np.linalg.norm(x.astype(np.float64), axis=0).max() for x in (q, k))
-    finite = np.abs(truth[np.isfinite(truth)])
-    return FACTOR * float(np.finfo(np.float32).eps) * (abs(tau) * q * k + added + finite.max(initial=0))
-
-
 def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
     """The rounding error of a gradient: of the result, and of the difference dP - D.
 
@@ -47,21 +36,6 @@ def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
     dout, q, k, v = (float(np.linalg.norm(x.astype(np.float64), axis=0).max(initial=0)) for x in (dout, q, k, v))
     cancelled = FACTOR * float(np.finfo(np.float32).eps) * dout * v * abs(tau) * max(q, k)
     return cancelled + rounding_floor(truth, dtype)
-
-
-def sinks_floor(dout, out, stats, sinks) -> float:
-    """The effect of rounding the output on the gradient of a sink, ``-sum exp(sink - L) dout * out``.
-
-    There is one element per head, so the naive computation may be right by chance. Roundings are independent: their sum is of
-    the size of the root of the sum of squares (Higham and Mary 2019, "A new approach to probabilistic rounding error
-    analysis"). ``out`` and ``stats`` are the true ones; all arrays are padded, or all are packed.
-    """
-    left = np.where(np.isfinite(stats), stats, np.inf)
-    left = left.swapaxes(0, 1) if left.ndim == 3 else left  # (Hq, Sq, B) or (Hq, Tq)
-    sinks = np.asarray(sinks, np.float64).reshape(-1, *(1,) * (left.ndim - 1))
-    terms = (np.exp(sinks - left) * dout.astype(np.float64) * out) ** 2
-    of_heads = np.sqrt(terms.sum(axis=(0, *range(2, terms.ndim))))
-    return FACTOR * float(of_heads.max()) * float(np.spacing(dout.dtype.type(1))) / 2
 
 
 def assert_close(actual, truth, naive, floor=None) -> None:

@@ -76,6 +76,7 @@ TESTS = {
     "cupy_sdpa/sequences.py": ("kv_cache",),
     "cupy_sdpa/store.py": ("plans",),
     "cupy_sdpa/support": ("support", "boundary"),
+    "cupy_sdpa/support/batch.py": ("attention",),
     "cupy_sdpa/tree.py": ("kv_cache",),
     "cupy_sdpa/weights.py": ("attention",),
     "cupy_sdpa/zoo.py": ("block_masks",),

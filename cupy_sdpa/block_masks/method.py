@@ -219,4 +219,4 @@ def check_arrays(
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=cupy_runtime.is_array(q))
+            check_strides_of(name, given[name], required=cupy_runtime.is_array(q), written=name in results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,12 +63,20 @@ def read_array(name: str, array: Any) -> Argument:
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
         if array is ...:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a numpy.ma.MaskedArray, whose mask attention does not read: pass {name}.data, and "
+                "the keys to attend to as mask=, bool (Skv, Sq, Hq, B), True where a masked array has False; or their number "
+                "as seq_lens_kv="
+            )
         if library := library_of(array):
             raise TypeError(
                 f"{name} is an array of {library.name}; this call takes numpy and CuPy arrays: share it, for example with "
                 f"numpy.asarray({name}) or cupy.from_dlpack({name})"
             )
         remedy = _REMEDIES.get(name, "")
+        if name in INT32 and isinstance(array, numbers.Integral):
+            remedy = f"pass a number for each batch entry, such as numpy.full(B, {array}, 'int32')"
         if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
             remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):

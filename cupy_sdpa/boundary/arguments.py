@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import numpy as np
 
 from ..problem.bucket import Rounding, read_bucket
-from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes
-from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, Signature, dense_signature, dtype_name, numpy_dtype
+from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
+from ..problem.tensor_spec import (
+    FLOAT_DTYPES,
+    ITEMSIZE,
+    Signature,
+    dense_signature,
+    dtype_name,
+    has_callers_axes,
+    numpy_dtype,
+)
 from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
@@ -64,7 +73,36 @@ def read_backward(
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, **others}
+    _check_order(arrays, layouts.other_layout(options))
     return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
+
+
+#: The arrays of a backward pass in the order of its arguments.
+_OF_BACKWARD = ("dout", "q", "k", "v", "out", "stats")
+
+
+def _check_order(arrays: Mapping[str, Any], layout: str | None) -> None:
+    """Check that the arrays of a backward pass are not in another order, such as q, k, v, out, dout, stats.
+
+    Raises:
+        ValueError: the shapes do not fit in this order, and fit in another one.
+    """
+    shapes: list[Any] = [getattr(arrays.get(name), "shape", None) for name in _OF_BACKWARD]
+    if None in shapes:
+        return
+    own = shapes if layout is None else [
+        layouts.to_own("q", shape, layout) if len(shape) == len(layout) else shape[::-1] for shape in shapes
+    ]  # fmt: skip
+    if not _is_backward(*own) and any(_is_backward(*order) for order in itertools.permutations(own)):
+        given = ", ".join(f"{name} {shape}" for name, shape in zip(_OF_BACKWARD, shapes, strict=True))
+        raise ValueError(f"the arrays are in another order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
+
+
+def _is_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any) -> bool:
+    """Whether shapes are those of the arrays of a backward pass."""
+    if not len(q) == len(k) == len(v) in (3, 4) or q[0] != k[0] or k[1:] != v[1:] or k[3:] != q[3:]:
+        return False
+    return bool(dout == out == (v[0], *q[1:]) and stats == row_stats_shape(q) and (q[1] == 0 if not k[1] else q[1] % k[1] == 0))
 
 
 def _row_statistics(return_stats: Any) -> RequestedOutputs:
@@ -86,7 +124,7 @@ def _read(
     layout = layouts.other_layout(options)
     if layout is None:
         call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
-        layouts.check_strides(call.problem.tensors, options, on_gpu=call.on_gpu)
+        layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
         return call
     own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
     with layouts.described(layout, layouts.shapes_of(arrays, options)):
@@ -107,6 +145,9 @@ def _read_own(
     }
     tensors = [read_array(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
     on_gpu = arrays_on_gpu([*arguments.values(), *tensors])
+    if options.get("layout") is None and not has_callers_axes():
+        for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
+            layouts.check_strides_of(name, arguments[name].array)
     settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
     signatures = {name: argument.signature for name, argument in arguments.items()}
@@ -119,6 +160,12 @@ def _read_own(
             user_functions.check_scalars(functions.scalars)
         arguments |= {name: read_array(name, array) for name, array in (functions.arrays | functions.tables).items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
+    *_, sq, skv, _ = problem.sizes
+    if problem.paged and options.get("causal") is True and sq != skv:
+        raise ValueError(
+            f"causal is True with page_table, and Sq is {sq}, and the pages have up to {skv} keys: pass causal='bottom_right', "
+            "where the last query attends to all keys of its sequence, or 'top_left', where query i attends to keys 0 to i"
+        )
     found = {name: argument.array for name, argument in arguments.items()}
     if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
         check_factors(problem, found)
@@ -236,6 +283,11 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
         _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
     for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
         if (starts := arrays.get(name)) is not None:
+            if starts[0] > 0 and starts.sum() == total and starts.max() <= most:
+                raise ValueError(
+                    f"{name} is {starts.tolist()}: these are lengths, because they add up to {total}, the total; pass offsets, "
+                    f"{[0, *np.cumsum(starts).tolist()]}, which np.cumsum([0, *lengths]) returns"
+                )
             check_offsets(name, starts, total)
             lengths = np.diff(starts)
             if lengths.size and lengths.max() > most:
@@ -260,11 +312,22 @@ def check_offsets(name: str, starts: Any, total: int) -> None:
 def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
     """Check the entries of a page table before the lengths, on the CPU only."""
     page, pages = problem.k.shape[2:]
+    band, program = problem.settings.band, problem.settings.program
+    # a page that a mask hides may be listed twice: the pages of a window are used again
+    masked = program or (band and band.left is not None) or any(has_score_axes(spec.name) for spec in problem.tensors)
     for b, length in enumerate(lengths):
         used = table[: -(-int(length) // max(page, 1)), b]
-        if used.size and not 0 <= used.min() <= used.max() < pages:
+        if not used.size:
+            continue
+        if not 0 <= used.min() <= used.max() < pages:
             raise ValueError(
-                f"page_table has entries from {used.min()} to {used.max()} in sequence {b}; there are {pages} pages"
+                f"page_table has entries from {used.min()} to {used.max()} in sequence {b}, which has {length} keys, so "
+                f"{used.size} pages of {page}; there are {pages} pages: pass its pages, or in seq_lens_kv its number of keys"
+            )
+        if not masked and len({*used.tolist()}) < used.size:
+            raise ValueError(
+                f"page_table lists a page twice in sequence {b}: {used.tolist()}, for {length} keys in pages of {page}. Pass "
+                "its pages, or in seq_lens_kv its number of keys: entries after its last page are not used"
             )
 
 

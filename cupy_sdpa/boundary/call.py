@@ -172,17 +172,6 @@ class Call:
         return [*names, *self.gradients.results] if self.gradients else names
 
 
-def build_plan(call: Call) -> None:
-    """Build the plan of a forward pass on the GPU, if it is not in the plan cache.
-
-    Raises:
-        Unsupported, CudnnError: the call cannot run.
-    """
-    if call.on_gpu and not call.problem.trivial:
-        with cupy_runtime.on_device_of(call.arrays["q"]) as device:
-            with_plan(call.engine_problem, device, lambda session, plan: None)
-
-
 def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
     """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
     from ..cudnn.library import library

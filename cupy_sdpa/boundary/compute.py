@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,13 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
     return name
 
 
-def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
+def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Sequence[str] = ()) -> None:
     """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
 
     Args:
         arrays: q, k, v and other arrays by name, which may be None.
         dtype: that of dout, dq, dk and dv, if the others are converted already. Default None: that of q.
+        results: the names of the arrays that are written. Default: none.
 
     Raises:
         TypeError, ValueError: an array is not on the engine of q, not of its dtype, or probably in another layout.
@@ -68,7 +69,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None) -> None:
     for name, x in arrays.items():
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):
             continue
-        check_strides_of(name, x)
+        check_strides_of(name, x, written=name in results)
         if dtype_name(x.dtype) != dtype_name(own):  # of any byte order
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"

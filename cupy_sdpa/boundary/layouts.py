@@ -17,7 +17,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from ..layout import AXES, default_is, default_layout, order
-from ..problem.problem import CU_SEQLENS, ROW_STATS, SCORE_INPUTS, Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, SCORE_INPUTS, Problem
 from ..problem.tensor_spec import (
     ITEMSIZE,
     CallersAxes,
@@ -123,8 +123,9 @@ def with_batch(name: str, array: Any, layout: str | None) -> Any:
         return array
     if array.ndim != axes:
         raise ValueError(
-            f"q has 3 axes and {name} has {array.ndim}: {tuple(array.shape)}. Without a batch axis {name} has {axes}; packed "
-            "sequences need cu_seqlens_q=, cu_seqlens_kv=, max_seqlen_q= and max_seqlen_kv="
+            f"q has 3 axes and {name} has {array.ndim}: {tuple(array.shape)}. Without a batch axis {name} has {axes}, so pass "
+            f"q with a batch axis, or {name} without it; packed sequences need cu_seqlens_q=, cu_seqlens_kv=, max_seqlen_q= "
+            "and max_seqlen_kv="
         )
     return array[(slice(None),) * _batch_axis(name, layout, axes) + (None,)]
 
@@ -294,22 +295,22 @@ def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
 _OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
 #: The end of the message of an array on the CPU with the strides of another layout.
-_CONFIRM = ". On the CPU layout={!r} confirms the axes, and arrays may have any strides"
+_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and takes any strides"
 
 
-def _vector_obstacle(spec: TensorSpec, on_gpu: bool) -> str:
+def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
     """Why an array with a head dim is probably in another layout; empty if it is not. A GPU refuses a head dim of 1 itself."""
-    return stride_obstacle(spec) or ("" if on_gpu else order_obstacle(spec))
+    return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
 
 
-def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on_gpu: bool) -> None:
+def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool) -> None:
     """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
 
     A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
     the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
 
     Args:
-        specs: the arrays.
+        problem: the problem of the arrays.
         options: the options of the call.
         on_gpu: whether the arrays are CuPy's. There the rules of the GPU decide about biases and statistics.
 
@@ -319,24 +320,26 @@ def check_strides(specs: Sequence[TensorSpec], options: Mapping[str, Any], *, on
     """
     if options.get("layout") is not None or _is_named.get():
         return
-    own = "dht" if len(specs[0].shape) == 3 else "dhsb"
-    for spec in specs:
+    own = "dht" if len(problem.q.shape) == 3 else "dhsb"
+    results = {spec.name for spec in problem.results}
+    for spec in problem.tensors:
         obstacle = ""
         if spec.name in VECTORS:
-            obstacle = _vector_obstacle(spec, on_gpu)
+            obstacle = _vector_obstacle(spec, on_gpu, spec.name in results)
         elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
             obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
             raise ValueError(f"{obstacle}{_OF_OPERATORS if on_gpu else _CONFIRM.format(own)}")
 
 
-def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: str = "") -> None:
+def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
 
     Args:
         name: the argument.
         array: the array; other objects are refused where the call is parsed.
         required: whether the call needs these strides, also if a layout is named. Default False.
+        written: whether the array is a result. Default False.
         remedy: the end of the message. Default: what a call on the CPU takes.
     """
     on_gpu = cupy_runtime.is_array(array)
@@ -344,14 +347,16 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, remedy: s
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
         spec = make_spec(name, signature_of(array, 0))
-        obstacle = _vector_obstacle(spec, on_gpu)
+        obstacle = _vector_obstacle(spec, on_gpu, written)
         if obstacle and (required or not _is_named.get()):
-            confirm = "" if required or on_gpu else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
             raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
 def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array."""
+    if name in ("sinks", "alibi_slopes", *LENGTHS, *CU_SEQLENS):  # of one axis; any other shape is a mistake, shown as it is
+        return tuple(axes)
     if name not in VECTORS:
         return tuple(axes)[::-1]
     letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"

@@ -119,6 +119,10 @@ _ANSWERS = {
     "pass q, k and v by position, or as q=, k= and v=": "key query value",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
     "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
+    "no option is needed: scores and the softmax are float32, and float64 for float64 arrays": "logits_dtype softmax_dtype",
+    "no option is needed: the page size is axis 2 of k and v, or axis 1 with layout='bshd'": "page_size",
+    "the size of pages is axis 2 of k and v, or axis 1 with layout='bshd'; that of a block mask is block_size= of "
+    "cupy_sdpa.block_mask": "block_size",
     "pass arrays of cupy_sdpa.fp8.quantize, which have their factors":
         "k_descale k_scale kv_cache_sf q_descale q_scale v_descale v_scale",
     "the functions read arrays of tensors=": "aux_tensors",
@@ -158,7 +162,7 @@ def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without:
         without: the options that it does not take. The function refuses them itself, with a remedy. Default: none.
 
     A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
-    :func:`refuse_arguments`; others are wrapped, which takes 0.2 us per call.
+    :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
         return functools.partial(_with_signature, only=only, without=without)

@@ -16,7 +16,7 @@ from ..tolerance import compare
 from .case import Case
 from .data import Data, build, call_options, dropout_options, dtype_of
 from .drawn_memory import Memory, memory_of, named_layout
-from .forms import Form
+from .forms import GIVEN, Form, other_form
 from .inputs import Inputs
 from .oracle import Results, evaluate
 from .outcome import Outcome
@@ -89,6 +89,10 @@ def find_errors(wanted: Expected, results: dict[str, Any]) -> dict[str, str]:
         if name in ("out", "dq", "dk", "dv", "jvp") and actual.dtype != dtype_of(case.dtype):
             errors[name] = f"{name} is {actual.dtype}, expected {case.dtype}"
     return errors
+
+
+def _prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
+    return cupy_sdpa.prepare(*arrays, **options)(*arrays, out=out)
 
 
 class CaseRunner:
@@ -175,12 +179,8 @@ class CaseRunner:
         """Call :func:`cupy_sdpa.attention`, and :func:`cupy_sdpa.attention_backward` if the case has gradients."""
         views, options = memory.views, self.options(memory, index)
         preallocated = {name: views[name] for name in ("out", "stats") if name in views}
-        if self.case.tangents:
-            return self.derivative(memory, options | preallocated)
-        if "weight_sums" in self.case.options:
-            return self.weight_sums(memory, options)
-        if "parallel" in self.case.options:
-            return self.in_group(memory, options)
+        if found := self.of_feature(memory, options | preallocated, GIVEN, again=False):
+            return found
         results = self.forward(forward_function(self.case), memory, options | preallocated, index)
         if not self.case.backward:
             return results
@@ -192,35 +192,39 @@ class CaseRunner:
 
     def call_alternative(self, memory: Memory) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_vjp`, or :func:`cupy_sdpa.prepare` if the case has no gradients, in another form."""
-        with Form(self.case) as form:
-            return form.results(self._call_alternative(memory, form))
+        views, form = memory.views, other_form(self.case)
+        with form.context():
+            options = form.options(self.options(memory, 1))
+            found = self.of_feature(memory, options, form, again=True)
+            if not found and self.case.backward:
+                self.outcome.calls += 2
+                q, k, v = (form.array(views[name]) for name in "qkv")
+                out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
+                found = {"out": out} | self.gradients_by_name(pullback(form.array(views["dout"])))
+            elif not found:
+                # A prepared call accepts only a dense preallocated output.
+                given = {"out": form.array(views["out"])} if "out" in views and "out" not in self.case.layouts else {}
+                other = {"shared_prefix", "merge", "cache"} & self.case.options.keys()  # calls of another function
+                function = forward_function(self.case) if other else _prepare_and_call
+                found = self.forward(function, memory, options | given, 1, form)
+            return form.results(found)
 
-    def _call_alternative(self, memory: Memory, form: Form) -> dict[str, Any]:
-        """The results of :meth:`call_alternative` in its form."""
-        views, options = memory.views, form.options(self.options(memory, 1))
-        q, k, v = (form.array(views[name]) for name in "qkv")
+    def of_feature(self, memory: Memory, options: dict[str, Any], form: Form, *, again: bool) -> dict[str, Any]:
+        """The results of the function of a feature with all its passes; empty if the case has no such feature.
+
+        Args:
+            memory, options, form: of the call.
+            again: whether to call it in another way than before.
+        """
         if self.case.tangents:
-            return self.derivative(memory, options, widen=True, form=form)
+            return self.derivative(memory, options, form, widen=again)
         if "weight_sums" in self.case.options:
             return self.weight_sums(memory, options)
         if "parallel" in self.case.options:
-            return self.in_group(memory, options, vjp=True)
-        if self.case.backward:
-            self.outcome.calls += 2
-            out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
-            return {"out": out} | self.gradients_by_name(pullback(form.array(views["dout"])))
+            return self.in_group(memory, options, vjp=again)
+        return {}
 
-        def prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
-            return cupy_sdpa.prepare(*arrays, **options)(*arrays, out=out)
-
-        # A prepared call accepts only a dense preallocated output.
-        preallocated = {"out": form.array(views["out"])} if "out" in views and "out" not in self.case.layouts else {}
-        # A call of another function.
-        other = {"shared_prefix", "merge", "cache"} & self.case.options.keys()
-        function = forward_function(self.case) if other else prepare_and_call
-        return self.forward(function, memory, options | preallocated, 1, form)
-
-    def in_group(self, memory: Memory, options: dict[str, Any], *, vjp: bool = False) -> dict[str, Any]:
+    def in_group(self, memory: Memory, options: dict[str, Any], *, vjp: bool) -> dict[str, Any]:
         """Call :class:`cupy_sdpa.parallel.ContextParallel`."""
         self.outcome.calls += 1 + self.case.backward
         of_backward = self.backward_options if self.case.backward else {}
@@ -233,12 +237,9 @@ class CaseRunner:
         own = {name: value for name, value in options.items() if name != "num_splits"}
         return {"weights": cupy_sdpa.weight_sums(memory.views["q"], memory.views["k"], per_kv_head=per_kv_head, **own)}
 
-    def derivative(
-        self, memory: Memory, options: dict[str, Any], *, widen: bool = False, form: Form | None = None
-    ) -> dict[str, Any]:
+    def derivative(self, memory: Memory, options: dict[str, Any], form: Form, *, widen: bool) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.composed.widen` before it."""
-        views, stats = memory.views, "stats" in self.case.options
-        array = form.array if form else lambda x: x
+        views, stats, array = memory.views, "stats" in self.case.options, form.array
         q, k, v = (array(views[name]) for name in "qkv")
         given: dict[str, Any] = {name: array(views[other]) for name, other in self.case.tangents.items()} | self.deterministic
         self.outcome.calls += 1
@@ -247,13 +248,11 @@ class CaseRunner:
         results = cupy_sdpa.attention_jvp(q, k, v, dout=array(views.get("jvp")), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
-    def forward(
-        self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form | None = None
-    ) -> dict[str, Any]:
+    def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form = GIVEN) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         in_fp8 = "fp8" in self.case.options
-        views = (form.array(memory.views[name]) if form else memory.views[name] for name in "qkv")
-        q, k, v = arrays_in_fp8(self.case, memory.views) if in_fp8 else views
+        views = memory.views
+        q, k, v = arrays_in_fp8(self.case, views) if in_fp8 else (form.array(views[name]) for name in "qkv")
         if self.case.cache:
             cache = filled_cache(self.case, self.data[index], self.xp)
             q, k, v = rotated_queries(self.case, self.data[index], q, cache, self.xp), cache.keys(1), cache.values(1)
@@ -382,24 +381,15 @@ class CaseRunner:
         memory = self.allocate()
         self.load(memory, index)
         views = memory.views
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "layout", "engine")
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "bucket", "layout", "engine")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
         if self.case.paged:  # the random numbers are those of dense arrays
             options = {name: x for name, x in options.items() if name == "engine"}
         options |= dropout_options(self.case, views, index)
         self.outcome.calls += 1
-        q, k = (self.dense_zeros(name) if self.case.paged else self.bucketed(name, views[name]) for name in "qk")
+        q, k = (self.dense_zeros(name) if self.case.paged else views[name] for name in "qk")
         keep = cupy_sdpa.dropout_mask(q, k, **options)
-        return (keep if isinstance(keep, np.ndarray) else keep.get())[: self.case.skv, : self.case.sq]
-
-    def bucketed(self, name: str, array: Any) -> Any:
-        """Zeros of the length to which ``bucket`` pads; the random numbers of dropout depend on the padded lengths."""
-        bucket = self.case.options.get("bucket")
-        d, heads, length, *batch = array.shape
-        if bucket is None or not batch or (name == "q" and length == 1):  # packed: only the maximum lengths are rounded
-            return array
-        padded = max(64, 1 << (length - 1).bit_length()) if bucket == "power_of_two" else -(-length // bucket) * bucket
-        return self.xp.zeros((d, heads, padded, *batch), array.dtype, order="F")
+        return keep if isinstance(keep, np.ndarray) else keep.get()
 
     def dense_zeros(self, name: str) -> Any:
         """Zeros in the shape of dense q or k."""

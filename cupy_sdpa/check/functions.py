@@ -142,16 +142,12 @@ MASKS: dict[str, Function] = {
     "positive": Function(lambda b, h, q, k, u: u[k] > 0.75, {"u": "k"}, "float"),
 }
 
-# Not drawn until integers above 2^24 are exact in score functions; then move these into the tables above.
-PENDING_SCORES = {"large_product": Function(lambda s, b, h, q, k: s + 0.5 * ((k * 8192 + q) % 3))}
-PENDING_MASKS = {"large_product": Function(lambda b, h, q, k: (k * 8192 + q) % 3 > 0)}
-
 
 def function_of(option: str, name: str) -> Function:
     """A function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its program (:func:`of_program`)."""
     if name.startswith("{"):
         return of_program(option, name)
-    return {**SCORES, **PENDING_SCORES}[name] if option == "score_mod" else {**MASKS, **PENDING_MASKS}[name]
+    return SCORES[name] if option == "score_mod" else MASKS[name]
 
 
 def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:

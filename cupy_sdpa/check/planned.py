@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
 import cupy_sdpa
 
-from ..offline.remote_planner import Planner, load_target
-from ..problem.subproblems import subproblems
-from ..support import gpus
-from ..support.why_not import why_not
 from .case import Case
 from .data import build, call_options
 from .drawn_memory import memory_of
 from .outcome import Outcome
 from .routes import with_tree
 
-#: Part of the planner's result if a problem ended the process.
+#: Part of the reason of a report if a problem ended the process.
 _CRASHED = "ended the process inside cuDNN"
 
 
-@functools.cache
-def planner() -> Planner:
-    """The planner of this process."""
-    return Planner()
-
-
 def plan(case: Case, outcome: Outcome) -> Outcome:
-    """Plan both passes. A result that is neither a plan nor a refusal with reasons is a finding."""
-    version, capability, target = planner().version, gpus.capability(case.gpu), load_target(case.gpu)
+    """Plan both passes. A report with neither a plan nor reasons is a finding."""
     for problem in problems(case):
-        if problem.trivial:
-            continue
-        if reasons := why_not(problem, version, capability):
-            return outcome.set("refused", str(reasons[0]), reasons[0].rule)
-        for subproblem in subproblems(problem):
-            outcome.calls += 1
-            answer = planner().plan(subproblem, target)
-            if isinstance(answer, str):
-                kind = "crash" if _CRASHED in answer else "refused" if answer.strip() else "exception"
-                return outcome.set(kind, " ".join(answer.split())[:400], "planning")
+        report = cupy_sdpa.explain(problem, gpu=case.gpu)
+        for launch in report.launches or (report,):
+            outcome.calls += not launch.problem.trivial
+            if launch.reasons:
+                kind = "crash" if _CRASHED in launch.reasons[0] else "refused"
+                return outcome.set(kind, " ".join(launch.reasons[0].split())[:400], "planning")
+            if not launch.plan and not launch.problem.trivial:
+                return outcome.set("exception", f"there is neither a plan nor a reason: {launch.problem}", "planning")
     return outcome
 
 

@@ -41,11 +41,6 @@ def tokens() -> list[str]:
     return re.findall(r"\w+(?:['-]\w+)*|[^\w\s]", _text().lower().translate(_ASCII))
 
 
-def passage() -> str:
-    """The text without its title, in ASCII; paragraphs end with one newline."""
-    return re.sub(r"\n+", "\n", _text().split("\n", 2)[2].translate(_ASCII)).strip() + "\n"
-
-
 def _text() -> str:
     return importlib.resources.files(__package__).joinpath("alice.txt").read_text(encoding="utf-8")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_bool, c_char, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from types import TracebackType
@@ -30,7 +28,7 @@ from .constants import (
 )
 from .library import library
 
-#: The C type of an attribute's elements; enums are ints.
+#: The C type of an attribute's elements; that of the others, which are enums, is int.
 _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.INT64: c_int64,
     AttributeType.INT32: c_int32,
@@ -41,14 +39,6 @@ _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.HANDLE: c_void_p,
     AttributeType.VOID_PTR: c_void_p,
     AttributeType.BACKEND_DESCRIPTOR: c_void_p,
-    AttributeType.DATA_TYPE: c_int,
-    AttributeType.POINTWISE_MODE: c_int,
-    AttributeType.REDUCTION_OPERATOR_TYPE: c_int,
-    AttributeType.HEUR_MODE: c_int,
-    AttributeType.NUMERICAL_NOTE: c_int,
-    AttributeType.KNOB_TYPE: c_int,
-    AttributeType.RNG_DISTRIBUTION: c_int,
-    AttributeType.CUDA_GRAPH_RETENTION: c_int,
 }
 
 #: The attribute type of a Python value, by the value's type.
@@ -64,30 +54,6 @@ _TYPE_OF: dict[type, AttributeType] = {
     RngDistribution: AttributeType.RNG_DISTRIBUTION,
     CudaGraphRetention: AttributeType.CUDA_GRAPH_RETENTION,
 }
-
-
-#: Whether live descriptors are counted: the environment variable ``CUPY_SDPA_DEBUG`` is set, and is not 0.
-DEBUG = os.environ.get("CUPY_SDPA_DEBUG", "0") != "0"
-_live: Counter[str] = Counter()
-_counting = threading.Lock()
-
-
-def live() -> dict[str, int]:
-    """The number of live descriptors of each kind, to detect leaks; counted only if :data:`DEBUG` is set."""
-    with _counting:
-        return {kind: count for kind, count in _live.items() if count}
-
-
-def created(kind: str) -> None:
-    """Count a new descriptor."""
-    with _counting:
-        _live[kind] += 1
-
-
-def destroyed(kind: str) -> None:
-    """Count a destroyed descriptor."""
-    with _counting:
-        _live[kind] -= 1
 
 
 class Descriptor:
@@ -115,8 +81,6 @@ class Descriptor:
         lib.check(lib.cudnnBackendCreateDescriptor(descriptor_type, ctypes.byref(pointer)), f"create a {kind} descriptor")
         self.pointer = pointer.value
         self._pid = os.getpid()
-        if DEBUG:
-            created(self.kind)
 
     def attribute(self, name: str) -> AttributeName:
         """The constant of an attribute.
@@ -140,7 +104,7 @@ class Descriptor:
             if kind is None:
                 kind = _TYPE_OF[type(values[0])]
             elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
-            array = (_C_TYPES[kind] * len(elements))(*elements)
+            array = (_C_TYPES.get(kind, c_int) * len(elements))(*elements)
         lib = library()
         status = lib.cudnnBackendSetAttribute(self.pointer, self.attribute(name), kind, len(array), array)
         if status:
@@ -159,7 +123,7 @@ class Descriptor:
 
     def get(self, name: str, kind: AttributeType, count: int = 1) -> list[Any]:
         """Up to ``count`` elements of an attribute of a finalized descriptor."""
-        array = (_C_TYPES[kind] * count)()
+        array = (_C_TYPES.get(kind, c_int) * count)()
         length = self._read(name, kind, count, array)
         return list(array)[:length]
 
@@ -193,8 +157,6 @@ class Descriptor:
         if pointer is not None and self._pid == os.getpid():
             lib = library()
             lib.check(lib.cudnnBackendDestroyDescriptor(pointer), f"destroy a {self.kind} descriptor")
-            if DEBUG:
-                destroyed(self.kind)
 
     def __enter__(self) -> Descriptor:
         return self

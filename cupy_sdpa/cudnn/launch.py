@@ -8,7 +8,7 @@ from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 from .constants import AttributeName, AttributeType, DescriptorType
-from .descriptor import DEBUG, Descriptor, created, destroyed
+from .descriptor import Descriptor
 from .library import library
 
 _SCALAR_TYPES: dict[str, Any] = {"float32": c_float, "float64": c_double, "int32": c_int32}
@@ -85,8 +85,6 @@ class Launcher:
         self._workspace[0] = workspace
         pack = c_void_p()
         lib.check(lib.cudnnBackendCreateDescriptor(_PACK, ctypes.byref(pack)), "create a variant pack")
-        if DEBUG:
-            created("VARIANT_PACK")
         try:
             for attribute in self._attributes:
                 lib.check(lib.cudnnBackendSetAttribute(pack, *attribute), "fill a variant pack")
@@ -94,8 +92,6 @@ class Launcher:
             lib.check(lib.cudnnBackendExecute(handle.pointer, self._plan.pointer, pack), "execute the plan")
         finally:
             lib.check(lib.cudnnBackendDestroyDescriptor(pack), "destroy a variant pack")
-            if DEBUG:
-                destroyed("VARIANT_PACK")
 
 
 _PACK = DescriptorType.VARIANT_PACK_DESCRIPTOR

@@ -150,7 +150,7 @@ class Fp8Array:
         """A view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
-        return self._view(self.data.transpose(order), axis)
+        return self.with_elements(self.data.transpose(order), axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -164,10 +164,10 @@ class Fp8Array:
             kept = data.strides[axis] == self.strides[axis]  # it may be another axis of this length, or in reverse order
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return self._view(data, axis)
+        return self.with_elements(data, axis)
 
-    def _view(self, data: Any, axis: int) -> Fp8Array:
-        """An array with the factors of this one."""
+    def with_elements(self, data: Any, axis: int) -> Fp8Array:
+        """An array with other elements, whose head_dim is an axis, and the factors of this one."""
         view = made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
         view._factors = self._factors
         return view
@@ -195,16 +195,14 @@ class Fp8Array:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join(_DTYPES)}")
         axes = self._memory_order()
         data = self.data.transpose(axes)
-        rotation = rotation_of(data.shape[0]) if self.rotated else 1
+        rotation = fp8_kernels.rotation_of(data.shape[0]) if self.rotated else 1
         back = tuple(axes.index(axis) for axis in range(self.ndim))
-        if not cupy_runtime.is_array(data):
-            values = data.astype(np.float32) * self.descale[0]
-            return np.asfortranarray(rotate(values, rotation).astype(numpy_dtype(name))).transpose(back)
-        if data.shape[0] % fp8_kernels.UNIT:
+        on_gpu = cupy_runtime.is_array(data)
+        if on_gpu and data.shape[0] % fp8_kernels.UNIT:
             raise ValueError(f"the head_dim is {data.shape[0]}; on the GPU it must be a multiple of {fp8_kernels.UNIT}")
-        with cupy_runtime.on_device_of(data):
+        with cupy_runtime.device_context(data):
             source = data
-            if not data.flags.f_contiguous or data.data.ptr % fp8_kernels.UNIT:  # the kernel reads units of 8 bytes
+            if on_gpu and (not data.flags.f_contiguous or data.data.ptr % fp8_kernels.UNIT):  # the kernel reads 8 bytes at once
                 source = cupy_runtime.temporary_copy(data)
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
             fp8_kernels.dequantize(source, target, self.descale, rotation, self.dtype)
@@ -244,9 +242,9 @@ def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
     return made(data.transpose(axes), descale, scale, dtype, rotated=rotated, axis=axis)
 
 
-def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, axis: int) -> Fp8Array:
-    """An FP8 array whose scale is at a place of an array, and its descale :data:`.kernels.FACTOR_STEP` places after it."""
-    array = made(data, None, None, dtype, rotated=rotated, axis=axis)
+def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool) -> Fp8Array:
+    """An FP8 array whose scale is at a place of an array, and its descale :data:`.fp8_kernels.FACTOR_STEP` places after it."""
+    array = made(data, None, None, dtype, rotated=rotated)
     array._factors = factors, place, place + fp8_kernels.FACTOR_STEP
     return array
 
@@ -278,29 +276,3 @@ def factor(name: str, value: Any, like: Array) -> Any:
         kind = "CuPy" if on_gpu else "numpy"
         raise TypeError(f"{name} is {found}; it must be a number, or a {kind} array float32 (1,), as data is a {kind} array")
     return value
-
-
-def rotation_of(head_dim: int) -> int:
-    """The length of the parts of head_dim that are rotated: the largest power of two that divides it.
-
-    >>> rotation_of(128), rotation_of(192), rotation_of(80)
-    (128, 64, 16)
-    """
-    return max(head_dim & -head_dim, 1)
-
-
-def rotate(x: Any, rotation: int) -> Any:
-    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
-
-    The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
-    (:data:`cupy_sdpa.runtime.dtypes.ROTATION`), hence the same bits.
-    """
-    if rotation == 1:
-        return x
-    step = 1
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
-        while step < rotation:
-            pairs = x.reshape((step, 2, len(x) // (2 * step), *x.shape[1:]), order="F")
-            x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(x.shape, order="F")
-            step *= 2
-    return x * np.float32(1 / math.sqrt(rotation))

@@ -1,4 +1,4 @@
-"""Programs of FP8 attention: steps that convert arrays to FP8 and back, the forward pass, and gradients of a pass in FP8."""
+"""Programs of FP8 attention: conversion of arrays to FP8 and back, the forward pass, and gradients of a pass in FP8."""
 
 from __future__ import annotations
 
@@ -15,45 +15,9 @@ from ..problem.tensor_spec import numpy_dtype, storage_dtype
 from ..problem.view import View
 from ..programs import passes
 from ..programs.program import Builder
-from ..runtime import cupy_runtime
-from .array import rotate, rotation_of
-from .quantize import elements_of, factors_of, rotated_values
 
 #: The factors of the arrays of a call.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
-
-# Steps
-
-
-def quantize(conversions: Sequence[fp8_kernels.Conversion], amax: Any, dtype: str) -> None:
-    """Convert arrays to FP8 with current scaling, in two launches.
-
-    Args:
-        conversions: the arrays.
-        amax: uint32, one element for each block and array of the launches; None for numpy.
-        dtype: the FP8 dtype.
-    """
-    if amax is not None:
-        grid, arguments, source = fp8_kernels.launch(conversions)
-        for name in ("amax", "convert"):
-            fp8_kernels.kernel(source, dtype, name)(grid, (fp8_kernels.THREADS,), (arguments, amax))
-        return
-    for source, target, factors, rotation, lengths in conversions:
-        values = rotated_values(source, rotation, lengths)
-        scale, descale = factors_of(np.abs(values).max(initial=0), dtype)
-        target[...] = elements_of(values, scale, dtype)
-        factors[:1], factors[fp8_kernels.FACTOR_STEP : fp8_kernels.FACTOR_STEP + 1] = scale, descale
-
-
-def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
-    """Write the values of FP8 elements, dense in Fortran order, into an array of another dtype; a rotation is undone."""
-    if cupy_runtime.is_array(target):
-        fp8_kernels.dequantize(source, target, descale, rotation, dtype)
-    else:
-        target[...] = rotate(source.astype(np.float32) * descale[0], rotation).astype(target.dtype)
-
-
-# Builders
 
 
 def add_conversions(
@@ -97,7 +61,7 @@ def add_conversions(
         for i, (x, target, rotation, n) in enumerate(zip(sources, targets, rotations, dense, strict=True))
     ]
     writes = [*targets, factors] if amax is None else [*targets, factors, amax]
-    builder.run(quantize, conversions, amax, dtype, writes=writes)
+    builder.run(fp8_kernels.quantize, conversions, amax, dtype, writes=writes)
     return [(target, *factors_in(factors, i)) for i, target in enumerate(targets)]
 
 
@@ -133,7 +97,7 @@ def forward(
     """
     given: dict[str, Any] = {**views}
     if "descale_q" not in given:
-        parts = [rotation_of(given["q"].shape[0]) if rotated else 1]
+        parts = [fp8_kernels.rotation_of(given["q"].shape[0]) if rotated else 1]
         ((given["q"], _, given["descale_q"]),) = add_conversions(
             builder, [given["q"]], dtype, parts, [options.get("seq_lens_q")]
         )
@@ -148,7 +112,7 @@ def forward(
     builder.call("attention", call)
     if not direct:
         scaled = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
-        builder.run(dequantize, given["out"], scaled, given["descale_v"], 1, dtype, writes=(scaled,))
+        builder.run(fp8_kernels.dequantize, given["out"], scaled, given["descale_v"], 1, dtype, writes=(scaled,))
         if scaled is not out:
             builder.copy(out, scaled)
     return call
@@ -197,7 +161,10 @@ def keep_in_fp8(
         out_dtype: the dtype of the output.
     """
     q, k, v = (views[name] for name in "qkv")
-    part, lengths = rotation_of(q.shape[0]), [options.get(name) for name in ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")]
+    part, lengths = (
+        fp8_kernels.rotation_of(q.shape[0]),
+        [options.get(name) for name in ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")],
+    )
     kept = [views[f"kept {name}"] for name in "qkv"]
     made = add_conversions(builder, [q, k, v], dtype, [part, part, 1], lengths, kept, views["factors"])
     given = {name: elements for name, (elements, *_) in zip("qkv", made, strict=True)}
@@ -224,6 +191,6 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
         elements = views[name]
         given[name] = target = builder.temporary(elements.shape, views["out"].dtype)
         _, descale = factors_in(views["factors"], i)
-        rotation = 1 if name == "v" else rotation_of(elements.shape[0])
-        builder.run(dequantize, elements, target, descale, rotation, dtype, writes=(target,))
+        rotation = 1 if name == "v" else fp8_kernels.rotation_of(elements.shape[0])
+        builder.run(fp8_kernels.dequantize, elements, target, descale, rotation, dtype, writes=(target,))
     passes.backward(builder, given, options, given_stats="other", **flags)

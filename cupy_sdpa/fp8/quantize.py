@@ -13,15 +13,17 @@ from ..boundary.layouts import check_layout, check_strides_of, from_own, other_l
 from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..programs.executor import Inputs, run_program
+from ..programs.passes import add_results
+from ..programs.program import Builder
+from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
-from . import current
-from .array import Fp8Array, factor, made, one_of, rotate, rotation_of
+from .array import Fp8Array, factor, of_factors
+from .fp8_passes import add_conversions
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
-#: Largest magnitudes below this number get the scale 1.
-_SMALLEST = 1e-30
 
 
 @takes_default
@@ -76,29 +78,40 @@ def quantize_all(
     arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: Any = None
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    key = current.key_of(arrays, dtype, rotations, lengths, layout) if cupy_runtime.is_array(arrays[0]) else None
-    prepared = None if key is None else current.found(key)
-    if prepared is None:
+    kind, given = ("quantize", dtype, *rotations, str(layout)), (*arrays, *lengths)
+    results = run_cached(kind, given, {})
+    names = ("q", "k", "v")[: len(arrays)]
+    other = other_layout({"layout": layout})
+    if results is None:
         if dtype not in FP8_LARGEST:
             raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
         check_layout(layout)
-        other = other_layout({"layout": layout})
-        own = [to_own(name, x, other) for name, x in zip("qkv", arrays, strict=False)] if other else arrays
+        own = [to_own(name, x, other) for name, x in zip(names, arrays, strict=True)] if other else arrays
         for array, of_array in zip(own, lengths, strict=True):
             check_source(array, of_array, layout)
-        parts = [rotation_of(x.shape[0]) if wanted else 1 for x, wanted in zip(own, rotations, strict=True)]
-        if key is None:
-            found = [_on_cpu(x, dtype, part, n) for x, part, n in zip(own, parts, lengths, strict=True)]
-            results = [
-                made(data, descale, scale, dtype, rotated=part > 1)
-                for (data, scale, descale), part in zip(found, parts, strict=True)
-            ]
-            return [_in_layout(name, x, other) for name, x in zip("qkv", results, strict=False)] if other else results
-        with cupy_runtime.on_device_of(arrays[0]):
-            prepared = current.prepare(own, dtype, parts, lengths, other)
-        current.keep(key, prepared)
-    with cupy_runtime.on_device_of(arrays[0]):
-        return prepared.run(arrays, [_contiguous(n) for n in lengths])
+        parts = [fp8_kernels.rotation_of(x.shape[0]) if turn else 1 for x, turn in zip(own, rotations, strict=True)]
+        every = (*names, *(f"lengths of {name}" for name in names))
+        with cupy_runtime.device_context(arrays[0]):
+            inputs = Inputs(dict(zip(every, (*own, *lengths), strict=True)), {})
+            storage = storage_dtype(dtype, cupy_runtime.is_array(arrays[0]))
+            wanted = {f"{name} in fp8": (x.shape, storage) for name, x in zip(names, own, strict=True)}
+            wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
+            add_results(inputs, own[0], wanted)
+            *targets, factors = inputs.of(wanted)
+            of = inputs.of(names), dtype, parts, inputs.of(every[len(names) :]), targets, factors
+
+            def build(builder: Builder) -> None:
+                add_conversions(builder, *of)
+
+            results = run_program(kind, every, given, {}, inputs, list(wanted), build)
+    *made, factors = results
+    found = [
+        of_factors(
+            data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1
+        )
+        for place, (data, turn) in enumerate(zip(made, rotations, strict=True))
+    ]
+    return [_in_layout(name, x, other) for name, x in zip(names, found, strict=True)] if other else found
 
 
 @takes_default
@@ -211,32 +224,27 @@ class DelayedScaling:
         return self._state[:1].copy()
 
     @takes_default
-    def quantize(self, x: Array, *, lengths: Array | None = None, layout: Layout | None = None) -> Fp8Array:
+    def quantize(self, x: Array, *, lengths: Any = None, layout: Layout | None = None) -> Fp8Array:
         """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
         check_layout(layout)
         if other := other_layout({"layout": layout}):
             return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
         self._check_engine(x)
         check_source(x, lengths, layout)
-        part = rotation_of(x.shape[0]) if self.rotate else 1
-        if not cupy_runtime.is_array(x):
-            values = rotated_values(x, part, lengths)
-            scale, descale = self._state[:1].copy(), self._state[1:2].copy()
-            self._advance(np.abs(values).max(initial=0))
-            return Fp8Array(elements_of(values, scale, self.dtype), descale, scale=scale, rotated=part > 1)
-        with cupy_runtime.on_device_of(x):
-            conversion = _conversion(x, part, lengths)
-            fp8_kernels.delayed(conversion, self.dtype, self._state)
-        return _result(conversion, self.dtype)
+        part = fp8_kernels.rotation_of(x.shape[0]) if self.rotate else 1
+        with cupy_runtime.device_context(x):
+            if lengths is not None and not lengths.flags.c_contiguous:
+                lengths = cupy_runtime.temporary_copy(lengths)
+            target = cupy_runtime.new_result(x, tuple(x.shape), storage_dtype(self.dtype, cupy_runtime.is_array(x)))
+            factors = cupy_runtime.new_result(x, (2 * fp8_kernels.FACTOR_STEP,), np.dtype(np.float32))
+            fp8_kernels.delayed(fp8_kernels.Conversion(x, target, factors, part, lengths), self.dtype, self._state)
+        return of_factors(target, factors, 0, self.dtype, rotated=part > 1)
 
     def update(self, amax: Array) -> None:
         """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output; it is ignored if not finite."""
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
-        if not cupy_runtime.is_array(amax):
-            self._advance(np.abs(amax[0]))
-            return
-        with cupy_runtime.on_device_of(amax):
+        with cupy_runtime.device_context(amax):
             fp8_kernels.update(self._state, amax, self.dtype)
 
     def _check_engine(self, x: Any) -> None:
@@ -246,22 +254,11 @@ class DelayedScaling:
                 f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling"
             )
 
-    def _advance(self, amax: float) -> None:
-        """Add a largest magnitude, if it is finite, to the history and update the factors, as the kernel does at its end."""
-        if not np.isfinite(amax):
-            return
-        state, history = self._state, self._state[fp8_kernels.STATE :]
-        position = state[4:5].view(np.uint32)
-        history[position[0]] = amax
-        position[0] = (position[0] + 1) % history.size
-        state[:1], state[1:2] = factors_of(history.max(), self.dtype)
-
 
 def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
     """An FP8 array with the axes of a layout in C order, whose last axis is head_dim; a view."""
-    rotated = x.rotated
     data = from_own(name, x.data, layout)
-    return made(data, x.descale, x.scale, x.dtype, rotated=rotated, axis=data.ndim - 1 if rotated else 0)
+    return x.with_elements(data, data.ndim - 1 if x.rotated else 0)
 
 
 def check_source(x: Any, lengths: Any, layout: Any) -> None:
@@ -300,57 +297,3 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
         raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")
     if not on_gpu and lengths.size and not 0 <= lengths.min() <= lengths.max() <= x.shape[2]:
         raise ValueError(f"lengths is {lengths.tolist()}; lengths must be from 0 to {x.shape[2]}")
-
-
-def _conversion(x: Any, rotation: int, lengths: Any) -> fp8_kernels.Conversion:
-    """The conversion of an array on the GPU, with new results."""
-    target = cupy_runtime.new_result(x, tuple(x.shape), np.dtype(np.uint8))
-    factors = cupy_runtime.new_result(x, (2 * fp8_kernels.FACTOR_STEP,), np.dtype(np.float32))
-    return fp8_kernels.Conversion(x, target, factors, rotation, _contiguous(lengths))
-
-
-def _contiguous(lengths: Any) -> Any:
-    """Lengths that are contiguous in memory, or None."""
-    if lengths is None or lengths.flags.c_contiguous:
-        return lengths
-    return cupy_runtime.temporary_copy(lengths)
-
-
-def _result(conversion: fp8_kernels.Conversion, dtype: str) -> Fp8Array:
-    scale, descale = (one_of(conversion.factors, place) for place in (0, fp8_kernels.FACTOR_STEP))
-    return made(conversion.target, descale, scale, dtype, rotated=conversion.rotation > 1)
-
-
-def _on_cpu(x: Any, dtype: str, rotation: int, lengths: Any) -> tuple[Any, Any, Any]:
-    """The elements, the scale and the descale of a numpy array."""
-    values = rotated_values(x, rotation, lengths)
-    scale, descale = factors_of(np.abs(values).max(initial=0), dtype)
-    return elements_of(values, scale, dtype), scale, descale
-
-
-def elements_of(values: Any, scale: Any, dtype: str) -> Any:
-    """The elements of float32 numbers, dense in Fortran order."""
-    with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
-        return np.asfortranarray(rounded(values * scale, dtype))
-
-
-def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
-    """A numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
-    values = np.asfortranarray(x, np.float32)
-    if lengths is not None:
-        values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
-    return rotate(values, rotation)
-
-
-def largest_finite(values: Any) -> Any:
-    """The largest magnitude among the finite numbers of an array; 0 if there is none."""
-    return np.abs(values).max(initial=0, where=np.isfinite(values))
-
-
-def factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
-    """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
-    most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
-    if amax < _SMALLEST:
-        return np.ones(1, np.float32), np.ones(1, np.float32)
-    with np.errstate(invalid="ignore"):
-        return most / largest, largest / most

@@ -7,12 +7,13 @@ instruction for the conversion use it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
@@ -26,17 +27,18 @@ MAX_ARRAYS = 3
 FACTOR_STEP = 4
 #: The numbers of the state of delayed scaling before its history, see :func:`delayed`.
 STATE = 5
+#: Largest magnitudes below this number get the scale 1.
+_SMALLEST = 1e-30
 
 
 class Conversion(NamedTuple):
     """An array to convert.
 
     Attributes:
-        source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32; D is a multiple of :data:`UNIT`.
-        target: uint8, dense in Fortran order, with the shape of the source; None if nothing is converted, or if the address is
-            set later.
-        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart;
-            None if the address is set later.
+        source: ``(D, H, S, B)`` or packed ``(D, H, T)``, float16, bfloat16 or float32 (numpy: also float64). On the GPU D is a
+            multiple of :data:`UNIT`.
+        target: FP8 (uint8 on the GPU), dense in Fortran order, with the shape of the source; None if nothing is converted.
+        factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
         lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
             full lengths.
@@ -50,20 +52,58 @@ class Conversion(NamedTuple):
 
 
 #: A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units.
-ARRAY = Struct(
+_ARRAY = Struct(
     "Array", "source head_stride row_stride batch_stride target width heads rows units lengths factors rotation dense"
 )
 #: The argument of the kernels.
-ARRAYS = Struct("Arrays", arrays=(ARRAY, MAX_ARRAYS))
+_ARRAYS = Struct("Arrays", arrays=(_ARRAY, MAX_ARRAYS))
+
+
+# Steps and calls, for arrays of numpy and of CuPy
+
+
+def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
+    """Convert arrays to FP8 with current scaling, in two launches.
+
+    Args:
+        conversions: the arrays.
+        amax: uint32, one element for each block and array of the launches; None for numpy.
+        dtype: the FP8 dtype.
+    """
+    if amax is not None:
+        grid, arguments, source = _launch(conversions)
+        for name in ("amax", "convert"):
+            _kernel(source, dtype, name)(grid, (THREADS,), (arguments, amax))
+        return
+    for source, target, factors, rotation, lengths in conversions:
+        values = rotated_values(source, rotation, lengths)
+        scale, _ = _store(factors, np.abs(values).max(initial=0), dtype)
+        target[...] = elements_of(values, scale, dtype)
+
+
+def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
+    """``target = source * descale``, rotated back; both are dense in Fortran order, on the GPU head_dim is a multiple of 8."""
+    if not cupy_runtime.is_array(target):
+        target[...] = rotate(source.astype(np.float32) * descale[0], rotation).astype(target.dtype)
+    elif units := source.size // UNIT:
+        grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
+        arguments = (source, target, descale, np.int64(units), np.int64(rotation))
+        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
     """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
-    grid, arguments, source = launch(conversions)
+    if not cupy_runtime.is_array(conversions[0].factors):
+        for source, _, factors, rotation, lengths in conversions:
+            values = rotated_values(source, rotation, lengths)
+            amax = headroom * float(np.abs(values).max(initial=0, where=np.isfinite(values)))
+            _store(factors, min(amax, np.finfo(np.float32).max), dtype)
+        return
+    grid, arguments, source = _launch(conversions)
     amax = cupy_runtime.empty(grid, np.uint32)
-    kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
+    _kernel(source, dtype, "finite_amax")(grid, (THREADS,), (arguments, amax))
     numbers = np.int64(grid[0]), np.float32(headroom)
-    kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
+    _kernel(source, dtype, "factors")(grid[1:], (THREADS,), (arguments, amax, *numbers))
 
 
 def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
@@ -75,22 +115,94 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
         state: float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
             blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
-    grid, arguments, source = launch([conversion])
-    kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
+    if not cupy_runtime.is_array(state):
+        source, target, factors, rotation, lengths = conversion
+        values = rotated_values(source, rotation, lengths)
+        factors[:1], factors[FACTOR_STEP : FACTOR_STEP + 1] = state[:1], state[1:2]
+        target[...] = elements_of(values, state[:1], dtype)
+        update(state, np.abs(values).max(initial=0), dtype)
+        return
+    grid, arguments, source = _launch([conversion])
+    _kernel(source, dtype, "delayed")(grid, (THREADS,), (arguments, state, np.int64(state.size - STATE)))
 
 
 def update(state: Any, amax: Any, dtype: str) -> None:
-    """Add a magnitude, float32 ``(1,)``, to the history of delayed scaling, and compute the next scale; one launch."""
-    kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
+    """Add a magnitude to the history of delayed scaling, if it is finite, and compute the next scale; one launch.
+
+    Args:
+        state: as for :func:`delayed`.
+        amax: float32 ``(1,)``; for numpy also a number.
+        dtype: the FP8 dtype.
+    """
+    if cupy_runtime.is_array(state):
+        _kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))
+    elif np.isfinite(largest := np.abs(amax).max()):
+        position, history = state[4:5].view(np.uint32), state[STATE:]
+        history[position[0]] = largest
+        position[0] = (position[0] + 1) % history.size
+        state[:1], state[1:2] = _factors_of(history.max(), dtype)
 
 
-def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
-    """``target = source * descale``, rotated; both arrays are dense in Fortran order, and head_dim is a multiple of 8."""
-    units = source.size // UNIT
-    if units:
-        grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
-        arguments = (source, target, descale, np.int64(units), np.int64(rotation))
-        _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
+# The numpy functions
+
+
+def elements_of(values: Any, scale: Any, dtype: str) -> Any:
+    """The elements of float32 numbers, dense in Fortran order."""
+    with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
+        return np.asfortranarray(rounded(values * scale, dtype))
+
+
+def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
+    """A numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
+    values = np.asfortranarray(x, np.float32)
+    if lengths is not None:
+        values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
+    return rotate(values, rotation)
+
+
+def _factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
+    """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
+    most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
+    if amax < _SMALLEST:
+        return np.ones(1, np.float32), np.ones(1, np.float32)
+    with np.errstate(invalid="ignore"):
+        return most / largest, largest / most
+
+
+def _store(factors: Any, amax: Any, dtype: str) -> tuple[Any, Any]:
+    """Write the scale and the descale of a largest magnitude; returns them."""
+    scale, descale = _factors_of(amax, dtype)
+    factors[:1], factors[FACTOR_STEP : FACTOR_STEP + 1] = scale, descale
+    return scale, descale
+
+
+def rotation_of(head_dim: int) -> int:
+    """The length of the parts of head_dim that are rotated: the largest power of two that divides it.
+
+    >>> rotation_of(128), rotation_of(192), rotation_of(80)
+    (128, 64, 16)
+    """
+    return max(head_dim & -head_dim, 1)
+
+
+def rotate(x: Any, rotation: int) -> Any:
+    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
+
+    The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
+    (:data:`cupy_sdpa.runtime.dtypes.ROTATION`), hence the same bits.
+    """
+    if rotation == 1:
+        return x
+    step = 1
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
+        while step < rotation:
+            pairs = x.reshape((step, 2, len(x) // (2 * step), *x.shape[1:]), order="F")
+            x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(x.shape, order="F")
+            step *= 2
+    return x * np.float32(1 / math.sqrt(rotation))
+
+
+# The launches
 
 
 def blocks_of(sources: Sequence[Any]) -> int:
@@ -99,15 +211,15 @@ def blocks_of(sources: Sequence[Any]) -> int:
     return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
 
 
-def launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
+def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
     """The grid, the argument of the kernels, and the dtype of the sources."""
     blocks = blocks_of([conversion.source for conversion in conversions])
-    arguments = ARRAYS([_array(conversion) for conversion in conversions])
+    arguments = _ARRAYS([_array(conversion) for conversion in conversions])
     return (blocks, len(conversions)), arguments, dtype_name(conversions[0].source.dtype)
 
 
 def _array(conversion: Conversion) -> tuple[Any, ...]:
-    """The values of :data:`ARRAY`."""
+    """The values of :data:`_ARRAY`."""
     source, target, factors, rotation, lengths = conversion
     width, heads, rows, *_ = source.shape
     dense = lengths is None and source.flags.f_contiguous
@@ -255,15 +367,16 @@ _BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitu
 
 
 @cuda_kernel
-def kernel(source: str, dtype: str, name: str) -> str:
-    """A kernel by its name in :data:`_BODIES`: "amax" and "convert" are launched one after the other (:mod:`.current`), because
-    in one launch all blocks would have to wait for each other; the others are those of the functions of this module.
+def _kernel(source: str, dtype: str, name: str) -> str:
+    """A kernel by its name in :data:`_BODIES`.
+
+    "amax" and "convert" are two launches, because in one launch all blocks would have to wait for each other.
     """
     of = TYPES[source]
     names = {"THREADS": THREADS, "STEP": FACTOR_STEP, "HISTORY": STATE, "MOST": FP8_LARGEST[dtype]}
     defined = "".join(f"#define {key} {value}\n" for key, value in names.items())
     return (
-        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{ARRAYS}\ntypedef {of.name} Source;{_READ}"
+        f"{of.header}{defined}{TYPES[dtype].header}{ROTATION}{PACK}{_ARRAYS}\ntypedef {of.name} Source;{_READ}"
         f'extern "C" __global__ void cupy_sdpa_fp8_{name}{_BODIES[name]}'
     )
 

@@ -17,7 +17,7 @@ def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, l
         pages: int32 ``(n,)``, the pages of all sequences; an index beyond is not read.
         last: int32 ``(B,)``, the number of tokens in the last page of each sequence.
         page_size: tokens per page.
-        table: int32 ``(P, B)`` in Fortran order. Lists are cut after P pages; 0 follows shorter ones.
+        table: int32 ``(P, B)`` in Fortran order. Lists are cut after P pages; -1 follows shorter ones.
         lengths: int32 ``(B,)``.
     """
     width, batch = table.shape
@@ -34,7 +34,7 @@ def _fill_table_kernel() -> str:
         ) {
             const int b = blockIdx.x, start = starts[b], count = max(0, min(starts[b + 1] - start, width));
             for (int i = threadIdx.x; i < width; i += blockDim.x)
-                table[(long long)b * width + i] = i < count && start + i >= 0 && start + i < total ? pages[start + i] : 0;
+                table[(long long)b * width + i] = i < count && start + i >= 0 && start + i < total ? pages[start + i] : -1;
             if (threadIdx.x == 0)
                 lengths[b] = count < starts[b + 1] - start ? count * page_size : count ? (count - 1) * page_size + last[b] : 0;
         }"""

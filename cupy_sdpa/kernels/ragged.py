@@ -78,7 +78,6 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
-    On the CPU, whose engine does not write to padding, whole results are cleared.
 
     Args:
         queries, keys: the lengths of the queries and of the keys.
@@ -87,13 +86,7 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     """
     sides = queries, keys
     if not cupy_runtime.is_array(queries.array):
-        for result in results:
-            result.array.fill(result.fill_value)
-        for lengths in sides:
-            if lengths.made is not None:
-                lengths.made[...] = np.diff(lengths.array)
-        for made, of_keys, factor in offsets:
-            made[...] = sides[of_keys].array.astype(np.int64) * factor
+        _prepare_on_numpy(sides, offsets, results)
         return
     packed = queries.packed, keys.packed
     batch = queries.array.size - packed[0]
@@ -104,6 +97,30 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     blocks = max(1, min(64, 256 // max(batch, 1)))
     arguments = _ARGUMENTS(batch, len(offsets), len(results), sequences, offsets, given)
     _prepare_sequences_kernel(packed)((blocks, max(batch, 1)), (256,), (arguments,))
+
+
+def _prepare_on_numpy(sides: Sequence[Lengths], offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
+    begins, lengths, ends = [], [], []
+    for array, most, total, packed, made in sides:
+        starts = np.clip(array.astype(np.int64), 0, total) if packed else np.zeros(len(array) + 1, np.int64)
+        begins.append(starts[:-1])
+        ends.append(starts[1:] if packed else np.full(len(array), most))
+        lengths.append(np.clip(ends[-1] - begins[-1] if packed else array, 0, most))
+        if made is not None:
+            made[...] = lengths[-1]
+    for made, of_keys, factor in offsets:
+        made[...] = np.clip(sides[of_keys].array.astype(np.int64), 0, sides[of_keys].total) * factor
+    for array, of_keys, per_row, value, sinks in results:
+        packed, begin, end = sides[of_keys].packed, begins[of_keys], ends[of_keys]
+        rows = np.moveaxis(array, (1 if packed else 0) if per_row else 2, 0)
+        for b, (first, count, last, others) in enumerate(zip(begin, lengths[of_keys], end, lengths[1 - of_keys], strict=True)):
+            own = rows if packed else rows[..., b]
+            own[first + (count if others else 0) : last] = value
+            if sinks is not None and not others:
+                own[first : first + count] = sinks
+        if packed and len(begin):
+            rows[: begin[0]] = value
+            rows[end[-1] :] = value
 
 
 #: :class:`Lengths` as the kernel reads them; addresses, elements and bytes.
@@ -265,22 +282,6 @@ def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:
     operation = "p = i % n * step + k[i / n] - q[i / n]"
     kernel = elementwise("raw int32 q, raw int32 k, int64 n, int64 step", "int32 p", operation, "diagonal")
     kernel(lengths_q, lengths_kv, rows, step, made.T)  # the elements of made.T are in memory order
-
-
-def sinks_of_rows(queries: Lengths, rows: Sequence[ClearedResult]) -> None:
-    """Write sinks to the rows of sequences, and the fill value to the other rows, for results whose rows attend to no key."""
-    if cupy_runtime.is_array(queries.array):  # as for batch entries without keys
-        prepare_sequences(queries, queries._replace(max_length=0), (), rows)
-        return
-    if not queries.packed:
-        exists = np.arange(rows[0].array.shape[0])[:, None, None] < queries.array
-    else:
-        positions, starts = np.arange(queries.total), queries.array
-        start = np.take(starts, np.maximum(np.searchsorted(starts, positions, side="right") - 1, 0))  # of the row's sequence
-        # rows of a sequence after max_seqlen_q count as padding
-        exists = (start <= positions) & (positions < starts[-1]) & (positions < start + queries.max_length)
-    for row in rows:
-        row.array[...] = np.where(exists, row.sinks[:, None], row.fill_value)
 
 
 #: The arguments of :func:`sum_over_scores`: addresses, sizes, and strides in bytes.

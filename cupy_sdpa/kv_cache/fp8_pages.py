@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import in_words
-from ..fp8.array import Fp8Array, made, one_of, rotation_of
-from ..fp8.quantize import SOURCES, factors_of, largest_finite, rotated_values
+from ..fp8.array import Fp8Array, made, one_of
+from ..fp8.quantize import SOURCES
 from ..kernels import cache_kernels, fp8_append, fp8_kernels
 from ..problem.tensor_spec import dtype_name, rounded
 from ..runtime import cupy_runtime
@@ -55,7 +55,7 @@ class Fp8Pages:
                 "with a channel of zeros and pass scale="
             )
         self.dtype, self.rotated, self._on_gpu = dtype, rotated, on_gpu
-        self._rotations = rotation_of(dims[0]) if rotated else 1, 1
+        self._rotations = fp8_kernels.rotation_of(dims[0]) if rotated else 1, 1
         known = [_scales(name, given, layers) for name, given in zip(("k_scale", "v_scale"), scales, strict=True)]
         every = [(side, layer) for side, layer in np.ndindex(2, layers)]
         self.known = frozenset((side, layer) for side, layer in every if known[side][layer] is not None)
@@ -143,12 +143,9 @@ class Fp8Pages:
             lengths = counts if x.ndim == 4 else None
             if isinstance(x, Fp8Array):
                 scale[...], descale[...] = x.scale, x.descale
-            elif self._on_gpu:
+            else:
                 factors = self._factors[side, layer]
                 conversions.append(fp8_kernels.Conversion(x, None, factors, self._rotations[side], lengths))
-            else:
-                amax = HEADROOM * float(largest_finite(rotated_values(x, self._rotations[side], lengths)))
-                scale[...], descale[...] = factors_of(min(amax, np.finfo(np.float32).max), self.dtype)
         if conversions:
             fp8_kernels.write_factors(conversions, self.dtype, HEADROOM)
         self.known |= {(side, layer) for side, _ in found}
@@ -176,7 +173,7 @@ class Fp8Pages:
         with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
             if isinstance(x, Fp8Array):
                 return rounded(x.data.astype(np.float32) * x.descale * scale, self.dtype)
-            return rounded(rotated_values(x, self._rotations[side], None) * scale, self.dtype)
+            return rounded(fp8_kernels.rotated_values(x, self._rotations[side], None) * scale, self.dtype)
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:

@@ -30,6 +30,7 @@ def dot_product_attention(
     alpha: bool = False,
     compute_dtype: Any = None,
     engine: Literal["numpy", "cudnn", "cupy"] | None = None,
+    **unknown: Any,
 ) -> tuple[Any, Any]:
     r"""Compute multi-head attention: NNlib.jl's ``dot_product_attention``.
 
@@ -69,6 +70,7 @@ def dot_product_attention(
     >>> bool(np.allclose(alpha.sum(axis=0), 1))
     True
     """
+    _refuse(unknown)
     (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
     weights: Any = None
     if fdrop is not None and not callable(fdrop):
@@ -100,6 +102,7 @@ def dot_product_attention_vjp(
     nheads: int = 1,
     compute_dtype: Any = None,
     engine: Literal["numpy", "cudnn", "cupy"] | None = None,
+    **unknown: Any,
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """Compute :func:`dot_product_attention` without alpha, and a function that computes the gradients.
 
@@ -116,6 +119,7 @@ def dot_product_attention_vjp(
     >>> [g.shape for g in pullback(np.ones_like(y))[:3]]
     [(8, 5, 2), (8, 5, 2), (8, 5, 2)]
     """
+    _refuse(unknown)
     (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
     options = _mask_options(q4, k4, bias, mask) | _compute_options(compute_dtype, engine, q)
     shape = (v.shape[0], *q.shape[1:])
@@ -132,6 +136,17 @@ def dot_product_attention_vjp(
         return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
 
     return unfold(out, batch), pullback
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    """Raise TypeError for an option that NNlib.jl's function does not have."""
+    for name in unknown:
+        remedy = "those of cupy_sdpa.attention need arrays (head_dim, heads, seq, batch)"
+        if name in ("causal", "is_causal"):
+            remedy = "pass mask=make_causal_mask(q)"
+        raise TypeError(
+            f"there is no option {name}; the options are bias, mask, nheads, fdrop, alpha, compute_dtype and engine: {remedy}"
+        )
 
 
 def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int, ...]]:

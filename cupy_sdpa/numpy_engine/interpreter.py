@@ -122,7 +122,7 @@ class RowCheck:
         total = self.sums if self.sinks is None else self.sums + np.exp(self.sinks[tile.head] - stats)
         expected = np.where(np.isfinite(stats), 1.0, 0.0)
         excess = total - expected if not self.whole else np.abs(total - expected)
-        remedy = "pass the stats that the forward call returned for the same q, k and options"
+        remedy = f"pass the stats that the forward call returned for the same q, k and options. {_CHANGED}"
         text = "exp(score - stats) of the keys must add up to {1:g} and adds up to {0:.6g}"
         self.refuse("stats", tile, excess, np.expm1(self.tolerance), (total, expected), f"{text}: {remedy}")
 
@@ -138,7 +138,7 @@ class RowCheck:
         errors = 2 * unit + columns * 2.0**-25 + 2 * np.expm1(self.tolerance) + _UNIT * (head_dim + columns)
         values = self.largest(tile, "v") * errors
         tolerance = _norms(dout, 1) * (values + unit * _norms(out, 1)) + subnormal * np.abs(dout).sum(axis=1)
-        remedy = "pass the out that the forward call returned for the same q, k, v and options"
+        remedy = f"pass the out that the forward call returned for the same q, k, v and options. {_CHANGED}"
         text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
         self.refuse("out", tile, np.abs(found - d), tolerance, (found, d), f"{text}: {remedy}")
 
@@ -165,6 +165,8 @@ class RowCheck:
         return float(_norms(columns[:, : self.length(tile, "seq_lens_kv", columns.shape[1])], 0).max(initial=0))
 
 
+#: The end of the message of statistics that do not belong to the other arrays. A pullback passes its own.
+_CHANGED = "If an array was changed in place after that call, as by q *= 2, pass that call a copy: q.copy(order='F')"
 #: The unit of the tolerance of :class:`RowCheck`.
 _UNIT = 2.0**-23
 

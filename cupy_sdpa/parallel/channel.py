@@ -22,7 +22,7 @@ def copy(target: Any, source: Any) -> None:
         for axis in reversed(range(target.ndim)):
             to, of = memory.rows_of(target, axis), memory.rows_of(source, axis)
             if to and of and to.number == of.number:
-                memory.resize(target, source, axis)
+                memory.resize(target, source, (axis,))
                 return
     target[...] = source
 

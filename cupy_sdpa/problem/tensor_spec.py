@@ -232,6 +232,8 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
     dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
     if spec.dtype not in dtypes:
         remedy = f"convert with .astype({dtypes[0]!r})"
+        if spec.name == "mask":
+            remedy += ", with True where the query attends"
         if spec.dtype == "bool":
             remedy = "a bool array, True where the query attends, is passed as mask="
         elif spec.name == "mask" and spec.dtype in FLOAT_DTYPES:
@@ -279,28 +281,40 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
         )
 
 
-def stride_obstacle(spec: TensorSpec) -> str:
+def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
     """Why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
+
+    Args:
+        spec: the array.
+        written: whether it is a result. Default False.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
     >>> print(stride_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
     q has a stride of 102400 bytes along head_dim; an element has 2: axis 0 must be contiguous. q has shape (2, 8, 100, 64) \
-in C order: layout='bhsd' (batch 2, heads 8, seq 100, head_dim 64)? Or copy it with asfortranarray(q)
+in C order: if its axes are (batch 2, heads 8, seq 100, head_dim 64), pass layout='bhsd'; if they are (head_dim, heads, seq, \
+batch), copy it with asfortranarray(q)
     """
-    name, shape, itemsize = spec.name, spec.shape, ITEMSIZE[spec.dtype]
+    itemsize = ITEMSIZE[spec.dtype]
     if spec.strides[0] != itemsize:
-        text = f"{name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
+        text = f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
         text += ": axis 0 must be contiguous"
-        if spec.strides[-1] != itemsize or len(shape) not in (3, 4) or has_callers_axes():
-            return f"{text}. Copy it with asfortranarray({name})"
-        return f"{text}. {_in_c_order(spec)}"
+        if spec.strides[-1] != itemsize or len(spec.shape) not in (3, 4) or has_callers_axes():
+            return f"{text}; {_in_fortran_order(spec.name, written)}"
+        return f"{text}. {_in_c_order(spec, written)}"
     if min(spec.strides) < 0:
-        return (
-            f"{name} has strides {spec.strides} bytes; cuDNN does not support negative strides: copy it with "
-            f"asfortranarray({name})"
-        )
+        remedy = _in_fortran_order(spec.name, written)
+        return f"{spec.name} has strides {spec.strides} bytes; cuDNN does not support negative strides: {remedy}"
     return ""
+
+
+def _in_fortran_order(name: str, written: bool) -> str:
+    """How to get an array in Fortran order. The results would be lost with a copy."""
+    return (
+        "allocate it with order='F': results are not written through a copy"
+        if written
+        else f"copy it with asfortranarray({name})"
+    )
 
 
 def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -316,25 +330,32 @@ def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
     return any(length > 1 and stride > itemsize for stride, length in zip(strides, shape, strict=True))
 
 
-def order_obstacle(spec: TensorSpec) -> str:
+def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
     """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not.
+
+    Args:
+        spec: the array.
+        written: whether it is a result. Default False.
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.float16)
     >>> print(order_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
-    q has shape (1, 8, 100, 64) in C order: layout='bhsd' (batch 1, heads 8, seq 100, head_dim 64)? Or copy it with \
-asfortranarray(q)
+    q has shape (1, 8, 100, 64) in C order: if its axes are (batch 1, heads 8, seq 100, head_dim 64), pass layout='bhsd'; if \
+they are (head_dim, heads, seq, batch), copy it with asfortranarray(q)
     """
     hidden = len(spec.shape) in (3, 4) and hides_c_order(spec.shape, spec.strides, ITEMSIZE[spec.dtype])
-    return _in_c_order(spec) if hidden else ""
+    return _in_c_order(spec, written) if hidden else ""
 
 
-def _in_c_order(spec: TensorSpec) -> str:
+def _in_c_order(spec: TensorSpec, written: bool) -> str:
     """The likely layout of an array in C order."""
     layout, *axes = _likely_layout(spec)
     sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=True))
-    remedy = f"layout={layout!r} ({sizes})? Or copy it with asfortranarray({spec.name})"
-    return f"{spec.name} has shape {spec.shape} in C order: {remedy}"
+    own = "head_dim, heads, total" if len(spec.shape) == 3 else "head_dim, heads, seq, batch"
+    return (
+        f"{spec.name} has shape {spec.shape} in C order: if its axes are ({sizes}), pass layout={layout!r}; if they are "
+        f"({own}), {_in_fortran_order(spec.name, written)}"
+    )
 
 
 def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:

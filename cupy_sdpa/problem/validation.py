@@ -48,7 +48,8 @@ _DENSE = (
 )
 _PAGED = (
     "with a page table the shapes of k and v are (head_dim, heads, page size, pages); pages in the memory order "
-    "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3)"
+    "(head_dim, page size, heads, pages) are passed as pages.transpose(0, 2, 1, 3), and q and pages (pages, page size, heads, "
+    "head_dim) with layout='bshd'"
 )
 _PACKED = (
     "shapes of packed sequences are (head_dim, heads, total). Arrays in C order (total, heads, head_dim) are passed as x.T, or "
@@ -187,8 +188,8 @@ def _legend(packed: bool, paged: bool) -> str:
             f"with this layout the axes of pages are {pages}. Those of cupy_sdpa.KVCache are (head_dim, heads, page size, "
             "pages): omit layout, and pass q as (head_dim, heads, seq, batch), which is q.T of (batch, seq, heads, head_dim)"
         )
-    axes = legend_in_callers_axes("q", "(head_dim, heads, total)" if packed else "(head_dim, heads, seq, batch)")
-    return f"with this layout the axes are {axes}"
+    own = "(head_dim, heads, total)" if packed else "(head_dim, heads, seq, batch)"
+    return f"with this layout the axes are {legend_in_callers_axes('q', own)}; omit layout for arrays {own}"
 
 
 def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged: bool) -> None:
@@ -197,8 +198,9 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
     for spec in (q, k, v):
         rank = 3 if packed and not (paged and spec is not q) else 4
         if len(spec.shape) != rank:
+            as_q = f", as q {shown_shape(q)} has" if len(q.shape) == rank and spec is not q else ""
             raise ValueError(
-                f"{spec.name} has {len(spec.shape)} dimensions {shown_shape(spec)}; it needs {rank}: "
+                f"{spec.name} has {len(spec.shape)} dimensions {shown_shape(spec)}; it needs {rank}{as_q}: "
                 f"{_wanted_axes(spec.name, len(spec.shape), packed, paged)}"
             )
         if spec.dtype not in FLOAT_DTYPES and spec.dtype not in FP8_LARGEST:
@@ -221,6 +223,11 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
         raise ValueError(f"q {shown_shape(q)} has head dim 0; axis {axis} is head_dim, and must not be empty")
     if (hq % hkv) if hkv else hq:
         what = legend if paged else legend.split(". ")[0]
+        if not (packed or paged or has_callers_axes()) and k.shape[2] and q.shape[2] % k.shape[2] == 0:
+            what += (
+                ". Heads and seq may be exchanged, as in x.T of x (batch, heads, seq, head_dim): pass x with layout='bhsd', or "
+                "x.transpose(3, 1, 2, 0)"
+            )
         raise ValueError(
             f"q has {hq} heads and k, v have {hkv}: {hq} must be a multiple of {hkv} (grouped-query attention: each key/value "
             f"head serves {hq}/{hkv} query heads); q is {shown_shape(q)}, k is {shown_shape(k)}; {what}"
@@ -271,7 +278,10 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
     for name in LENGTHS:
         if name in arrays:
-            raise ValueError(f"{name} and cu_seqlens_* are both passed; cu_seqlens_* define the lengths of packed sequences")
+            raise ValueError(
+                f"{name} and cu_seqlens_* are both passed; cu_seqlens_* define the lengths of packed sequences: omit {name}. "
+                "For sequences with gaps pass cu_seqlens_* of cupy_sdpa.cu_seqlens_with_gaps(starts, lengths)"
+            )
     cu_seqlens_q, cu_seqlens_kv = (arrays[name] for name in CU_SEQLENS)
     for spec in (cu_seqlens_q, cu_seqlens_kv):
         _check_integers(spec)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
 from ..problem.varlen import ragged_offsets
 from ..problem.view import Storage, View
-from ..runtime import cupy_runtime, memory
+from ..runtime import memory
 from ..support.engine_problem import engine_problem, without_sinks
 from ..support.padding import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
@@ -196,7 +196,8 @@ def _fill_trivial_results(steps: Steps, problem: Problem, arrays: Mapping[str, V
     starts_or_lengths = arrays[(CU_SEQLENS if problem.packed else LENGTHS)[0]]
     queries = ragged.Lengths(starts_or_lengths, longest, problem.q.shape[2], problem.packed)
     if rows:
-        steps.run(ragged.sinks_of_rows, queries, results, writes=[arrays[name] for name in rows])
+        no_keys = queries._replace(max_length=0)
+        steps.run(ragged.prepare_sequences, queries, no_keys, (), results, writes=[arrays[name] for name in rows])
 
 
 def _may_mask_rows(problem: Problem) -> bool:
@@ -404,15 +405,7 @@ class _Form:
         if target.shape == source.shape:
             self._steps.copy(target, source)
         else:
-            self._steps.run(resize, target, source, axes, writes=[target])
-
-
-def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
-    """Copy an array into a longer one, padded with zeros along some axes, or into a shorter one."""
-    if cupy_runtime.is_array(target) and len(axes) == 1:
-        memory.resize(target, source, axes[0])
-    else:
-        memory.fit(target, source, tuple(axes))
+            self._steps.run(memory.resize, target, source, axes, writes=[target])
 
 
 def _has_layout(array: View, spec: TensorSpec) -> bool:

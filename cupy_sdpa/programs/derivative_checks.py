@@ -9,7 +9,6 @@ import numpy as np
 from ..block_masks.method import check as check_mask
 from ..boundary.argument import check_arrays, read_array
 from ..boundary.arguments import read_forward
-from ..boundary.call import build_plan
 from ..boundary.layouts import check_strides_of
 from ..errors import Unsupported, in_words
 from ..problem.tensor_spec import Expected
@@ -45,7 +44,7 @@ def read_form(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
     if not _may_copy(q, k, v):
-        build_plan(read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"}))  # raises
+        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
         check_strides_of(name, array)
     if (mask := options.get("block_mask")) is not None:

@@ -228,7 +228,7 @@ def _inputs(
     """The arrays and options of a call in the layout of this package; what can be checked without a problem is checked."""
     arrays, rest = in_own_layout(arrays, options)
     if dtype is not None:
-        check_converted(arrays, dtype=result)
+        check_converted(arrays, dtype=result, results=results)
     if mask is not None:
         q, k, v = (arrays[name] for name in "qkv")
         check(q, k, v, mask)

@@ -19,7 +19,7 @@ import numpy as np
 from ..boundary.call import Mode, in_mode, mode
 from ..errors import StepError
 from ..graph import graph_of
-from ..kernels import merge, paged, ragged
+from ..kernels import merge, paged
 from ..numpy_engine.interpreter import evaluate
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
 from ..problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
@@ -31,9 +31,8 @@ from .steps import Scalar, Step
 
 T = TypeVar("T")
 
-#: Kernels that are not compared: the first clears only the padding of results, and on numpy whole results; on numpy keys are
-#: not split.
-_NOT_COMPARED = (ragged.prepare_sequences, paged.split)
+#: A kernel that is not compared: on numpy keys are not split.
+_NOT_COMPARED = (paged.split,)
 
 
 @contextlib.contextmanager
@@ -42,9 +41,8 @@ def validate() -> Iterator[None]:
 
     The inputs of each step are copied from the GPU. Attention is compared with the float64 result of its graph: the error may
     be twice that of the naive computation in the same precision, plus rounding errors. Other steps are compared with their
-    numpy functions, except two that do something else on a GPU: the one that clears padding, and the one that splits keys.
-    Dropout draws other numbers on a GPU, so the results of such launches are not compared. A call takes much more time and host
-    memory. ``CUPY_SDPA_VALIDATE=1`` validates all calls of a process.
+    numpy functions, except the one that splits keys. Dropout draws other numbers on a GPU, so the results of such launches are
+    not compared. A call takes much more time and host memory. ``CUPY_SDPA_VALIDATE=1`` validates all calls of a process.
 
     Raises:
         StepError: a step has another result; the message names the first one, and the largest difference.

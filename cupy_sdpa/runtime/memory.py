@@ -44,23 +44,19 @@ def rows_of(array: Any, axis: int) -> Rows | None:
     return Rows(array.data.ptr, pitch, width, count)
 
 
-def fit(target: Any, source: Any, axes: Sequence[int]) -> None:
-    """Copy ``source`` into ``target``, cropped or padded with zeros along ``axes``; for numpy and CuPy arrays."""
-    common = tuple(slice(min(to, of)) for to, of in zip(target.shape, source.shape, strict=True))
-    for axis in axes:
-        target[(*common[:axis], slice(common[axis].stop, None))] = 0
-    target[common] = source[common]
+def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
+    """Copy an array into a longer one, padded with zeros along some axes, or into a shorter one; of numpy or CuPy.
 
-
-def resize(target: Any, source: Any, axis: int) -> None:
-    """:func:`fit` for CuPy arrays along one axis.
-
-    If both arrays consist of the same number of rows (see :func:`rows_of`), as in Fortran order, two driver calls copy at
-    memory speed. Otherwise CuPy's element-wise kernels copy, which are 20 times slower on 4-dimensional arrays.
+    If only one axis of CuPy arrays changes, and both consist of the same number of rows (see :func:`rows_of`), as in Fortran
+    order, two driver calls copy at memory speed. CuPy's element-wise kernels are 20 times slower on 4-dimensional arrays.
     """
-    to, of = rows_of(target, axis), rows_of(source, axis)
+    of_one_axis = is_array(target) and len(axes) == 1
+    to, of = (rows_of(x, axes[0]) if of_one_axis else None for x in (target, source))
     if to is None or of is None or to.number != of.number:
-        fit(target, source, (axis,))
+        common = tuple(slice(min(lengths)) for lengths in zip(target.shape, source.shape, strict=True))
+        for axis in axes:
+            target[(*common[:axis], slice(common[axis].stop, None))] = 0
+        target[common] = source[common]
         return
     width = min(to.width, of.width)
     runtime = cupy().cuda.runtime

@@ -99,12 +99,12 @@ def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 def _contiguous(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
         if spec.strides[0] != ITEMSIZE[spec.dtype]:
-            yield stride_obstacle(spec)
+            yield stride_obstacle(spec, written=spec in problem.results)
 
 
 def _negative(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     for spec in _large_arrays(problem):
-        if spec.strides[0] == ITEMSIZE[spec.dtype] and (text := stride_obstacle(spec)):
+        if spec.strides[0] == ITEMSIZE[spec.dtype] and (text := stride_obstacle(spec, written=spec in problem.results)):
             yield text
 
 

@@ -41,14 +41,6 @@ def test_new_results_have_the_inputs_dtype(dtype, engine):
     assert engine.get(attention(q, k, v)).tobytes() == engine.get(out).tobytes()
 
 
-def test_stats_are_the_natural_log_sum_exp():
-    """exp(scores - stats) sums to one over the keys."""
-    q, k, v = arrays(hkv=4, dtype="float64")
-    _, stats = attention(q, k, v, return_stats=True)
-    scores = np.einsum("dhib,dhjb->jihb", q, k) / 4
-    np.testing.assert_allclose(np.exp(scores - stats).sum(axis=0), 1, atol=1e-6)
-
-
 def test_preallocated_results_are_returned(engine):
     """out= and stats= are written and returned, the same objects, also if they are interleaved with the inputs."""
     q, k, v = arrays(engine, hkv=4, sq=6, skv=6)
@@ -84,16 +76,6 @@ def test_empty_inputs_give_empty_outputs(sizes, engine):
     assert explain(q, k, v)
     given = engine.xp.empty(q.shape, q.dtype)
     assert attention(q, k, v, out=given) is given
-
-
-def test_no_keys_give_zero(engine):
-    """A query without keys gives output 0 and log-sum-exp -inf."""
-    q, k, v = arrays(engine, skv=0)
-    out, stats = engine.get(attention(q, k, v, return_stats=True))
-    assert not out.any()
-    assert out.shape == q.shape
-    assert (stats == -np.inf).all()
-    assert explain(q, k, v)
 
 
 def test_nan_and_infinities_stay_in_their_rows():
@@ -181,7 +163,10 @@ def test_the_help_of_the_package_lists_every_name():
     assert set(dir(cupy_sdpa)) - {"__version__"} <= set(re.findall(r"\w+", cupy_sdpa.__doc__))
 
 
-@pytest.mark.parametrize("imported", ["cupy_sdpa", "cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache"])
+@pytest.mark.parametrize(
+    "imported",
+    ["cupy_sdpa", pytest.param("cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache", marks=pytest.mark.slow)],
+)
 def test_a_new_process_finds_the_public_names(imported):
     """dir() lists these and the public modules only, which are imported on first use."""
     code = f"import {imported}; print(*dir(cupy_sdpa)); print(*(getattr(cupy_sdpa, n).__name__ for n in {MODULES})); "

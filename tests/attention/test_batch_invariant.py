@@ -23,9 +23,11 @@ CALLS = {
     "one deterministic query": (1, {"deterministic": True}, ""),
     "gradients": (20, {"backward": True}, "dq is a sum in an order that changes: pass deterministic=True"),
     "deterministic gradients": (20, {"backward": True, "deterministic": True}, ""),
+    "a limit": (20, {"max_workspace": 1 << 30}, "max_workspace"),
     "dropout": (20, {"dropout_p": 0.1, "seed": 1}, "omit dropout_p"),
     "pages": (2, PAGES, "pass num_splits=1, or another number"),
     "split pages": (2, PAGES | {"num_splits": 2}, ""),
+    "pages with slopes": (2, PAGES | {"alibi_slopes": np.ones(4, np.float32)}, "gather the pages"),
 }
 
 
@@ -49,8 +51,11 @@ def test_an_invariant_call_is_refused_or_runs_unchanged(name, engine):
     if words:
         assert words in report.reasons[0]
         assert report.plan is None
+        report = explain(*arrays, **options)
+        assert f"may depend on the rest of the batch: {report.batch_dependence}" in str(report)
     else:
         assert report.batch_dependence == ""
+        assert "bits of a sequence do not depend on the rest of the batch" in str(report)
     if options.pop("backward", False):
         out, stats = attention(*arrays, return_stats=True)
         function, arrays = attention_backward, (out, *arrays, out, stats)

@@ -7,7 +7,6 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from tolerance import worst
 
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference
 from cupy_sdpa.composed import widen
@@ -22,55 +21,6 @@ def everything(engine=None, dtype=np.float32, **options):
     made = [np.asfortranarray(rng.standard_normal(shape).astype(engine.dtype if engine else dtype)) for shape in shapes]
     dout, q, k, v = engine.put(made) if engine else made
     return dout, q, k, v, *attention(q, k, v, return_stats=True, **{"causal": True, **options})
-
-
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"], ids=lambda x: np.dtype(x).name)
-def test_gradients_have_the_shapes_and_dtypes_of_their_arrays(dtype):
-    """New gradients are in Fortran order, and as accurate as their dtype allows; a deterministic call gives the same bits."""
-    dout, q, k, v, out, stats = everything(dtype=dtype)
-    gradients = attention_backward(dout, q, k, v, out, stats, causal=True)
-    truth = reference.attention_backward(dout, q, k, v, causal=True)
-    unit = max(float(ml_dtypes.finfo(dtype).eps), 2.0**-21)  # stats are float32
-    for got, of, wanted in zip(gradients, (q, k, v), truth, strict=True):
-        assert (got.shape, got.dtype, got.flags.f_contiguous) == (of.shape, of.dtype, True)
-        assert worst(got, wanted) <= 16 * unit * np.abs(wanted).max()
-    for a, b in zip(gradients, attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("names", [("dq",), ("dk", "dv"), NAMES], ids=str)
-def test_preallocated_gradients_are_returned(names, engine):
-    """Any of dq=, dk= and dv= are written and returned, the same objects."""
-    dout, q, k, v, out, stats = everything(engine)
-    wanted = attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True)
-    given = {name: engine.nan(*x.shape) for name, x in zip(NAMES, (q, k, v), strict=True) if name in names}
-    found = attention_backward(dout, q, k, v, out, stats, causal=True, deterministic=True, **given)
-    for name, got, want in zip(NAMES, found, wanted, strict=True):
-        np.testing.assert_array_equal(engine.get(got), engine.get(want))
-        assert got is given.get(name, got)
-
-
-@pytest.mark.parametrize("sizes", [{"skv": 0}, {"sq": 0}, {"b": 0}], ids=str)
-def test_gradients_without_keys_or_queries_are_0(sizes, engine):
-    """Without keys, or without queries, every gradient is 0."""
-    sizes = {"sq": 2, "skv": 3, "b": 1, **sizes}
-    q, k = (engine.xp.ones((8, 2, sizes[name], sizes["b"]), engine.dtype, order="F") for name in ("sq", "skv"))
-    out, pullback = attention_vjp(q, k, k)
-    for gradient, of in zip(pullback(engine.xp.ones(out.shape, out.dtype, order="F")), (q, k, k), strict=True):
-        assert gradient.shape == of.shape
-        assert not engine.get(gradient).any()
-
-
-def test_a_saturated_row_has_the_gradient_of_its_key_alone(engine):
-    """If one key has all the weight, dv of that key is dout, and dq and dk are 0."""
-    q, k = np.zeros((8, 1, 1, 1), engine.dtype), np.zeros((8, 1, 3, 1), engine.dtype, order="F")
-    q[0], k[0, 0, 1] = 1000, 1
-    dout, v = np.arange(8, dtype=engine.dtype).reshape(8, 1, 1, 1), np.ones((8, 1, 3, 1), engine.dtype, order="F")
-    dout, q, k, v = engine.put([dout, q, k, v])
-    dq, dk, dv = engine.get(attention_vjp(q, k, v)[1](dout))
-    np.testing.assert_allclose(dv[:, 0, :, 0], np.outer(np.arange(8.0), [0, 1, 0]), rtol=1e-3, atol=1e-6)  # stats near 353
-    assert not abs(dq).max() > 1e-3
-    assert not abs(dk).max() > 0.05
 
 
 def test_the_pullback_can_be_called_repeatedly(engine):
@@ -203,24 +153,6 @@ def test_float64_statistics(engine):
         attention_backward(dout, q, k, v, out, stats), reference.attention_backward(dout, q, k, v), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_gradients_of_an_array_leave_strided_results_alone(engine):
-    """The gradient of a captured array is computed separately: results with gaps get the others, and the gaps are not written."""
-    q, dout, k, v = (engine.normal(n, 16, heads, length, 1) for n, (heads, length) in enumerate([(4, 5)] * 2 + [(2, 70)] * 2))
-    table = engine.put(np.float32([0.5, 2.0]))
-    arrays = {"score_mod": lambda s, b, h, i, j, t: s + t[1] * 0.05 * abs(i - j), "tensors": {"t": table}}
-    out, stats = attention(q, k, v, return_stats=True, **arrays)
-    wanted = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **arrays)
-    wide = {name: engine.nan(24, 5, 70, 1) for name in ("dk", "dv")}
-    results = {name: x[:16, 1:3] for name, x in wide.items()}
-    found = attention_backward(dout, q, k, v, out, stats, return_dtensors=True, **arrays, **results)
-    for one, other in zip(engine.get((*found[:3], found[3]["t"])), engine.get((*wanted[:3], wanted[3]["t"])), strict=True):
-        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), atol=2 * engine.tolerance)
-    for x in wide.values():
-        x[:16, 1:3] = np.nan
-        assert np.isnan(engine.get(x)).all()
 
 
 CONVERTED = {

@@ -116,7 +116,7 @@ def test_groups_of_parts(number, engine):
     """Up to eight groups of parts of random sizes and strides, as the kernel takes them, equal the formula."""
     dtype, out_dtype = pair_of(number, engine)
     rng = np.random.default_rng([number, *dtype.encode(), *out_dtype.encode()])
-    nothing = number == 4  # no part at all, and sinks
+    nothing = number == 1  # no part at all, and sinks
     shape = (16, 2, 3, 2) if nothing else random_sizes(rng)
     counts = [int(n) for n in rng.choice([0, 1, 1, 2, 3, 9, 64], int(rng.integers(1, merging.MAX_GROUPS + 1)))]
     counts = [0, 0] if nothing else counts if sum(counts) < 150 else [64, 3]
@@ -162,22 +162,6 @@ def test_random_calls(number, engine):
     wanted = formula(parts, sinks)
     wanted = (wanted[0][..., 0], wanted[1][..., 0].T) if packed else wanted
     check((engine.get(values), None if rows is None else engine.get(rows)), wanted, spread)
-
-
-SIZES = [(2, "bfloat16"), (8, "float32"), (64, "float32"), (65, "bfloat16")]
-
-
-@pytest.mark.parametrize(
-    ("count", "dtype"), [(9, "bfloat16"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SIZES)]
-)
-def test_typical_sizes(count, dtype, engine):
-    """Head dim 128, 32 heads: as many parts as one thread loads at once, one more, as many as all slots load, one more."""
-    rng = np.random.default_rng(count)
-    shape = (128, 32, 2, 2)
-    o, rows = random_parts(rng, shape, count, dtype, 3.0)
-    out, stats = engine.nan(*shape, dtype=o.dtype), engine.nan(2, 32, 2, dtype=np.float32)
-    merging.merge([Parts(*engine.put([np.asfortranarray(o), np.asfortranarray(rows)]))], out, stats)
-    check(engine.get((out, stats)), formula([(o[..., i], rows[..., i]) for i in range(count)], None), 3.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -227,18 +211,6 @@ def test_infinite_and_nan_statistics_spread(engine):
     out, rows = engine.get(cupy_sdpa.merge([nothing[1]], [nothing[0]], sinks=engine.put(sinks), return_stats=True))
     assert not out.any()
     np.testing.assert_array_equal(rows[0, :, 0], sinks)
-
-
-def test_parts_of_attention(engine):
-    """Attention over three sets of keys, merged with the sinks, equals attention with sinks over all keys."""
-    q, k, v = (engine.normal(n, 16, heads, length, 2) for n, (heads, length) in enumerate([(4, 5), (2, 40), (2, 40)]))
-    sinks = engine.put(np.float32([0.5, -1, 3, 0]))
-    wanted = engine.get(attention(q, k, v, sinks=sinks, return_stats=True))
-    sets = [slice(8), slice(8, 32), slice(32, 40)]
-    parts = [attention(q, k[:, :, keys], v[:, :, keys], return_stats=True) for keys in sets]
-    got = engine.get(cupy_sdpa.merge(*zip(*parts, strict=True), sinks=sinks, return_stats=True))
-    np.testing.assert_allclose(got[0].astype("f4"), wanted[0].astype("f4"), rtol=4e-3, atol=4e-3)
-    np.testing.assert_allclose(got[1], wanted[1], rtol=1e-5, atol=1e-5)
 
 
 def test_float64_parts_merge_exactly():

@@ -94,7 +94,11 @@ MASKS = {
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("sizes", [(300, 300), (256, 140), (130, 400), (1, 200), (0, 5)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(300, 300), (1, 200), *(pytest.param(x, marks=pytest.mark.slow) for x in ((256, 140), (130, 400), (0, 5)))],
+    ids=str,
+)
 def test_a_band_beside_a_mask(name, band, sizes):
     """The result is that of both dense masks, bit for bit that of a mask function with both conditions, and computed by blocks."""
     sq, skv = sizes

@@ -4,13 +4,12 @@ import pickle
 
 import numpy as np
 import pytest
-from cases import Case
-from engines import every_engine, numbers
+from engines import Engine, every_engine, numbers
 
 import cupy_sdpa
-from cupy_sdpa import attention, attention_backward, attention_vjp, explain
+from cupy_sdpa import attention, explain
 
-LENGTHS = [(1, 1), (1, 100), (5, 64), (63, 65), (64, 64), (100, 37), (128, 130)]
+NUMPY = Engine("numpy", np)
 
 
 @every_engine
@@ -20,32 +19,9 @@ def test_random_problems(number, engine):
     engine.agrees(engine.draw({"bucket"}, number), refused=True)
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("bucket", [1, 64, "power_of_two", lambda n: n + 3], ids=["1", "64", "power_of_two", "function"])
-@pytest.mark.parametrize(("sq", "skv"), LENGTHS, ids=str)
-def test_results_are_those_of_exact_lengths(sq, skv, bucket, causal):
-    """Output, log-sum-exp and gradients in float64, with grouped-query attention and every policy."""
-    case = Case("bucket", d=16, hq=4, hkv=2, sq=sq, skv=skv, dtype="float64", causal=causal)
-    q, k, v = case.arrays()
-    dout = np.asfortranarray(np.random.default_rng(0).standard_normal(q.shape))
-    out, stats = attention(q, k, v, causal=causal, return_stats=True)
-    got, got_stats = attention(q, k, v, causal=causal, return_stats=True, bucket=bucket)
-    np.testing.assert_allclose(got, out, atol=1e-12)
-    np.testing.assert_allclose(got_stats, stats, atol=1e-6)
-    assert got.flags.f_contiguous
-    exact = attention_backward(dout, q, k, v, out, stats, causal=causal)
-    padded = attention_backward(dout, q, k, v, out, stats, causal=causal, bucket=bucket)
-    _, pullback = attention_vjp(q, k, v, causal=causal, bucket=bucket)
-    for mine, other, right in zip(padded, pullback(dout), exact, strict=True):
-        np.testing.assert_allclose(mine, right, atol=1e-10)
-        np.testing.assert_allclose(other, right, atol=1e-10)
-        assert mine.shape == right.shape
-
-
 def test_memory_around_the_arrays():
     """Inputs may be reversed; NaN after a view is not read, and the gaps of a preallocated result are not written."""
-    q, k, v = Case("strided", d=16, sq=50, skv=70, dtype="float32").arrays()
+    q, k, v = (NUMPY.normal(n, 16, 4, length, 2) for n, length in enumerate((50, 70, 70)))
     wide = np.zeros((16, 4, 100, 2), np.float32, order="F")
     longer = [np.full((*x.shape[:2], 128, x.shape[3]), np.nan, x.dtype, order="F") for x in (k, v)]
     for whole, part in zip(longer, (k, v), strict=True):
@@ -61,8 +37,8 @@ def test_lengths_of_a_bucket_give_one_problem():
     """The key of the plan is the same for every length of a bucket, and differs for the next bucket."""
 
     def asked(sq, skv, bucket):
-        q, k, v = Case("p", sq=sq, skv=skv, dtype="float32").arrays()
-        return explain(q, k, v, bucket=bucket).problem
+        q, k = (np.zeros((64, 4, length, 2), np.float32, order="F") for length in (sq, skv))
+        return explain(q, k, k, bucket=bucket).problem
 
     assert asked(10, 100, 64) == asked(64, 65, 64)
     assert asked(10, 100, 64) != asked(65, 100, 64)

@@ -158,7 +158,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("options", ASKED)
+@pytest.mark.parametrize("options", [pytest.param(x, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, x in enumerate(ASKED)])
 def test_the_options_of_a_problem(options):
     """Masks, biases, pages, packed sequences, dropout, sinks and layouts can be asked for."""
     assert ASKED[options] in run(f"explain 64,8,100,2 {options} --gpu h200 --json", CUPY_SDPA_CUDNN=NONE).json["problem"]

@@ -8,7 +8,6 @@ supported.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -31,7 +30,8 @@ _INCLUDE = Path(__file__).parent / "include"
 #: The limits of grids and blocks along x, y and z.
 _MOST = (2**31 - 1, 65535, 65535, 1024, 1024, 64)
 
-_CUDA = """
+#: The header of every kernel.
+_HEADER = """
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -88,26 +88,22 @@ template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T atomicAdd(T* p, T x) { T before = *p; *p += x; return before; }
 template <class T> static inline T atomicExch(T* p, T x) { T before = *p; *p = x; return before; }
 template <class T> static inline T atomicMax(T* p, T x) { T before = *p; *p = x > before ? x : before; return before; }
-"""
 
-#: Runs the threads of a block one after another.
-_IN_TURN = """
-template <class F> static void run_block(F thread) {
+// runs the threads of a block one after another
+template <class F> static void in_turn(F thread) {
     for (threadIdx.z = 0; threadIdx.z < blockDim.z; ++threadIdx.z) for (threadIdx.y = 0; threadIdx.y < blockDim.y; ++threadIdx.y)
     for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) thread();
 }
-"""
 
-#: Runs the threads of a block as coroutines: each runs until the next barrier, then the next one runs.
-_WITH_BARRIERS = """
-#include <functional>
+// runs the threads of a block as coroutines: each runs until the next barrier, then the next one runs
 #include <vector>
 #include <ucontext.h>
 struct Coroutine { ucontext_t context; dim3 index; bool done; std::vector<char> stack; };
 static thread_local std::vector<Coroutine> coroutines;
 static thread_local Coroutine* running;
 static thread_local ucontext_t block;
-static thread_local std::function<void()> body;
+static thread_local void (*body)(void*);
+static thread_local void* argument;
 static void __syncthreads() { swapcontext(&running->context, &block); }
 static void __syncwarp() { __syncthreads(); }  // the threads of a warp meet the same barriers
 static thread_local float exchanged[1024];
@@ -119,11 +115,12 @@ static float __shfl_xor_sync(unsigned, float x, int mask) {  // every thread of 
     __syncthreads();
     return other;
 }
-static void run_thread() { body(); running->done = true; }
-template <class F> static void run_block(F thread) {
+static void run_thread() { body(argument); running->done = true; }
+template <class F> static void with_barriers(F thread) {
+    body = [](void* of) { (*(F*)of)(); };
+    argument = &thread;
     const unsigned count = blockDim.x * blockDim.y * blockDim.z;
     if (coroutines.size() < count) coroutines.resize(count);
-    body = thread;
     for (unsigned n = 0; n < count; ++n) {
         Coroutine& c = coroutines[n];
         c.index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
@@ -146,9 +143,7 @@ template <class F> static void run_block(F thread) {
         }
     }
 }
-"""
 
-_LAUNCH = """
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 struct FlushToZero {  // of results and of operands
@@ -162,16 +157,20 @@ struct FlushToZero { FlushToZero() {} };
 template <class... A, std::size_t... I> static void call(void (*f)(A...), void** a, std::index_sequence<I...>) {
     f(*(std::remove_cv_t<std::remove_reference_t<A>>*)a[I]...);
 }
-template <class... A> static void launch(void (*f)(A...), const unsigned* n, void** arguments) {
-    gridDim = {n[0], n[1], n[2]}; blockDim = {n[3], n[4], n[5]};
-    for (blockIdx.z = 0; blockIdx.z < n[2]; ++blockIdx.z) for (blockIdx.y = 0; blockIdx.y < n[1]; ++blockIdx.y)
-    for (blockIdx.x = 0; blockIdx.x < n[0]; ++blockIdx.x)
-        run_block([=] { call(f, arguments, std::index_sequence_for<A...>{}); });
-}
 template <class... A> static long long sizes(void (*)(A...), long long* out) {
     const long long every[] = {(long long)sizeof(A)..., 0};
     for (std::size_t i = 0; i < sizeof...(A); ++i) out[i] = every[i];
     return sizeof...(A);
+}
+"""
+
+#: What follows the source of a kernel.
+_LAUNCH = """
+template <class... A> static void launch(void (*f)(A...), const unsigned* n, void** arguments) {
+    gridDim = {n[0], n[1], n[2]}; blockDim = {n[3], n[4], n[5]};
+    for (blockIdx.z = 0; blockIdx.z < n[2]; ++blockIdx.z) for (blockIdx.y = 0; blockIdx.y < n[1]; ++blockIdx.y)
+    for (blockIdx.x = 0; blockIdx.x < n[0]; ++blockIdx.x)
+        RUN_BLOCK([=] { call(f, arguments, std::index_sequence_for<A...>{}); });
 }
 extern "C" unsigned long long fake_launch(const unsigned* n, void** arguments) {
     const FlushToZero flush;
@@ -200,28 +199,46 @@ def _fused() -> list[str]:
     return ["-mfma"] if known.exists() and " fma " in known.read_text() else []
 
 
+def _run(folder: Path, source: str, suffix: str, *options: str | Path) -> Path:
+    """Compile C++ source in a folder; the file appears when it is complete. Other processes may do the same."""
+    code = folder / f"{os.getpid()}.{threading.get_ident()}.cpp"
+    code.write_text(source)
+    made = code.with_suffix(suffix)
+    done = subprocess.run([str(compiler()), *_OPTIONS, *_fused(), f"-I{_INCLUDE}", f"-I{folder}", *options, "-o", made, code],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, f"{done.stderr}\n{source}"
+    return made
+
+
+@functools.cache
+def _folder() -> tuple[Path, Any]:
+    """The folder of compiled libraries, and what removes it at the end; it has the header, precompiled: most of it is the standard library's."""
+    assert compiler(), "no C++ compiler: the fixture skips"
+    temporary = None if os.environ.get(FOLDER) else tempfile.TemporaryDirectory()
+    folder = Path(temporary.name if temporary else os.environ[FOLDER])
+    header = folder / "fake_cuda.h"
+    if not header.exists():
+        _run(folder, _HEADER, ".gch", "-x", "c++-header").replace(folder / "fake_cuda.h.gch")
+        written = folder / f"{os.getpid()}.h"
+        written.write_text(_HEADER)
+        written.replace(header)
+    return folder, temporary
+
+
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
     """Compile C++ source to a shared library; warnings that a CUDA compiler gives as errors are errors."""
-    program = compiler()
-    assert program, "no C++ compiler: the fixture skips"
-    with contextlib.ExitStack() as stack:
-        folder = Path(os.environ.get(FOLDER) or stack.enter_context(tempfile.TemporaryDirectory()))
-        kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
-        if not kept.exists():
-            files = (kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}.{kind}") for kind in ("cpp", "o", "so"))
-            code, module, target = files
-            code.write_text(source)
-            # two runs: with the sanitizer's option the linker needs its library, of which _CUDA has the only function
-            for inputs in (
-                [*_OPTIONS, *_fused(), f"-I{_INCLUDE}", "-c", "-o", module, code],
-                ["-shared", "-o", target, module],
-            ):
-                done = subprocess.run([program, *inputs], capture_output=True, text=True, check=False)
-                assert done.returncode == 0, f"{done.stderr}\n{source}"
-            module.unlink()
-            target.replace(kept)
-        return ctypes.CDLL(str(kept))
+    folder, _ = _folder()
+    kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
+    if not kept.exists():
+        # two runs: with the sanitizer's option the linker needs its library, of which the header has the only function
+        module = _run(folder, f'#include "fake_cuda.h"\n{source}', ".o", "-c")
+        target = module.with_suffix(".so")
+        done = subprocess.run([str(compiler()), "-shared", "-o", target, module], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        module.unlink()
+        target.replace(kept)
+    return ctypes.CDLL(str(kept))
 
 
 class Launch:
@@ -234,9 +251,9 @@ class Launch:
     """
 
     def __init__(self, source: str, name: str) -> None:
-        threads = _WITH_BARRIERS if "__sync" in source else _IN_TURN
+        threads = "with_barriers" if "__sync" in source else "in_turn"
         self._name = name
-        self._library = compiled(f"{_CUDA}\n{threads}\n{source}\n#define KERNEL {name}\n{_LAUNCH}")
+        self._library = compiled(f"{source}\n#define KERNEL {name}\n#define RUN_BLOCK {threads}\n{_LAUNCH}")
         self._library.fake_launch.restype = ctypes.c_ulonglong
         sizes = (ctypes.c_longlong * 64)()
         self._sizes = list(sizes[: self._library.fake_sizes(sizes)])
@@ -279,7 +296,7 @@ def elementwise(inputs: str, outputs: str, operation: str) -> Any:
             bound.append(f"{p.c_type}* const {p.name} = ({p.c_type}*){place};")
         else:
             bound.append(f"{p.c_type}& {p.name} = *({p.c_type}*)((char*){place} + offsets[{number}]);")
-    source = f"""{_CUDA}
+    source = f"""
     extern "C" void run(long long count, int axes, const long long* shape, const long long* strides, void** arguments) {{
         for (std::ptrdiff_t i = 0; i < count; ++i) {{
             long long offsets[{len(every)}] = {{}}, rest = i;

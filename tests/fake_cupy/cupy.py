@@ -130,16 +130,6 @@ def stack(arrays: list[ndarray]) -> ndarray:
     return compute(lambda *given: np.stack(given), *arrays)
 
 
-def packbits(x: ndarray) -> ndarray:
-    """Eight bits in each element."""
-    return compute(np.packbits, x)
-
-
-def searchsorted(x: ndarray, values: ndarray, side: str = "left") -> ndarray:
-    """Indices at which values are inserted into a sorted array."""
-    return compute(lambda *given: np.searchsorted(*given, side=side), x, values)
-
-
 def take(x: ndarray, indices: ndarray, axis: int | None = None) -> ndarray:
     """Take elements by index."""
     return compute(lambda *given: np.take(*given, axis=axis, mode="clip"), x, indices)
@@ -168,34 +158,23 @@ globals().update({name: _ufunc(getattr(np, name)) for name in UFUNCS})
 abs = _ufunc(np.absolute)
 
 
+def _of_arrays(function: Any) -> Any:
+    return lambda *given, **named: compute(lambda *arrays: function(*arrays, **named), *given)
+
+
+packbits, searchsorted, isneginf, diff, pad, repeat = map(
+    _of_arrays, (np.packbits, np.searchsorted, np.isneginf, np.diff, np.pad, np.repeat)
+)
+
+
 def where(condition: ndarray, x: Any, y: Any) -> ndarray:
     """Choose elements; the condition is an array."""
     return compute(np.where, condition.astype(bool, copy=False), x, y)
 
 
-def isneginf(x: ndarray) -> ndarray:
-    """Where elements are -inf."""
-    return compute(np.isneginf, x)
-
-
 def matmul(a: ndarray, b: ndarray) -> ndarray:
     """The matrix product."""
     return a @ b
-
-
-def diff(a: ndarray, n: int = 1, axis: int = -1) -> ndarray:
-    """Differences of neighbours."""
-    return compute(lambda x: np.diff(x, n, axis), a)
-
-
-def pad(array: ndarray, pad_width: Any, mode: str = "constant") -> ndarray:
-    """Add zeros at the ends of axes."""
-    return compute(lambda x: np.pad(x, pad_width, mode), array)
-
-
-def repeat(a: ndarray, repeats: int, axis: int | None = None) -> ndarray:
-    """Repeat elements."""
-    return compute(lambda x: np.repeat(x, repeats, axis), a)
 
 
 linalg = SimpleNamespace(norm=_ufunc(np.linalg.norm))

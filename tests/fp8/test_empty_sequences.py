@@ -26,7 +26,9 @@ def test_some_sequences_without_keys(engine):
     np.testing.assert_array_equal(stats[..., lengths > 0], rows[..., lengths > 0])
 
 
-@pytest.mark.parametrize(("sq", "splits"), [(130, None), (4, None), (4, 3)])
+@pytest.mark.parametrize(
+    ("sq", "splits"), [pytest.param(130, None, marks=pytest.mark.slow), pytest.param(4, None, marks=pytest.mark.slow), (4, 3)]
+)
 def test_some_paged_sequences_without_keys(sq, splits, engine):
     """Their results are 0 and -inf, also if the keys are split: then most parts of short sequences have no keys."""
     lengths = np.array([0, 200, 7, 0, 20, 1, 0, 3] * (1 if sq > 4 else 3), np.int32)
@@ -53,7 +55,9 @@ BANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("band", "lengths"), BANDS, ids=str)
+@pytest.mark.parametrize(
+    ("band", "lengths"), [BANDS[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in BANDS[1:])], ids=str
+)
 def test_tiles_without_keys(band, lengths, engine):
     """Queries without keys: a call of 128 queries, one tile, is right. Hopper refuses more, and names the remedy."""
 

@@ -52,15 +52,17 @@ def test_tiles_do_not_change_results(options, tile):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12 if a.dtype == np.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("elements", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1000))])
-def test_tiles_of_a_gpu(elements, fake, monkeypatch):
+@pytest.mark.parametrize(
+    ("elements", "count"), [(64, 0), *(pytest.param(n, 10, marks=pytest.mark.slow) for n in (1, 64, 1000))]
+)
+def test_tiles_of_a_gpu(elements, count, fake, monkeypatch):
     """Random problems in tiles of few queries: positions go on in the next tile, and gradients of keys are sums over tiles."""
     monkeypatch.setattr(tiles, "GPU_TILE_ELEMENTS", elements)
-    cases = [draw(elements, number, "cupy", limits=Limits(20_000, 60_000)) for number in range(10)]
+    cases = [draw(elements, number, "cupy", limits=Limits(20_000, 60_000)) for number in range(count)]
     cases.append(Case("cupy", sq=41, skv=50, hq=4, b=2, backward=True, options={"seq_lens_q": "random", "causal": "top_left"}))
     outcomes = [execute(case) for case in cases]
     assert not [outcome.message for outcome in outcomes if outcome.kind not in ("passed", "refused")]
-    assert sum(outcome.kind == "passed" for outcome in outcomes) > 7
+    assert sum(outcome.kind == "passed" for outcome in outcomes) > 0.7 * count
 
 
 def test_long_attention_fits_a_laptop():

@@ -264,7 +264,7 @@ def test_resizing(name, engine):
     to, of, axis = RESIZED[name](engine)
     around = to.base if to.base is not None else to
     before = around.get()
-    memory.resize(to, of, axis)
+    memory.resize(to, of, (axis,))
     common = (slice(None),) * axis + (slice(min(to.shape[axis], of.shape[axis])),)
     want = np.zeros(to.shape, np.int16)
     want[common] = of.get()[common]

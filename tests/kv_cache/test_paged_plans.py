@@ -17,7 +17,8 @@ def asked(sq=1, page=16, *, hq=8, keys=4096, batch=2, packed=False, **options):
     pages = (64, 2, page, 600)
     q = (64, hq, 2 * sq) if packed else (64, hq, sq, batch)
     more = {"cu_seqlens_q": (batch + 1,), "max_seqlen_q": sq} if packed else {}
-    return cupy_sdpa.problem(q, pages, pages, dtype="bfloat16", page_table=(keys // page, batch), **more, **options)
+    options = {"dtype": "bfloat16", "page_table": (keys // page, batch), **more, **options}
+    return cupy_sdpa.problem(q, pages, pages, **options)
 
 
 #: Options of the planned problems.
@@ -52,6 +53,7 @@ SPLITS = {
     "4 queries, one chunk": (asked(4, num_splits=1), 1),
     "few keys": (asked(4, keys=256), 1),
     "large batch": (asked(4, batch=64), 1),
+    "large batch of FP8": (asked(4, batch=64, keys=3 * 4096 + 768, dtype="float8_e4m3fn"), 4),  # of at most 4096 keys
     "more chunks than pages": (asked(4, page=64, keys=512, num_splits=9), 4),
     "a window": (asked(4, page=128, window=(127, 0, "bottom_right"), num_splits=9), 3),
     "128 rows": (asked(32), 16),

@@ -16,7 +16,7 @@ from cupy_sdpa import (
 
 @pytest.mark.parametrize("seed", numbers(8, quick=3))
 def test_random_lists_of_pages(seed, engine):
-    """The table lists the pages of each sequence in order, then zeros; also for lists without pages and wider tables."""
+    """The table lists the pages of each sequence in order, then -1; also for lists without pages and wider tables."""
     rng = np.random.default_rng(seed)
     for _ in range(5):
         batch, size = int(rng.integers(1, 7)), int(rng.integers(1, 65))
@@ -27,7 +27,7 @@ def test_random_lists_of_pages(seed, engine):
         width = int(max(1, counts.max() + rng.integers(-2, 3)))
         given = [engine.put(np.repeat(x, 2))[::2] for x in (starts, pages, last)]
         table, lengths = page_table_from_lists(*given, page_size=size, max_pages=width)
-        wanted = np.zeros((width, batch), np.int32)
+        wanted = np.full((width, batch), -1, np.int32)
         for b, count in enumerate(counts):
             own = pages[starts[b] : starts[b] + count][:width]
             wanted[: len(own), b] = own
@@ -41,16 +41,16 @@ def test_lists_of_integers():
     """On the CPU the arguments may be lists or int64 arrays."""
     for make in (list, np.array):
         table, lengths = page_table_from_lists(make([0, 2, 3]), make([5, 1, 4]), make([3, 4]), page_size=4)
-        assert (table.tolist(), lengths.tolist(), table.dtype, lengths.dtype) == ([[5, 4], [1, 0]], [7, 4], np.int32, np.int32)
+        assert (table.tolist(), lengths.tolist(), table.dtype, lengths.dtype) == ([[5, 4], [1, -1]], [7, 4], np.int32, np.int32)
         assert cu_seqlens_with_gaps(make([0, 8]), make([3, 4])).tolist() == [0, 3, 8, 12]
 
 
 def test_the_width_of_the_longest_list():
     """On the CPU the table has as many rows as the longest list."""
     given = [np.int32(x) for x in ([0, 3, 4], [7, 5, 6, 1], [2, 1])]
-    assert page_table_from_lists(*given, page_size=2)[0].tolist() == [[7, 1], [5, 0], [6, 0]]
+    assert page_table_from_lists(*given, page_size=2)[0].tolist() == [[7, 1], [5, -1], [6, -1]]
     empty = page_table_from_lists(np.int32([0, 0]), np.int32([]), np.int32([0]), page_size=2)
-    assert [x.tolist() for x in empty] == [[[0]], [0]]
+    assert [x.tolist() for x in empty] == [[[-1]], [0]]
 
 
 def test_a_view_has_what_attention_needs(engine):

@@ -36,7 +36,7 @@ def whole(visible, lengths, keys, counts=None):
     return mask
 
 
-@pytest.mark.parametrize("seed", numbers(10, quick=4))
+@pytest.mark.parametrize("seed", numbers(10, quick=2))
 def test_random_trees_on_pages(seed, engine):
     """A token attends to its ancestors, itself, and all keys before the tree; with the parents and with a mask of the tree."""
     rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def test_random_trees_on_pages(seed, engine):
         np.testing.assert_allclose(engine.get(one).astype(float), other, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("number", numbers(12, quick=4))
+@pytest.mark.parametrize("number", numbers(12, quick=1))
 @pytest.mark.parametrize("names", ["tree", "tree paged", "tree cache", "tree paged score_mod sinks"])
 def test_random_problems(names, number, engine):
     """Trees with other options agree with the reference, in calls, prepared calls and gradients."""

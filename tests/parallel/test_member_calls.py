@@ -126,6 +126,15 @@ def test_the_example_runs():
     assert float(re.search(r"error (\S+)", printed)[1]) < 1e-4
 
 
+def test_the_example_without_a_launcher():
+    """Without CuPy, a GPU or a launcher one line names the remedy."""
+    words = [sys.executable, str(ROOT / "examples" / "context_parallel.py")]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "--cpu 4" in done.stderr.splitlines()[-1]
+
+
 def test_the_pictures_of_groups_are_those_of_the_layouts():
     """Each equals the output of its script."""
     found = runpy.run_path(str(ROOT / "tools" / "parallel_pictures.py"))

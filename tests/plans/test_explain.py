@@ -226,26 +226,6 @@ def test_a_stored_plan_that_cudnn_rejects(planner):
         assert "is built again" in said[0]
 
 
-def test_prepared_calls_on_numpy():
-    """Planned once, run many times, with preallocated results; arrays of another problem raise with both layouts."""
-    rng = np.random.default_rng(0)
-    q, k, v = (np.asfortranarray(rng.standard_normal((16, 4, 20, 2)).astype(np.float32)) for _ in range(3))
-    call = prepare(q, k, v, causal=True, return_stats=True, autotune=True)
-    out, stats = call(q, k, v)
-    want, want_stats = cupy_sdpa.attention(q, k, v, causal=True, return_stats=True)
-    np.testing.assert_array_equal(out, want)
-    np.testing.assert_array_equal(stats, want_stats)
-    mine = np.empty_like(out, order="F")
-    assert call(q, k, v, out=mine)[0] is mine
-    assert call.tuning is None
-    assert repr(call).startswith("<prepared: forward attention")
-    backward = prepare(q, k, v, causal=True, backward=True)
-    for mine, right in zip(
-        backward(out, q, k, v, out, stats), cupy_sdpa.attention_backward(out, q, k, v, out, stats, causal=True), strict=True
-    ):
-        np.testing.assert_array_equal(mine, right)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -314,12 +294,3 @@ def test_constants_of_functions_are_shown_with_their_values():
     assert "· 3.5" in text
     assert "scalars: scale = 0.353553, softcap = 4\n" in text
     assert not re.search(r"\bn\d\b", text)
-
-
-def test_an_fp8_array_has_the_right_article():
-    """Messages say an Fp8Array, a numpy.ndarray."""
-    x = fp8.quantize(np.ones((8, 1, 16, 1), np.float32, order="F"))
-    with pytest.raises(TypeError, match="q is an Fp8Array and k an Fp8Array"):
-        explain(x, x, x, jvp=True)
-    with pytest.raises(TypeError, match="x is an Fp8Array; quantize takes"):
-        fp8.quantize(x)

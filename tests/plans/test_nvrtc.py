@@ -66,6 +66,7 @@ def test_it_is_found_where_cudnn_searches(tmp_path):
         assert found(tmp_path / str(number) / "cudnn/lib") == ("99.4", path, 16)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_search_order_is_that_of_the_loader(tmp_path):
     """A loaded library of the name, LD_LIBRARY_PATH, then cuDNN's own search path."""

@@ -186,12 +186,6 @@ def test_a_refusal_keeps_every_reason(planner):
     assert "engine 6" in by_hand
 
 
-def test_the_scale_is_not_part_of_the_graph():
-    """The scale is a by-value scalar, so graphs with different scales are equal."""
-    one, other = (forward(problem((64, 2, 64, 1), scale=scale)) for scale in (0.1, 0.2))
-    assert one is other
-
-
 # Graphs that crash cuDNN (measured with 9.19 and 9.28): they are refused, and cuDNN would crash.
 
 
@@ -345,7 +339,7 @@ def first_busy(folder, parent=None):
     return int(busy[0])
 
 
-@pytest.mark.parametrize(("how", "code"), [("die", 7), ("die within", 8)])
+@pytest.mark.parametrize(("how", "code"), [("die", 7), pytest.param("die within", 8, marks=pytest.mark.slow)])
 def test_a_process_that_ends_is_replaced(how, code, folder):
     """The answer contains its exit status; the next request is answered by a new process."""
     with Planner() as planner:
@@ -354,6 +348,7 @@ def test_a_process_that_ends_is_replaced(how, code, folder):
         assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_replaced(folder):
     """Each request then reports that no process can be started; later requests start one again."""
     with Planner() as planner:
@@ -367,6 +362,7 @@ def test_a_process_that_cannot_be_replaced(folder):
         assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
+@pytest.mark.slow
 def test_one_process_is_kept(folder, monkeypatch):
     """It answers later calls of explain(), also after a crash; another environment, and a forked child, have their own."""
     planners = []

@@ -51,18 +51,6 @@ def qkv(engine):
 
 
 @on_cudnn
-def test_shapes_and_arrays_share_a_plan(engine, qkv, cache):
-    """Shapes give the plan that arrays of these shapes use; no plan is built twice."""
-    q, k, v = qkv
-    report = explain(cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype="float16", causal=True))
-    assert report
-    assert (cache.misses, cache.hits, cache.size) == (1, 0, 1)
-    attention(q, k, v, causal=True)
-    assert (cache.misses, cache.hits) == (1, 1)
-    assert cache.bytes == report.plan.size > 0
-
-
-@on_cudnn
 def test_a_stored_plan_is_loaded(engine, qkv, cache, folder):
     """It has the same properties and gives the same bits; threads that need the same new plan build it once."""
     q, k, v = qkv
@@ -187,17 +175,6 @@ def test_refusals_are_cached_as_text(fake, cache):
     assert "refused" in str(cache)
     cache.clear()
     attention(x, x, x)
-
-
-def test_max_workspace_refuses_plans(fake):
-    """The message has the workspace and the limit; deterministic gradients beyond it name what the other engine requires."""
-    x = fake.ones((16, 2, 20, 1), np.float16, order="F")
-    assert explain(x, x, x, max_workspace=4096).plan.workspace == 4096
-    with pytest.raises(Unsupported, match="needs a workspace of 4096 bytes, 4095 are allowed"):
-        attention(x, x, x, max_workspace=4095)
-    out, stats = attention(x, x, x, return_stats=True)
-    with pytest.raises(Unsupported, match=r"requires cuDNN 9\.25\.1 or newer and a Hopper GPU; this is cuDNN 9\.19\.0"):
-        attention_backward(x, x, x, x, out, stats, deterministic=True, max_workspace=100)
 
 
 def test_a_plan_that_cannot_be_stored_is_destroyed(fake, monkeypatch):
@@ -325,25 +302,15 @@ def test_plans_built_ahead_of_time_are_loaded(cupy, plans, folder):
     assert loaded() == [True, True]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-def test_lengths_in_buckets_share_a_plan(engine, cache):
-    """Of seven lengths each bucket has one plan per pass, whatever the memory contained."""
-    lengths = [5, 15, 16, 17, 30, 32, 33]
-    for length in lengths:
-        q, k, v = (engine.normal(seed, 16, 2, n, 1) for seed, n in enumerate((length, length + 4, length + 4)))
-        out, stats = attention(q, k, v, return_stats=True, bucket=16)
-        attention_backward(q, q, k, v, out, stats, bucket=16)
-        engine.agrees(engine.case(sq=length, skv=length + 4, backward=True, options={"bucket": 16, "causal": "bottom_right"}))
-    buckets = {(-(-n // 16), -(-(n + 4) // 16)) for n in lengths}
-    assert cache.misses == 4 * len(buckets)
-
-
 STRESS = """
 import json, threading
 import numpy as np, cupy
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa.cudnn.descriptor import live
+from cupy_sdpa.cudnn.library import library
+lib, made, gone = library(), [], []
+create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
+lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
+lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
 rng = np.random.default_rng(0)
 inputs = [[cupy.asarray(np.asfortranarray(rng.standard_normal((64, 4, 64 + 32 * n, 2)).astype("f2"))) for _ in "qkv"] for n in range(12)]
 
@@ -376,12 +343,12 @@ def work(seed):
 threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-print(json.dumps({"wrong": wrong, "largest": max(largest), "threads": len(largest), "errors": errors, "live": live()}))
+print(json.dumps({"wrong": wrong, "largest": max(largest), "threads": len(largest), "errors": errors, "live": len(made) - len(gone)}))
 """
 
 
 @pytest.mark.gpu
 def test_sixteen_threads_ten_thousand_calls(cupy, tmp_path):
     """Mixed calls on sixteen streams with caches that are too small: right results, no growth, no descriptor left alive."""
-    done, _ = in_process(tmp_path, STRESS, CUPY_SDPA_DEBUG="1")
-    assert done == {"wrong": [], "largest": 16, "threads": 16, "errors": [], "live": {}}
+    done, _ = in_process(tmp_path, STRESS)
+    assert done == {"wrong": [], "largest": 16, "threads": 16, "errors": [], "live": 0}

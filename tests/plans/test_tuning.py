@@ -129,7 +129,7 @@ def test_tuning_keeps_within_max_workspace(fake):
         tuned(fake, Config(1, us=100.0), max_workspace=4095)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tuning_keeps_deterministic_gradients_deterministic(ordered, fake):
     """Configs of the graph that writes dQ directly are tried; the ordered engine is the only one of its graph."""
     library().version = 92800

@@ -61,7 +61,7 @@ def program_calls(monkeypatch):
     return made, before
 
 
-@pytest.mark.parametrize("number", numbers(12, quick=4))
+@pytest.mark.parametrize("number", numbers(12, quick=1))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
 def test_static_checks(features, number, engine, program_calls):
     """Temporaries are written before they are read, in memory of their own; views stay inside; inputs are not written."""
@@ -95,7 +95,7 @@ def check_statically(calls):
             written |= writes
 
 
-@pytest.mark.parametrize("number", numbers(12, quick=4))
+@pytest.mark.parametrize("number", numbers(12, quick=1))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)))
 def test_results_do_not_depend_on_the_memory(features, number, program_calls):
     """The same bits whatever the memory of the temporaries contained before."""
@@ -253,7 +253,9 @@ COMPOSED = (
 SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, name in enumerate(COMPOSED)]
+)
 def test_host_work_of_repeated_calls(name, fake):
     """A call enters few functions of the package; on other addresses nothing is parsed, and plans are not looked up."""
     make = composed_calls(Engine("fake", fake))[name]
@@ -309,7 +311,7 @@ WATCHED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", numbers(4, quick=2))
+@pytest.mark.parametrize("number", numbers(4, quick=1))
 @pytest.mark.parametrize("features", WATCHED, ids=lambda features: " ".join(sorted(features)) or "any")
 def test_right_steps_are_valid(features, number, engine):
     """Random problems of every feature; on the fake CuPy, kernels compiled as C++ are compared with their numpy functions."""

@@ -146,7 +146,7 @@ class Peer:
         return {"plain": [failing, Way("runs", lambda number: lambda: None)], "paged": [failing]}.get(kind, [])
 
 
-@pytest.mark.parametrize("peers", [Peer, None], ids=["both", "ours"])
+@pytest.mark.parametrize("peers", [Peer, pytest.param(None, marks=pytest.mark.slow)], ids=["both", "ours"])
 def test_the_command(peers, fake, monkeypatch):
     """Times of both contenders, ratios where both run, and the reasons where a peer does not."""
     monkeypatch.setattr(host_options, "load_peers", lambda with_flex: (peers, "" if peers else "PyTorch does not run"))

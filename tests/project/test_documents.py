@@ -44,12 +44,7 @@ def test_the_code_runs(path, tmp_path):
     """Every Python block of the README and the docs runs."""
     with contextlib.chdir(tmp_path):  # some write files
         for code in code_blocks(path):
-            run_block(smaller(code))
-
-
-def smaller(code):
-    """The README's blocks with shorter sequences where numpy computes them."""
-    return code.replace("(128, heads, 1024, 2)", "(128, heads, 128, 2)") if missing("gpu") else code
+            run_block(code)
 
 
 @pytest.mark.gpu

@@ -101,18 +101,6 @@ def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=0, atol=tolerance * abs(full).max())
 
 
-def test_prompts_of_different_lengths(model, words):
-    """The next token after each prompt, in one batch, is that of the prompt alone; other sequences are unchanged."""
-    prompts, decoder = prompts_of(words), Decoder(model, len(STARTS))
-    alone = {}
-    for b, prompt in prompts.items():
-        one = Decoder(model, 1)
-        alone[b] = one.prefill({0: prompt})[0]
-    assert decoder.prefill({0: prompts[0], 2: prompts[2]}) == {0: alone[0], 2: alone[2]}
-    assert decoder.prefill({1: prompts[1]}) == {1: alone[1]}
-    assert decoder.cache.host_lengths.tolist() == [length for _, length in STARTS]
-
-
 @pytest.mark.parametrize(("proposals", "width"), [(1, 1), (4, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculation_gives_the_same_text(sampled, proposals, width, model, words):
@@ -129,39 +117,6 @@ def test_speculation_gives_the_same_text(sampled, proposals, width, model, words
     assert 0 < done.accepted < done.proposed == done.steps * proposals * width
     kept = [length + len(tokens) for (_, length), tokens in zip(STARTS, done.tokens, strict=True)]
     assert (decoder.cache.host_lengths >= kept).all()
-
-
-def test_branches_accept_more_tokens(model, words):
-    """The second most frequent next words are right in some steps: more tokens are accepted in each step."""
-    prompt, rates = words[:5], []
-    for width in (1, 3):
-        decoder = Decoder(model, 1)
-        first = decoder.prefill({0: prompt})[0]
-        done = speculate(decoder, [prompt], [first], 40, NGrams(words), 2, width)
-        rates.append(done.accepted / done.steps)
-    assert rates[0] < rates[1]
-
-
-def test_a_perfect_draft_is_accepted(model, words):
-    """A draft that knows the greedy text: four tokens are accepted in every step."""
-    decoder, prompt = Decoder(model, 1), words[:5]
-    first = decoder.prefill({0: prompt})[0]
-    wanted = [first, *decoder.decode([first], 30)[:, 0].tolist()]
-    decoder.clear()
-    decoder.prefill({0: prompt})
-    draft = NGrams([*prompt, *wanted], order=30)
-    done = speculate(decoder, [prompt], [first], 25, draft)
-    assert done.tokens[0] == wanted[1:26]
-    assert (done.accepted, done.proposed, done.steps) == (20, 20, 5)
-
-
-def test_rejected_tokens_leave_the_cache(model, words):
-    """After speculation the cache has the prompt, the first token and the accepted ones; only the last token is missing."""
-    decoder, prompt = Decoder(model, 1), words[:5]
-    first = decoder.prefill({0: prompt})[0]
-    found, *_ = speculate(decoder, [prompt], [first], 1, NGrams([0, 0]))
-    assert len(found[0]) == 1
-    assert decoder.cache.host_lengths.tolist() == [6]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -183,15 +138,6 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, en
         stop = alone.index(end) + 1 if end in alone else count
         assert engine.name == "cupy" or requests[n].tokens == alone[:stop]  # bfloat16 on a GPU
     forget(engine, 1)
-
-
-def test_sampling_has_the_probabilities_of_the_temperature():
-    """The choice with noise: frequencies are within five standard deviations of the softmax of logits / T."""
-    logits, temperature, draws = np.array([1.0, 0.0, -1.0, 2.0]), 0.7, 20000
-    noise = gumbel(temperature, 0, 0, draws, 4)
-    found = np.bincount((logits + noise).argmax(axis=1), minlength=4) / draws
-    wanted = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
-    assert (abs(found - wanted) < 5 * np.sqrt(wanted / draws)).all()
 
 
 def test_captured_steps(engine, model, words):

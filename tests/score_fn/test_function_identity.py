@@ -23,8 +23,6 @@ from types import SimpleNamespace
 import functions
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cupy_sdpa import zoo
 from cupy_sdpa.score_fn import identity as module
@@ -348,40 +346,19 @@ def test_the_number_of_analyzed_functions_is_bounded():
     assert len(module._analyzed) <= module.MAX_CODES
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.floats(width=32).map(np.float32),
-    st.integers(0, 9).map(np.int32),
+#: Values of which some are equal numbers of different types, or equal texts of different containers.
+VALUES = (
+    None, True, 1, 1.0, 0.0, -0.0, np.nan, np.inf, "1", "", np.float32(1), np.int32(1), [1], (1,), [[1]], [1, 1], (1, (1,)), {}, {"1": 1},
+    {"1": [1]},
 )  # fmt: skip
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(), inner, max_size=2)
-    ),
-    max_leaves=8,
-)
 
 
-def exact(value):
-    """A text that tells all values apart."""
-    if isinstance(value, float | np.floating):
-        return f"{type(value)} {value.tobytes() if isinstance(value, np.generic) else np.float64(value).tobytes()}"
-    if isinstance(value, list | tuple):
-        return f"{type(value)} [{', '.join(map(exact, value))}]"
-    if isinstance(value, dict):
-        return f"dict {[(key, exact(inner)) for key, inner in value.items()]}"
-    return f"{type(value)} {value!r}"
-
-
-@settings(max_examples=50)
-@given(VALUES, VALUES, VALUES)
-def test_identities_are_equal_exactly_if_the_values_are(one, two, three):
+def test_identities_are_equal_exactly_if_the_values_are():
     """Two closure variables and a default: no value can stand for another, alone or together with its neighbours."""
 
-    def make(x, y, z):
-        return lambda s, w=z: (x, y, s, w)
+    def made(x, y, z):
+        return identity(lambda s, w=z: (x, y, s, w))
 
-    given_values = (one, two, three), (two, one, three), (one, (two, three), None), (one, two, None)
-    for a, b in itertools.combinations(given_values, 2):
-        first, second = identity(make(*a)), identity(make(*b))
-        assert None not in (first, second)
-        assert (first == second) == (exact(a) == exact(b))
+    kept = [made(x, y, z) for x, y in itertools.product(VALUES, repeat=2) for z in (None, x, (x, y))]
+    assert None not in kept
+    assert len({*kept}) == len(kept) - len(VALUES)  # z is None twice where x is

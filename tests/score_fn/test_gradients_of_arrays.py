@@ -101,18 +101,3 @@ def test_gradients_are_planned(functions, planned):
     for part in subproblems(asked):
         for gpu in ("h200", GPUS[1 + LEARNED.index(functions) % (len(GPUS) - 1)]) if part.ds_reductions else ():
             has_plan(planned, part, gpu)
-
-
-def test_packed_sequences():
-    """On the CPU engine one packed sequence gives the same gradients as the same sequence unpacked."""
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, 5), np.float32)) for _ in range(4))
-    options = {"score_mod": lambda s, b, h, i, j, gain: s * gain[h], "tensors": {"gain": np.array([0.5, 2.0], np.float32)}}
-    starts = np.array([0, 5], np.int32)
-    packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 5, "max_seqlen_kv": 5}
-    *got, tensors = attention_vjp(q, k, v, **options, **packed, return_dtensors=True)[1](dout)
-    *expected, others = attention_vjp(q[..., None], k[..., None], v[..., None], **options, return_dtensors=True)[1](
-        dout[..., None]
-    )
-    for one, other in zip((*got, tensors["gain"]), (*(x[..., 0] for x in expected), others["gain"]), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
