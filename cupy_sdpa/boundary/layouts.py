@@ -187,7 +187,7 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
     if isinstance(array, dict):
         return array
     if name in VECTORS:
-        return array.transpose(_from_own(_letters(name, layout, array.shape)))
+        return array.transpose(_from_own(layout if len(layout) == array.ndim else "bshd"))  # pages of keys are bshd
     found = array.T
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 

@@ -32,10 +32,10 @@ from .block_mask_steps import Forward, Gradients, score_function
 from .executor import Inputs, run_program
 from .program import Builder
 
-#: The results that the caller may pass.
-_RESULTS = frozenset(("out", "stats", "dq", "dk", "dv"))
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
+#: Arrays with the same axes.
+_LIKE_KEPT = ("dq", "dk", "dv", "dout")
 #: The options that the blocks of a mask are computed with, and the flags of a backward pass that returns dq, dk and dv.
 _SUPPORTED = frozenset(SUPPORTED)
 _NO_OUTPUTS = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
@@ -121,7 +121,7 @@ def call_program(
 
             results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
     if "layout" in options and (layout := other_layout(options)):
-        given = {name: array for name, array in zip(names, arrays, strict=True) if name in _RESULTS}
+        given = dict(zip(names, arrays, strict=True))
         results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
     return results
 
@@ -169,7 +169,7 @@ def attend(
         build = functools.partial(forward, views=inputs.views, options=inputs.options, native=native, **of_call)
         return Reading(inputs, wanted, build)
 
-    outputs = (*OUTPUTS[:2], *_KEPT) if kept else OUTPUTS
+    outputs = (*OUTPUTS[:2], *_LIKE_KEPT) if kept else OUTPUTS
     return call_program(kind, Forward._fields, (q, k, v, out, stats), options, read, outputs)
 
 
