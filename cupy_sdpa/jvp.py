@@ -18,7 +18,7 @@ from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
-from .problem.tensor_spec import numpy_dtype, placeholder
+from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
 from .programs.block_mask_calls import key_of, without_keys
 from .programs.derivative import ARRAYS, TANGENTS, WIDENED, derivative
@@ -212,8 +212,7 @@ def jvp_problems(
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)
     if mask is not None:
-        like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
-        check_mask(**like, mask=mask)
+        check_mask(**views, mask=mask)
     given = tuple(name in tangents for name in TANGENTS)
     shape, value_dim, kind = views["q"].shape, views["v"].shape[0], views["q"].dtype
     form = form_of(shape[0], value_dim, given, {**others, "block_mask": mask}, deterministic=deterministic)
