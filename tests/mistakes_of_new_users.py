@@ -72,6 +72,15 @@ AXES = [
         "k has 3 dimensions (8, 2, 7)", "as q (8, 4, 6, 3) has"),
     row("attention", "a q without a batch axis", lambda x: attention(x.q[..., 0], x.k, x.v), ValueError, "q has 3 axes and k has 4",
         "pass q with a batch axis, or k without it"),
+    *[row("attention", f"{axes} without layout= and without a batch axis", lambda x, order=order: attention(
+        *[np.ascontiguousarray(x.s[..., 0].transpose(order))] * 3), ValueError, f"axes are ({axes}), pass layout={layout!r}")
+      for axes, order, layout in (("seq 6, heads 4, head_dim 8", (2, 1, 0), "bshd"), ("heads 4, seq 6, head_dim 8", (1, 2, 0), "bhsd"))],
+    row("attention", "x.T of (B, H, S, D), and more keys than queries", lambda x: attention(*[a.T for a in longer(x, 3, 1, 2, 0)]),
+        ValueError, "6 must be a multiple of 9", "Heads and seq may be exchanged", "layout='bhsd'", "x.transpose(3, 1, 2, 0)"),
+    row("attention", "sinks (1, Hq, 1, 1)", lambda x: attention(*[x.s.T] * 3, layout="bshd", sinks=np.zeros((1, 4, 1, 1), "f4")), ValueError,
+        "sinks has shape (1, 4, 1, 1); it must be (4,)"),
+    row("attention", "a mask of integers", lambda x: attention(x.s, x.s, x.s, mask=np.ones((6, 6, 1, 1), "i4")), TypeError,
+        "mask is int32", "True where the query attends"),
     row("attention", "np.tril of (Sq, Skv) as the mask", lambda x: attention(x.s, x.s, x.s, mask=np.tril(np.ones((6, 6), bool))),
         ValueError, "mask has shape (6, 6)", "(B, Hq, Sq, Skv)", "mask.T"),
 ]  # fmt: skip
@@ -99,6 +108,14 @@ PAGES = [
     row("attention", "a page twice, in a window that hides it", pages([[3, 0, 5], [3, 0, 5]], (8, 8, 8), window=(0, 0, "bottom_right")),
         lambda x: output(x.q, *(a[:, :, [n % 4 for n in range(2, 8)]][..., [3, 0, 5]] for a in (x.pages_k, x.pages_v)),
                          allowed=np.eye(6, dtype=bool)[:, :, None, None])),
+    row("attention", "one query of each sequence as packed queries", lambda x: attention(
+        x.q[:, :, 0].T, x.pages_k.T, x.pages_v.T, layout="thd", page_table=x.table.T, seq_lens_kv=x.lengths), ValueError,
+        "q has 3 dimensions (3, 4, 8)", "q[:, None] and layout='bshd'"),
+    row("attention", "pages (pages, page size, Hkv, D) without layout=", lambda x: attention(
+        x.q, *(np.ascontiguousarray(a.transpose(3, 2, 1, 0)) for a in (x.pages_k, x.pages_v)), **x.paged), ValueError, "k has shape (6, 4, 2, 8)",
+        "pass layout='bshd'"),
+    row("attention", "a length in place of lengths", lambda x: attention(*x.qkv, seq_lens_kv=5), TypeError, "seq_lens_kv is an int",
+        "numpy.full(B, 5, 'int32')"),
     row("attention", "entries of -1 in the length", pages([[3, 0, 5], [-1, 4, -1]], (8, 8, 1)), ValueError, "entries from -1 to 3",
         "sequence 0, which has 8 keys, so 2 pages of 4"),
     row("page_table_from_lists", "-1 after the pages of a list", lambda x: page_table_from_lists(
@@ -115,6 +132,11 @@ ARRAYS = [
     row("Pullback", "q changed in place", changed_in_place, ValueError, "of another call", "changed in place", "q.copy(order='F')"),
     row("attention_backward", "the order q, k, v, out, dout, stats", swapped("q", "k", "v", "out", "dout", "stats"), ValueError,
         "in another order; pass (dout, q, k, v, out, stats)", "dout (8, 4, 6, 3)"),
+    row("attention_backward", "the order q, k, v, out, dout, stats, with a layout", lambda x: attention_backward(
+        *(a.T for a in (*x.qkv, x.dout, x.dout, attention(*x.qkv, return_stats=True)[1])), layout="bshd"), ValueError, "in another order",
+        "dout (3, 6, 4, 8)"),
+    row("attention_backward", "C order without layout=", lambda x: attention_backward(*[np.ascontiguousarray(x.s.T)] * 5,
+        np.zeros((3, 4, 6), "f4")), ValueError, "q has shape (3, 6, 4, 8) in C order"),
     row("attention_backward", "a dout of other positions", lambda x: attention_backward(
         x.dout[:, :, :5], *x.qkv, *attention(*x.qkv, return_stats=True)), ValueError, "dout has shape (16, 4, 5, 3)"),
     *[row("attention", f"the option {name}", lambda x, name=name: attention(*x.qkv, **{name: 16}), TypeError, f"no option {name}", remedy)

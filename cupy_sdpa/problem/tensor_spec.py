@@ -299,7 +299,7 @@ batch), copy it with asfortranarray(q)
     if spec.strides[0] != itemsize:
         text = f"{spec.name} has a stride of {spec.strides[0]} bytes along head_dim; an element has {itemsize}"
         text += ": axis 0 must be contiguous"
-        if spec.strides[-1] != itemsize or len(spec.shape) not in (3, 4) or has_callers_axes():
+        if len(spec.shape) not in (3, 4) or spec.strides[_last_axis(spec)] != itemsize or has_callers_axes():
             return f"{text}; {_in_fortran_order(spec.name, written)}"
         return f"{text}. {_in_c_order(spec, written)}"
     if min(spec.strides) < 0:
@@ -350,7 +350,7 @@ they are (head_dim, heads, seq, batch), copy it with asfortranarray(q)
 def _in_c_order(spec: TensorSpec, written: bool) -> str:
     """The likely layout of an array in C order."""
     layout, *axes = _likely_layout(spec)
-    sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=True))
+    sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=False))
     own = "head_dim, heads, total" if len(spec.shape) == 3 else "head_dim, heads, seq, batch"
     return (
         f"{spec.name} has shape {spec.shape} in C order: if its axes are ({sizes}), pass layout={layout!r}; if they are "
@@ -362,10 +362,17 @@ def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
     """The layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
     if len(spec.shape) == 3:
         return "thd", "total", "heads"
+    last = _last_axis(spec)
+    batch = ("batch",)[: last - 2]
     # (batch, seq, heads, head_dim) split and transposed has a smaller stride along the heads
-    if spec.shape[2] > spec.shape[1] or spec.strides[2] > spec.strides[1]:
-        return "bhsd", "batch", "heads", "seq"
-    return "bshd", "batch", "seq", "heads"
+    if spec.shape[last - 1] > spec.shape[last - 2] or spec.strides[last - 1] > spec.strides[last - 2]:
+        return "bhsd", *batch, "heads", "seq"
+    return "bshd", *batch, "seq", "heads"
+
+
+def _last_axis(spec: TensorSpec) -> int:
+    """The last axis of an array in another layout: a batch axis of length 1 may have been appended to it."""
+    return 2 if spec.shape[3:] in ((), (1,)) else 3
 
 
 def density_obstacle(spec: TensorSpec) -> str:

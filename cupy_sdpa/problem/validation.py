@@ -243,6 +243,8 @@ def _wanted_axes(name: str, given: int, packed: bool, paged: bool) -> str:
         passed = "cu_seqlens_q is" if paged else "cu_seqlens_q and cu_seqlens_kv are"
         axes = legend_in_callers_axes(name, "(head_dim, heads, total)")
         return f"{axes}, because {passed} passed{': that is layout=' * layout}{repr('thd') * layout}"
+    if layout and paged:
+        return "pass cu_seqlens_q and max_seqlen_q; or q[:, None] and layout='bshd' if q has one query of each sequence"
     if layout:
         return f"pass cu_seqlens_q and cu_seqlens_kv; or for a single sequence {name}[None] and layout='bshd'"
     remedy = f"for a single sequence pass {name}[..., None]; packed sequences need cu_seqlens_q and cu_seqlens_kv"
