@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -235,16 +236,10 @@ def _of_heads(
     return relocated(function, reads, starts={}, places={"h": heads}), arrays
 
 
-#: The numbers of heads: cached programs refer to them weakly, so they are kept for the rest of the process.
-_NUMBERS: dict[tuple[int, int, int], Constant] = {}
-
-
+@functools.cache  # cached programs refer to constants weakly
 def _numbers(first: int, step: int, count: int) -> Constant:
     """The numbers ``first, first + step, ...`` of heads."""
-    key = first, step, count
-    if key not in _NUMBERS:
-        _NUMBERS[key] = Constant(first + step * np.arange(count, dtype=np.int32))
-    return _NUMBERS[key]
+    return Constant(first + step * np.arange(count, dtype=np.int32))
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
