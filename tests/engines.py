@@ -152,6 +152,8 @@ class Engine:
             assert library().forget_plans() >= kept, "the plans of a captured graph are kept"
 
 
-def numbers(count: int, quick: int = 0) -> list[Any]:
-    """The numbers of random problems, for ``parametrize``: those after the first ``quick`` have the marker slow."""
-    return [pytest.param(number, marks=[pytest.mark.slow] * (number >= quick)) for number in range(count)]
+def numbers(count: int, quick: int = 0, sweep: int | None = None) -> list[Any]:
+    """The numbers of random problems, for ``parametrize``: those from ``quick`` on are slow, and those from ``sweep`` on in the sweep."""
+    sweep = count if sweep is None else sweep
+    markers = [[pytest.mark.slow] * (number >= quick) + [pytest.mark.sweep] * (number >= sweep) for number in range(count)]
+    return [pytest.param(number, marks=marks) for number, marks in enumerate(markers)]

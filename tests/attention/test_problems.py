@@ -21,7 +21,7 @@ BIAS = {"bias": ("kq11", "float16", "inf_rows"), "return_dbias": True}
 
 
 @every_engine
-@pytest.mark.parametrize("number", numbers(8, quick=1))
+@pytest.mark.parametrize("number", numbers(8, quick=1, sweep=4))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_problems(name, number, engine):
     """A random problem of every option, alone and with up to three others, has the results of the definition."""
@@ -172,7 +172,7 @@ def test_long_sequences(dtype, options, cupy):
 
 @every_engine
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("number", numbers(12, quick=3))
+@pytest.mark.parametrize("number", numbers(12, quick=2, sweep=6))
 def test_sequences_alone(number, backward, engine):
     """The bits of a sequence do not depend on the rest of the batch, where the report on the call states it."""
     names = ["seq_lens_kv", "bias", "mask", "causal", "sinks", "softcap", "alibi_slopes", "window"]

@@ -22,6 +22,14 @@ def test_random_problems_of_an_option(number, option, engine):
     engine.agrees(engine.draw({"weight_sums", option}, number), refused=True)
 
 
+def test_queries_whose_scores_are_minus_infinity(engine):
+    """They have no weights, and the others have a weight of 1 each."""
+    q, k = engine.normal(0, 16, 2, 9, 1), engine.normal(1, 16, 2, 13, 1)
+    table = engine.put(np.where(np.arange(9) % 3 == 0, -np.inf, 0).astype(np.float32))
+    sums = weight_sums(q, k, score_mod=lambda s, b, h, i, j, t: s + t[i], tensors={"t": table})
+    np.testing.assert_allclose(engine.get(sums).sum(axis=0), 6, rtol=1e-5)
+
+
 def test_nothing_to_sum(engine):
     """Keys without queries have the weight 0; no keys give no sums."""
     q, k = engine.nan(16, 2, 0, 3), engine.normal(0, 16, 2, 5, 3)

@@ -20,7 +20,7 @@ EITHER_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", mar
 
 
 @every_engine
-@pytest.mark.parametrize("number", numbers(8, quick=1))
+@pytest.mark.parametrize("number", numbers(8, quick=1, sweep=4))
 @pytest.mark.parametrize(
     "names", [("seq_lens_q",), ("seq_lens_q", "seq_lens_kv"), ("seq_lens_kv", "preallocated")], ids="-".join
 )

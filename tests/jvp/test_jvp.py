@@ -23,7 +23,7 @@ def given(tangents, letters):
 
 
 @every_engine
-@pytest.mark.parametrize("number", numbers(24, quick=2))
+@pytest.mark.parametrize("number", numbers(24, quick=2, sweep=10))
 def test_random_problems(number, engine):
     """Any sizes, options, layouts, tangents and head dims; results in arrays of the caller; wide arrays."""
     engine.agrees(engine.draw({"jvp"}, number), refused=True)

@@ -33,14 +33,7 @@ def test_functions_match_dense_arrays(functions):
     agrees(functions, s=42)
 
 
-RANDOM = [
-    *range(8),
-    *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20)),
-    *(pytest.param(n, marks=pytest.mark.sweep) for n in range(20, 620)),
-]
-
-
-@pytest.mark.parametrize("number", RANDOM)
+@pytest.mark.parametrize("number", numbers(620, quick=8, sweep=20))
 def test_random_functions_match_dense_arrays(number):
     """Both passes."""
     agrees(drawn(number), s=20)
@@ -63,7 +56,7 @@ def test_random_functions_are_right_on_the_gpu(number, cupy):
 
 
 @pytest.mark.parametrize("names", ["score_mod", "mask_mod", "score_mod mask_mod", "return_dtensors", "score_mod return_dbias"])
-@pytest.mark.parametrize("number", numbers(6))
+@pytest.mark.parametrize("number", numbers(6, sweep=3))
 def test_random_problems(names, number, engine):
     """Functions together with other options, in repeated calls."""
     engine.agrees(engine.draw(names.split(), number), refused=True)

@@ -53,7 +53,7 @@ def test_masks(name, engine):
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("number", numbers(6, quick=1, sweep=3))
 def test_random_problems(number, other, engine):
     """Together with the other options."""
     case = engine.draw({"score_mod", other}, number).without("block_mask")
