@@ -27,7 +27,7 @@ def setup(app):
 
 
 project = "cupy_sdpa"
-author = "The cupy_sdpa developers"
+author = copyright = "The cupy_sdpa developers"
 release = cupy_sdpa.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include them

@@ -97,12 +97,14 @@ _ANSWERS = {
     "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
     "pass cu_seqlens_q= and cu_seqlens_kv= of sequences with gaps, which cupy_sdpa.cu_seqlens_with_gaps makes; or dense arrays "
     "with seq_lens_q= and seq_lens_kv=":
-        "cu_seqlens_kv_padded cu_seqlens_q_padded",
+        "cu_seqlens_kv_padded cu_seqlens_q_padded pad_between_seqs",
     "pass cu_seqlens_q= and cu_seqlens_kv= of packed sequences; or mask_mod=cupy_sdpa.zoo.document with tensors=":
         "decoder_segment_ids document_ids kv_segment_ids q_segment_ids segment_ids",
     "pass max_seqlen_q= and max_seqlen_kv=": "max_s max_seqlen",
     "pass max_seqlen_kv=": "max_seqlen_k",
     "pass window=(left, right), where None is no bound": "local_window_size window_left window_right window_size",
+    "pass causal='bottom_right', or a window=(left, right, 'bottom_right')": "bottom_right_diagonal",
+    "pass return_stats='max_sumexp', which also returns the largest score of each row": "return_max_logit",
     "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
     "pass dropout_p= and seed=":
         "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
@@ -116,8 +118,8 @@ _ANSWERS = {
     "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them": "return_attn_probs",
     "the weights are never stored; cupy_sdpa.nnlib.dot_product_attention computes them in a separate pass":
         "need_weights output_attentions return_attention_scores",
-    "pass q, k and v by position, or as q=, k= and v=": "key query value",
-    "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv qkv",
+    "pass q, k and v by position, or as q=, k= and v=": "key key_layer query query_layer value value_layer",
+    "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv kv_layer qkv qkv_layer",
     "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
     "no option is needed: scores and the softmax are float32, and float64 for float64 arrays": "logits_dtype softmax_dtype",
     "no option is needed: the page size is axis 2 of k and v, or axis 1 with layout='bshd'": "page_size",
@@ -135,7 +137,7 @@ _ANSWERS = {
     "apply rotary embeddings to q and k before the call, with cupy_sdpa.apply_rope":
         "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
     "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
-        "k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
+        "inference_params k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
     "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
 }  # fmt: skip
 #: The answers by the names of the options.
