@@ -28,11 +28,13 @@ class Bound(NamedTuple):
         key: the first key of the segment, or its last key plus 1.
         fixed: whether every query attends up to that key.
         moves: whether every query attends up to that key or to the bound of the band, whichever comes first.
+        exact: whether the rows so far determine the key; otherwise it is the largest possible one.
     """
 
     key: int
     fixed: bool
     moves: bool
+    exact: bool
 
 
 class Segment(NamedTuple):
@@ -74,8 +76,7 @@ def find_segments(rows: Rows, most: int) -> Segments | None:
     for i, exists in enumerate([*used.tolist(), False]):
         next_low, next_high = (_extended(low, i, *lows), _extended(high, i, *highs)) if exists else (None, None)
         if low is not None and high is not None and (next_low is None or next_high is None):
-            first_key, end_key = Bound(low.key, low.fixed, low.moves), Bound(-high.key, high.fixed, high.moves)
-            found.append(Segment(begin, i, first_key, end_key))
+            found.append(Segment(begin, i, low, high._replace(key=-high.key)))
             if len(found) > most:
                 return None
             low = high = None
@@ -92,22 +93,13 @@ def _distance(distance: NDArray[np.int64], moving: NDArray[np.bool_]) -> int | N
     return int(values[counts.argmax()]) if len(values) else None
 
 
-class _Side(NamedTuple):
-    """A bound of the rows so far; ``exact`` if its key is known, otherwise the key is the largest possible one."""
-
-    key: int
-    fixed: bool
-    moves: bool
-    exact: bool
-
-
-def _extended(side: _Side | None, i: int, bounds: list[int], band: list[int] | None) -> _Side | None:
+def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | None) -> Bound | None:
     """The bound of a segment with one more row: its key is ``bounds[i]``, that of the band ``band[i]``; None if it has none."""
     key = bounds[i]
     moves = band is not None and key >= band[i]
     clipped = band is not None and key > band[i]
     if side is None:
-        return _Side(key, True, moves, not moves or clipped)
+        return Bound(key, True, moves, not moves or clipped)
     fixed = side.fixed and key == side.key
     moves = moves and side.moves
     if moves and clipped:
@@ -117,8 +109,8 @@ def _extended(side: _Side | None, i: int, bounds: list[int], band: list[int] | N
         moves = moves and (side.key <= key or not side.exact)
         exact, known = side.exact, side.key if side.exact else min(side.key, key)
     if fixed:
-        return _Side(key, True, moves, exact)
-    return _Side(known, False, True, exact) if moves else None
+        return Bound(key, True, moves, exact)
+    return Bound(known, False, True, exact) if moves else None
 
 
 def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, int | None] | None:
