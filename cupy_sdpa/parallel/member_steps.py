@@ -69,12 +69,13 @@ class MemberSteps:
             for messages in (sent, received)
         )
         if self.size > 1:
-            self.builder.run(self._channel.start_exchange, sends, receives, label, writes=[x.array for x in receives])
+            written = [x.array for x in (*sends, *receives)]  # also the tags of those that are sent
+            self.builder.run(self._channel.start_exchange, sends, receives, label, writes=written)
 
     def wait(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
         """Let later steps wait for an exchange; the arguments are those of :meth:`start`."""
         if self.size > 1:
-            flat = tuple(message.flat for message in (*sent.values(), *received.values()))
+            flat = tuple(x.flat for messages in (sent, received) for peer, x in messages.items() if peer != self.rank)
             self.builder.run(self._channel.wait_for_exchange, label, flat, writes=())
 
     def gather(self, own: Message, specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:

@@ -69,9 +69,11 @@ def _forward(
     if merges:
         partial = [(builder.temporary(out.shape, out.dtype), builder.temporary(stats.shape, stats.dtype))
                    for out, stats in [results] * buffers]  # fmt: skip
-    for (_, stats), number in zip(partial, written, strict=True):
+    for (out, stats), number in zip(partial, written, strict=True):
         if number < rows:  # merging does not read the outputs of rows whose log-sum-exp is -inf
             builder.fill(stats, -np.inf)
+        if not number:
+            builder.fill(out, 0)
     for own, (keys, values) in zip(made, sources, strict=True):
         for part in own:
             out, stats = partial[part.buffer]

@@ -333,3 +333,15 @@ def test_unshard_without_the_length_is_refused_if_it_is_needed():
 
     run_threads(group.members, member)
     assert max(group.bytes_sent) < 5 * TEXT_BYTES  # a known length is not compared again
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_validated_steps(method):
+    """Every step of a member is compared with numpy; exchanges are not repeated."""
+    problem = Problem(length=26, heads=(3, 3))
+
+    def member(own):
+        with cupy_sdpa.validate():
+            return problem.member(method)(own)
+
+    assert_close(run_threads(Loopback(3, timeout=20).members, member), problem.expected())

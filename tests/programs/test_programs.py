@@ -41,7 +41,7 @@ from cupy_sdpa.runtime import cupy_runtime
 FEATURES = (
     {"block_mask"}, {"jvp"}, {"block_mask", "jvp"}, {"block_mask", "score_mod"}, {"block_mask", "deterministic"},
     {"seq_lens_kv"}, {"packed"}, {"bucket"}, {"bias"}, {"score_mod"}, {"paged"}, {"paged", "shared_prefix"},
-    {"weight_sums"}, {"weight_sums", "paged"},
+    {"weight_sums"}, {"weight_sums", "paged"}, {"parallel"}, {"parallel", "packed"},
 )  # fmt: skip
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 
