@@ -1,6 +1,6 @@
 """Attention and its gradients against PyTorch, cudnn-frontend, FlexAttention and JAX, for the presets.
 
-    python -m benchmarks compare [results.csv] [options]
+    python -m benchmarks compare [results.csv] [--presets NAME ...]
 
 All contenders run on the same inputs in the same process, in an order that is shuffled in every round. Their results are
 compared with ours first; a contender that fails or differs is left out, with the reason. The disk cache is off.
@@ -191,7 +191,6 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
         else:
             other.row["left_out"] = "our call failed: there are no results to compare with"
     ours.results = []
-    before = device.state("before")
     host_timers = {key: timer for one in runs for key, timer in one.host_timers().items()}
     for (one, column), times in timing.interleaved(host_timers, timing.HOST_ROUNDS).items():
         if one.ready:
@@ -199,7 +198,7 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
     ready = {one.name: one for one in runs if one.ready}
     for name, times in timing.interleaved(ready, settings.rounds).items():
         ready[name].record_times(times)
-    common = {**preset.columns(), "direction": direction, **before, **device.state("after"), **rates._asdict()}
+    common = {**preset.columns(), "direction": direction, **rates._asdict()}
     return add_ratios([{**common, "way": one.name, **one.row} for one in runs], preset, rates)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa import fp8
+from cupy_sdpa import fp8, reference
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 
 #: The sizes: head dim, query heads, key/value heads, queries, and the numbers of keys.
@@ -55,15 +55,6 @@ def mean(keys: int) -> Arrays:
 
 
 INPUTS: dict[str, Callable[[int], Arrays]] = {"normal": normal, "outliers": outliers, "mean": mean}
-
-
-def exact(arrays: Arrays) -> Any:
-    """The output in float64."""
-    q, k, v = (x[..., 0].transpose(1, 2, 0).astype(np.float64) for x in arrays)
-    k, v = (np.repeat(x, HQ // HKV, axis=0) for x in (k, v))
-    scores = q @ k.swapaxes(1, 2) / np.sqrt(D)
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    return (weights @ v / weights.sum(axis=2, keepdims=True)).transpose(2, 0, 1)[..., None]
 
 
 def in_bfloat16(arrays: Arrays) -> Any:
@@ -115,7 +106,7 @@ def rows(lengths: Sequence[int], *, on_gpu: bool, on_cpu: bool = True) -> Iterat
     for name, make in INPUTS.items():
         for keys in lengths:
             arrays = Arrays(*(x.astype(numpy_dtype("bfloat16")) for x in make(keys)))
-            truth = exact(arrays)
+            truth, _ = reference.attention(*arrays)
             engines = {**({"numpy": arrays} if on_cpu else {}), **({"cuDNN": _on_gpu(arrays)} if on_gpu else {})}
             for engine, given in engines.items():
                 for method, compute in METHODS.items():

@@ -51,9 +51,9 @@ OPTIONS, OTHERS = "options", "others"
 SETS, PIECE = 64, 48
 #: Rounds that count; a contender that has used this many seconds gets fewer. The most calls of a round on an idle device.
 ROUNDS, SECONDS, CALLS = 11, 4.0, 50
-#: Repetitions before a measurement: until a CUDA graph is captured, and more. The most of them in a mix, in which the addresses
-#: of results vary.
-WARM_UP, MAX_WARM_UP = 2 * CAPTURE_AFTER, 96
+#: Repetitions of a call before a measurement: until a CUDA graph is captured, and more; and of a mix, in which the addresses of
+#: results vary.
+WARM_UP, MIX_WARM_UP = 2 * CAPTURE_AFTER, 96
 #: The columns of a row besides the versions. ``message`` has the reasons why something did not run.
 COLUMNS = (
     "kind", "mix", "us", "peer", "peer_us", "ratio", "mix_us", "peer_mix_us", "mix_ratio", "message",
@@ -280,7 +280,6 @@ class Mix:
         calls: the calls of each kind on all sets.
         wait: waits for the device.
         active: the context in which all calls run.
-        captured: the number of CUDA graphs that are captured.
 
     Attributes:
         rounds: for each kind, the mean microseconds of its calls in every round.
@@ -291,24 +290,17 @@ class Mix:
         calls: Mapping[str, Sequence[Call]],
         wait: Wait,
         active: Context = contextlib.nullcontext,
-        captured: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._wait, self._active, self._captured = wait, active, captured
+        self._wait, self._active = wait, active
         sets = len(next(iter(calls.values())))
         self._order = [(name, several[number]) for number in range(sets) for name, several in calls.items()]
         self._counts = {name: len(several) for name, several in calls.items()}
         self.rounds: dict[str, list[float]] = {name: [] for name in calls}
 
     def warm_up(self) -> None:
-        """Run the mix until no CUDA graph is captured in as many rounds as one needs."""
-        before, unchanged = self._captured(), 0
-        for _ in range(MAX_WARM_UP):
+        """Run the mix until its CUDA graphs are captured."""
+        for _ in range(MIX_WARM_UP):
             self._run()
-            now = self._captured()
-            unchanged = unchanged + 1 if now == before else 0
-            before = now
-            if unchanged == WARM_UP:
-                break
 
     def __call__(self) -> float:
         """Run one round; returns the mean microseconds of a call.
@@ -382,9 +374,7 @@ def measure_mix(name: str, kinds: Sequence[Kind], sets: Sequence[Inputs], peers:
     )  # fmt: skip
     active = {"": contextlib.nullcontext, "peer_": peers.active if peers else contextlib.nullcontext}
     mixes = {
-        side: Mix({kind: x.calls for kind, x in found.items()}, wait, active[side], captured if side == "" else lambda: 0)
-        for side, found in sides.items()
-        if found
+        side: Mix({kind: x.calls for kind, x in found.items()}, wait, active[side]) for side, found in sides.items() if found
     }
     measure_mixes(mixes)
     in_mix = {(side, kind): several for side, mix in mixes.items() for kind, several in mix.rounds.items()}
@@ -399,11 +389,6 @@ def measure_mix(name: str, kinds: Sequence[Kind], sets: Sequence[Inputs], peers:
 def wait(results: Any) -> None:
     """Wait for the device."""
     cupy_runtime.cupy().cuda.Device().synchronize()
-
-
-def captured() -> int:
-    """The number of captured CUDA graphs."""
-    return cupy_sdpa.get_plan_cache().recordings
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:

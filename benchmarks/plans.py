@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ from cupy_sdpa import attention, attention_vjp, get_plan_cache
 
 from . import runner
 from .device import random_normal
+from .presets import select
 from .timing import device_ms
 
 #: Query heads, key/value heads and head dim of Llama 3.1 8B.
@@ -156,28 +158,19 @@ def lengths() -> Iterator[dict[str, Any]]:
                 yield value("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
 
 
-#: Ten problems to autotune: (name, batch, query heads, key/value heads, queries, keys, head dim, causal, backward).
-TUNED = (
-    ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, False),
-    ("Llama 8B, 4096 causal", 1, 32, 8, 4096, 4096, 128, True, True),
-    ("decode, 8 x 8192", 8, 32, 8, 1, 8192, 128, False, False),
-    ("decode, 1 x 32768", 1, 32, 8, 1, 32768, 128, False, False),
-    ("decode, 64 x 2048", 64, 32, 8, 1, 2048, 128, False, False),
-    ("ViT, 196", 64, 12, 12, 196, 196, 64, False, False),
-    ("ViT, 196", 64, 12, 12, 196, 196, 64, False, True),
-    ("notebook, 128", 8, 16, 16, 128, 128, 64, False, False),
-    ("Gemma, D 256, 4096 causal", 1, 16, 8, 4096, 4096, 256, True, False),
-    ("D 64, 2048", 2, 16, 16, 2048, 2048, 64, False, False),
-)
+#: The presets to autotune.
+TUNED = ("llama-8b-2k-causal", "decode", "vit-197", "notebook-128", "gemma", "16-heads-d64-4k")
 
 
 def tuning() -> Iterator[dict[str, Any]]:
-    """The gain and the time of autotuning ten problems."""
-    for name, b, hq, hkv, sq, skv, d, causal, backward in TUNED:
-        q, k, v = random_normal(d, hq, sq, b), random_normal(d, hkv, skv, b), random_normal(d, hkv, skv, b)
-        case = f"{name}, {'backward' if backward else 'forward'}"
+    """The gain and the time of autotuning both passes of some presets."""
+    for preset, direction in itertools.product(select(TUNED), ("forward", "backward")):
+        if direction not in preset.directions:
+            continue
+        q, k, v = (random_normal(*shape) for shape in preset.shapes)
+        case = f"{preset.name}, {direction}"
         start = time.perf_counter()
-        result = cupy_sdpa.prepare(q, k, v, causal=causal, backward=backward, autotune=True).tuning
+        result = cupy_sdpa.prepare(q, k, v, **preset.options, backward=direction == "backward", autotune=True).tuning
         seconds = time.perf_counter() - start
         assert result
         print(result, file=sys.stderr)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from .contenders.ours import Ours
-from .device import STATE_COLUMNS
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -32,7 +31,7 @@ COLUMNS = (
     "ms", "rounds", "clock", "tflops", "share", "share_of", "ours_over_it", "best_peer", "host_us", "host_out_us",
     "host_prepared_us", "cold_ms", "cold_kept_ms", "next_kept_ms", "cold_failed", "peak_bytes", "difference",
     "engine", "untuned_engine", "workspace_bytes", "plan_ms", "left_out", "matmul_tflops", "matmul_dtype", "copy_gbs",
-    *STATE_COLUMNS, "gpu", "driver", "cudnn", "torch", "triton", "jax", "cudnn_frontend", "cupy", "numpy", "python",
+    "gpu", "driver", "cudnn", "torch", "triton", "jax", "cudnn_frontend", "cupy", "numpy", "python",
     "cupy_sdpa",
 )  # fmt: skip
 #: The columns whose ratios are averaged, and their titles.

@@ -18,14 +18,15 @@ from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
 from .graph import graph_of
-from .jvp import attention_jvp, given_by
+from .jvp import attention_jvp
 from .problem.problem import Problem
+from .problem.subproblems import subproblems
 from .problem.validation import NO_FP8_GRADIENTS
 from .programs.block_mask_calls import dense_description, description, of_call, reasons_for_dense
 from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import program_of, report_of, with_missing
-from .replay.call_report import Report, explain_on_device, explain_subproblems, plan_report, refusal_report
+from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report
 from .runtime import cupy_runtime, driver
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
@@ -186,8 +187,8 @@ def explain(
         note = "the steps are those of the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
     if jvp and report.reasons:
-        tangents = [name for name in TANGENTS if own[name] is not None]
-        form = form_of(*_head_dims(q, v), given_by(tangents), options, deterministic=deterministic)
+        given_tangents = tuple(own[name] is not None for name in TANGENTS)
+        form = form_of(own["q"].shape[0], own["v"].shape[0], given_tangents, options, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
@@ -261,10 +262,6 @@ def _function_of(
     return attention_backward, made
 
 
-def _head_dims(q: Any, v: Any) -> tuple[int, int]:
-    return q.shape[0], v.shape[0]
-
-
 def _notes(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -307,16 +304,13 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
     """The report on a problem; refuses other arguments."""
     if extra := [name for name, value in others.items() if value is not None and value is not False]:
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
+    parts = subproblems(problem)
     if gpu or cudnn:
-        return explain_subproblems(problem, lambda part: _explain_for(part, gpu, cudnn))
-    return explain_subproblems(problem, _explain_on_current_device)
-
-
-def _explain_on_current_device(problem: Problem) -> Report:
+        return joined([_explain_for(part, gpu, cudnn) for part in parts])
     device = cupy_runtime.current_device()
     if device is None:
         raise ValueError("there is no GPU here: name one, explain(problem, gpu='H200')")
-    return explain_on_device(problem, device)
+    return joined([explain_on_device(part, device) for part in parts])
 
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:

@@ -15,7 +15,7 @@ from .boundary.conversion import OUTPUTS, Conversion
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
-from .kernels.merge import MAX_GROUPS, Parts
+from .kernels.merge import Parts
 from .kernels.merge import merge as merge_groups
 from .problem.bucket import Bucket
 from .problem.tensor_spec import storage_dtype
@@ -213,36 +213,17 @@ def merge(
         parts = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
         return Conversion(outs[0], {"engine": engine}).run(of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS)
     _check_parts(outs, stats, sinks, out)
-    return merge_unchecked(outs, stats, sinks, out, return_stats=return_stats)
-
-
-def merge_unchecked(outs: Sequence[Array], stats: Sequence[Array], sinks: Any, out: Any, *, return_stats: bool) -> Any:
-    """:func:`merge` without checks of its arguments."""
-    packed = outs[0].ndim == 3
+    like, packed = outs[0], outs[0].ndim == 3
     groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])
               for x, y in zip(outs, stats, strict=True)]  # fmt: skip
-    if not cupy_runtime.is_array(outs[0]):
-        return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
-    with cupy_runtime.on_device_of(outs[0]):
-        return _merged(groups, outs[0], stats[0], sinks, out, return_stats)
-
-
-def _merged(groups: list[Parts], like: Any, like_stats: Any, sinks: Any, out: Any, return_stats: bool) -> Any:
-    """Merge groups of one part; on the GPU more than :data:`MAX_GROUPS` are first merged into one group in float32."""
-    if cupy_runtime.is_array(like) and len(groups) > MAX_GROUPS:
-        several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]
-        shapes = [(*array.shape[:-1], len(several)) for array in (groups[0].out, groups[0].stats, groups[0].stats)]
-        made = Parts(*(cupy_runtime.empty(shape, np.dtype(np.float32)) for shape in shapes))
-        for i, some in enumerate(several):
-            merge_groups(some, made.out[..., i], made.stats[..., i], totals=made.totals[..., i])
-        groups = [made]
-    out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
-    stats = cupy_runtime.new_result(like, like_stats.shape, like_stats.dtype) if return_stats else None
-    if like.ndim == 3:
-        merge_groups(groups, out[..., None], None if stats is None else stats.T[..., None], sinks)
-    else:
-        merge_groups(groups, out, stats, sinks)
-    return (out, stats) if return_stats else out
+    with cupy_runtime.device_context(like):
+        out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
+        rows = cupy_runtime.new_result(like, stats[0].shape, stats[0].dtype) if return_stats else None
+        if packed:
+            merge_groups(groups, out[..., None], None if rows is None else rows.T[..., None], sinks)
+        else:
+            merge_groups(groups, out, rows, sinks)
+    return (out, rows) if return_stats else out
 
 
 def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> None:

@@ -18,7 +18,7 @@ from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
-from .problem.tensor_spec import numpy_dtype, placeholder
+from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
 from .programs.block_mask_calls import key_of, without_keys
 from .programs.derivative import ARRAYS, TANGENTS, WIDENED, derivative
@@ -50,8 +50,8 @@ def attention_jvp(
 ) -> tuple[ArrayT, ...]:
     r"""Compute attention and its derivative in the direction (dq, dk, dv): the Jacobian-vector product, forward mode.
 
-    .. math:: dO = \frac{d}{dt} O(Q + t\,dQ,\; K + t\,dK,\; V + t\,dV) \Big|_{t=0}
-                 = \bigl(P \circ (dS - \operatorname{rowsum}(P \circ dS))\bigr) V + P\,dV, \qquad
+    .. math:: dO = \frac{d}{dt} O(Q + t\,dQ,\; K + t\,dK,\; V + t\,dV) \Big|_{t=0}, \qquad
+              dO = \bigl(P \circ (dS - \operatorname{rowsum}(P \circ dS))\bigr) V + P\,dV, \qquad
               dS = \tau\,(dQ\,K^\top + Q\,dK^\top)
 
     Nothing of size Sq x Skv is stored: the derivative is computed by the kernels of :func:`cupy_sdpa.attention` and
@@ -212,10 +212,10 @@ def jvp_problems(
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)
     if mask is not None:
-        like = {name: placeholder(view.shape, view.dtype) for name, view in views.items()}
-        check_mask(**like, mask=mask)
+        check_mask(**views, mask=mask)
+    given = tuple(name in tangents for name in TANGENTS)
     shape, value_dim, kind = views["q"].shape, views["v"].shape[0], views["q"].dtype
-    form = form_of(shape[0], value_dim, given_by(tangents), {**others, "block_mask": mask}, deterministic=deterministic)
+    form = form_of(shape[0], value_dim, given, {**others, "block_mask": mask}, deterministic=deterministic)
     builder = Builder(views["q"].storage.device)
     # tangents and results are assumed to be dense
     shapes = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
@@ -226,8 +226,3 @@ def jvp_problems(
     derivative(builder, views | made, own, form=form, mask=mask, deterministic=deterministic)
     found = builder.build().problems()
     return tuple(found) if found else (without_keys(shape, views["v"].shape, kind, return_stats=return_stats),)
-
-
-def given_by(tangents: Sequence[str]) -> tuple[bool, bool, bool]:
-    """Whether dq, dk and dv are among some names."""
-    return "dq" in tangents, "dk" in tangents, "dv" in tangents

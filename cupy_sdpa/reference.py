@@ -32,8 +32,8 @@ def attention(
 ) -> tuple[NDArray[np.float64], ...]:
     r"""Scaled dot-product attention and its log-sum-exp.
 
-    .. math:: o_i = \sum_j p_{ij}\, v_j, \quad p_{ij} = e^{s_{ij} - m_i} / \ell_i, \quad s_{ij} = \tau\, q_i \cdot k_j, \quad
-              m_i = \max_j s_{ij}, \quad \ell_i = \sum_j e^{s_{ij} - m_i}, \quad L_i = m_i + \log \ell_i
+    .. math:: o_i = \sum_j p_{ij}\, v_j, \qquad p_{ij} = e^{s_{ij} - m_i} / \ell_i, \qquad s_{ij} = \tau\, q_i \cdot k_j, \qquad
+              m_i = \max_j s_{ij}, \qquad \ell_i = \sum_j e^{s_{ij} - m_i}, \qquad L_i = m_i + \log \ell_i
 
     Vaswani et al. 2017, equation 1; FlashAttention-2 (Dao 2023), section 3.1, for :math:`L`. A sink is one more score in
     :math:`m_i` and :math:`\ell_i`, without a value (gpt-oss, OpenAI 2025). Dropout (Srivastava et al. 2014) is applied to
@@ -109,9 +109,9 @@ def attention_backward(
 ) -> tuple[NDArray[np.float64], ...]:
     r"""The gradients of :func:`attention`, by the chain rule with the Jacobian of the softmax of each row.
 
-    .. math:: dv_j \mathrel{+}= p_{ij}\, do_i, \quad dp_{ij} = do_i \cdot v_j, \quad
-              ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il}\Bigr), \quad
-              dq_i = \tau \sum_j ds_{ij} k_j, \quad dk_j \mathrel{+}= \tau\, ds_{ij}\, q_i
+    .. math:: dv_j \mathrel{+}= p_{ij}\, do_i, \qquad dp_{ij} = do_i \cdot v_j, \qquad
+              ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il}\Bigr), \qquad
+              dq_i = \tau \sum_j ds_{ij} k_j, \qquad dk_j \mathrel{+}= \tau\, ds_{ij}\, q_i
 
     Dao 2023, "FlashAttention-2", section 2.2. The output and the log-sum-exp of the forward pass are not needed. With
     dropout, :math:`p_{ij}` in :math:`dv_j` and :math:`dp_{ij}` have a factor :math:`\mathrm{keep}_{ij} / (1 - P)`. The
@@ -226,7 +226,7 @@ def scores(
 def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     r"""The exponentials of the softmax, and the maximum and the sum of each row.
 
-    .. math:: m_i = \max(\max_j s_{ij}, \sigma_i), \quad e_{ij} = e^{s_{ij} - m_i}, \quad
+    .. math:: m_i = \max(\max_j s_{ij}, \sigma_i), \qquad e_{ij} = e^{s_{ij} - m_i}, \qquad
               \ell_i = \sum_j e_{ij} + e^{\sigma_i - m_i}
 
     Args:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Rope:
     r"""A rotary position embedding: it rotates pairs of channels of q and k by angles proportional to the position.
 
-    .. math:: (x_a, x_b) \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i,\; x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
+    .. math:: x_a \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i), \qquad
+              x_b \to f\,(x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
 
     for the i-th pair of channels (a, b) of the token at position p. Angles are computed in integers modulo a whole turn, so
     they are as exact at a position of a million as at the first one. 16-bit numbers are rotated in float32.
@@ -217,7 +218,7 @@ def apply_rope(
             check_counts("seq_lens", seq_lens, x.shape[2])
         if cu_seqlens is not None:
             check_offsets("cu_seqlens", cu_seqlens, x.shape[2])
-        return rotated(x, record, _on_numpy(x.shape, positions))  # type: ignore[no-any-return]
+        return kernels.rotated(x, record, _on_numpy(x.shape, positions))  # type: ignore[no-any-return]
     with cupy_runtime.on_device_of(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions[1:]]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
@@ -266,23 +267,3 @@ def _on_numpy(shape: tuple[int, ...], positions: kernels.Positions) -> Any:
     if end is not None:
         base = end - np.diff(offsets)
     return token - offsets[sequence] + base[sequence]
-
-
-def rotated(x: Any, record: Any, positions: Any) -> Any:
-    """Rotate a numpy array.
-
-    Args:
-        x: ``(D, H, ...)``.
-        record: from :func:`read_rope`.
-        positions: integers whose shape broadcasts to the axes of x after the second.
-    """
-    pairs, dtype = int(record["pairs"]), np.float64 if x.dtype == np.float64 else np.float32
-    angles = positions.astype(np.uint64) * record["turns"][:pairs].reshape(-1, 1, *[1] * positions.ndim)
-    angles = angles.view(np.int64) * (2 * math.pi / 2**64)
-    cosine, sine = ((record["factor"] * function(angles)).astype(dtype) for function in (np.cos, np.sin))
-    out = np.array(x, order="F")
-    first = slice(0, 2 * pairs, 2) if record["interleaved"] else slice(pairs)
-    second = slice(1, 2 * pairs, 2) if record["interleaved"] else slice(pairs, 2 * pairs)
-    a, b = x[first].astype(dtype), x[second].astype(dtype)
-    out[first], out[second] = a * cosine - b * sine, a * sine + b * cosine
-    return out

@@ -20,10 +20,10 @@ def page_table_from_lists(
 ) -> tuple[Any, Any]:
     r"""Make a page table from lists of pages, the form of FlashInfer (``kv_indptr``, ``kv_indices``, ``kv_last_page_len``).
 
-    .. math:: T_{p, b} = \text{indices}[\text{indptr}_b + p], \qquad n_b = \text{page\_size} \cdot (P_b - 1) + \text{last}_b
+    .. math:: T_{p, b} = \text{indices}[\text{indptr}_b + p], \qquad n_b = s\, (P_b - 1) + \text{last}_b
 
-    for the :math:`P_b = \text{indptr}_{b+1} - \text{indptr}_b > 0` pages of sequence b. An empty list gives length 0, and the
-    table has 0 after each list. On the GPU one kernel runs on CuPy's current stream, without synchronization.
+    for the :math:`P_b = \text{indptr}_{b+1} - \text{indptr}_b > 0` pages of sequence b, with page size s. An empty list gives
+    length 0, and the table has 0 after each list. On the GPU one kernel runs on CuPy's current stream, without synchronization.
 
     Block tables of vLLM, ``(B, P)``, need no conversion: they are ``page_table=`` with a layout in C order, and their transpose
     without a layout.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
 from ._typing import Array
+from .block_masks.method import is_passed
 from .boundary.arguments import read_forward, read_shapes, views_of_shapes
 from .boundary.conversion import convert
 from .boundary.layouts import other_layout
@@ -17,14 +19,12 @@ from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
 from .errors import Unsupported
 from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
-from .problem.tensor_spec import placeholder
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
-from .programs.executor import Inputs, run_program
+from .programs.executor import Inputs
+from .programs.passes import Reading, call_program
 from .programs.program import Builder
 from .programs.steps import Constant
-from .replay.replay_cache import run_cached
-from .runtime import cupy_runtime
 from .score_fn.recorded import Access, Recorded, relocated
 
 #: The options that both passes take.
@@ -89,11 +89,20 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )
     others = dense_options(q, k, others)
-    kind, given = ("weight sums", per_kv_head), (q, k)
-    if (results := run_cached(kind, given, others)) is None:
-        with cupy_runtime.device_context(q):
-            results = _run(kind, given, others, per_kv_head=per_kv_head)
-    return results[0]
+
+    def read(named: dict[str, Any]) -> Reading:
+        read_forward(q, k, k, others, return_stats=True)  # checks the arguments
+        inputs, shape = Inputs(named, kept_options(q, others)), _shape_of_keys(k, others)
+        heads = k.shape[1] if per_kv_head else q.shape[1]
+        wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(np.float32))}
+
+        def build(builder: Builder) -> None:
+            views = inputs.views
+            _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
+
+        return Reading(inputs, wanted, build)
+
+    return call_program(("weight sums", per_kv_head), ("q", "k"), (q, k), others, read, ())[0]
 
 
 @takes_options(without=(*_NOT_TAKEN, "engine"))
@@ -122,7 +131,7 @@ def weight_sums_problems(
     options = dense_options(q, k, options)
     read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
-    own = kept_options(placeholder(views["q"].shape, views["q"].dtype), own) if has_functions(own) else own
+    own = kept_options(views["q"], own) if has_functions(own) else own
     builder = Builder(views["q"].storage.device)
     shape = _shape_of_keys(views["k"], own)
     sums = View.dense("sums", row_stats_shape((shape[0], views["q"].shape[1], *shape[2:])), np.float32, builder.device)
@@ -137,10 +146,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
         Unsupported: an option is not supported; the message has the remedy.
     """
     for name, remedy in _REFUSED.items():
-        value = options.get(name)
-        if value is None or value is False or (name == "dropout_p" and value == 0):
-            continue
-        if name != "layout" or other_layout({"layout": value}):
+        if is_passed(name, options.get(name)) and (name != "layout" or other_layout(options)):
             raise Unsupported(f"weight_sums is not supported with {name}: {remedy}")
     if options.get("page_table") is not None and options.get("cu_seqlens_q") is not None:
         raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
@@ -150,22 +156,6 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of the keys, without pages."""
     table = options.get("page_table")
     return k.shape if table is None else (k.shape[0], k.shape[1], k.shape[2] * table.shape[0], table.shape[1])
-
-
-def _run(kind: Any, given: tuple[Any, Any], options: Mapping[str, Any], *, per_kv_head: bool) -> list[Any]:
-    """Check the arguments, and run the program."""
-    q, k = given
-    read_forward(q, k, k, options, return_stats=True)  # checks the arguments
-    shape = _shape_of_keys(k, options)
-    heads = k.shape[1] if per_kv_head else q.shape[1]
-    sums = cupy_runtime.new_result(q, row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(np.float32))
-    inputs = Inputs({"q": q, "k": k, "sums": sums}, kept_options(q, options))
-
-    def build(builder: Builder) -> None:
-        views = inputs.views
-        _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
-
-    return run_program(kind, ("q", "k"), given, options, inputs, ["sums"], build)
 
 
 # The steps
@@ -246,16 +236,10 @@ def _of_heads(
     return relocated(function, reads, starts={}, places={"h": heads}), arrays
 
 
-#: The numbers of heads: cached programs refer to them weakly, so they are kept for the rest of the process.
-_NUMBERS: dict[tuple[int, int, int], Constant] = {}
-
-
+@functools.cache  # cached programs refer to constants weakly
 def _numbers(first: int, step: int, count: int) -> Constant:
     """The numbers ``first, first + step, ...`` of heads."""
-    key = first, step, count
-    if key not in _NUMBERS:
-        _NUMBERS[key] = Constant(first + step * np.arange(count, dtype=np.int32))
-    return _NUMBERS[key]
+    return Constant(first + step * np.arange(count, dtype=np.int32))
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -255,6 +255,7 @@ def _introduction() -> Iterator[str]:
     yield "# Supported problems\n"
     yield "<!-- Written by `python tools/support_table.py page`; a test compares. -->\n"
     yield (
+        "This page shows which problems each cuDNN version and GPU can run. "
         f"Requirements: cuDNN {version_text(MINIMUM_CUDNN)} or newer, and a GPU of compute capability "
         f"{MINIMUM_CAPABILITY / 10} or newer. `explain()` checks a single call and returns the reasons against it, with the "
         "versions and GPUs that would run it. `python tools/support_table.py measure` compares these tables with the installed "

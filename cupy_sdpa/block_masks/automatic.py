@@ -15,7 +15,7 @@ from ..score_fn.identity import identity
 from ..score_fn.tracer import trace
 from .block_mask import BlockMask, block_mask
 from .entries import Sizes
-from .method import SUPPORTED, blocks_of_band, method_of
+from .method import SUPPORTED, blocks_of_band, is_passed, method_of
 
 #: The least number of blocks of 128 queries and keys that a call without a block mask computes: 2048 x 2048. With fewer, one
 #: kernel takes less time than the launches of several.
@@ -61,8 +61,7 @@ def decide(q: tuple[int, ...], k: tuple[int, ...], options: Mapping[str, Any]) -
     if options.get("tensors"):
         return Decision(None, "tensors may change from call to call: pass block_mask=cupy_sdpa.block_mask(...)")
     for name, value in options.items():
-        given = value is not None and value is not False and not (name == "dropout_p" and value == 0)
-        if given and name not in (*SUPPORTED, "mask_mod"):
+        if is_passed(name, value) and name not in (*SUPPORTED, "mask_mod"):
             return Decision(None, f"{name} is passed")
     if len(q) != 4 or len(k) != 4 or not k[1] or q[1] % k[1]:
         return Decision(None, "the arrays are not (D, H, S, B)")

@@ -26,18 +26,6 @@ _REMEDIES = {
 }
 
 
-class Typed(NamedTuple):
-    """An array whose elements have a dtype that CuPy does not have, such as uint8 arrays of FP8 elements.
-
-    Attributes:
-        array: the array.
-        dtype: the name of the dtype.
-    """
-
-    array: Any
-    dtype: str
-
-
 class Argument(NamedTuple):
     """An array argument.
 
@@ -62,16 +50,14 @@ def read_array(name: str, array: Any) -> Argument:
     Raises:
         TypeError: the argument is neither a numpy nor a CuPy array.
     """
-    array, dtype = array if type(array) is Typed else (array, "")
     if isinstance(array, View):
-        own, shape, strides, alignment = array.signature
-        return Argument(name, array, (dtype or own, shape, strides, alignment), array.offset, array.storage.device)
+        return Argument(name, array, array.signature, array.offset, array.storage.device)
     if name in INT32:
         array = as_int32(name, array)
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, signature_of(array, 0, dtype), 0, None)
+        return Argument(name, array, signature_of(array, 0), 0, None)
     if type(array) is InterpretedArray:
-        return Argument(name, array, signature_of(array, 0, dtype), array.data.ptr, None)
+        return Argument(name, array, signature_of(array, 0), array.data.ptr, None)
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
@@ -99,7 +85,7 @@ def read_array(name: str, array: Any) -> Argument:
             f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
-    return Argument(name, array, signature_of(array, array.data.ptr, dtype), array.data.ptr, array.data.device_id)
+    return Argument(name, array, signature_of(array, array.data.ptr), array.data.ptr, array.data.device_id)
 
 
 def as_int32(name: str, array: Any) -> Any:
@@ -127,11 +113,11 @@ def as_int32(name: str, array: Any) -> Any:
     return found.astype(np.int32)
 
 
-def signature_of(array: Any, address: int, dtype: str = "") -> Signature:
+def signature_of(array: Any, address: int) -> Signature:
     """The signature of a numpy or CuPy array at an address."""
     # Only cuDNN needs aligned arrays, and it reads integers one at a time.
     alignment = 16 if array.dtype.kind == "i" else alignment_of(address)
-    return dtype or dtype_name(array.dtype), array.shape, array.strides, alignment
+    return dtype_name(array.dtype), array.shape, array.strides, alignment
 
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:

@@ -29,7 +29,7 @@ from ..problem.tensor_spec import (
     stride_obstacle,
 )
 from ..runtime import cupy_runtime
-from .argument import Typed, as_int32, signature_of
+from .argument import as_int32, signature_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -165,8 +165,6 @@ def to_own(name: str, array: Any, layout: str) -> Any:
     Raises:
         ValueError: the array has another number of axes than the layout.
     """
-    if type(array) is Typed:
-        return array._replace(array=to_own(name, array.array, layout))
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:
@@ -189,7 +187,7 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
     if isinstance(array, dict):
         return array
     if name in VECTORS:
-        return array.transpose(_from_own(_letters(name, layout, array.shape)))
+        return array.transpose(_from_own(layout if len(layout) == array.ndim else "bshd"))  # pages of keys are bshd
     found = array.T
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 

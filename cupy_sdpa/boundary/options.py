@@ -162,7 +162,7 @@ def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without:
         without: the options that it does not take. The function refuses them itself, with a remedy. Default: none.
 
     A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
-    :func:`refuse_arguments`; others are wrapped, which takes 0.2 us per call.
+    :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
         return functools.partial(_with_signature, only=only, without=without)

@@ -44,6 +44,8 @@ from typing import Any, NamedTuple
 #: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, CuPy arrays with ``engine="cupy"``, or
 #: planning without execution.
 ENGINES = ("gpu", "cpu", "cupy", "plan")
+#: The sizes of a case.
+SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 #: The options that return another gradient, and the option that each requires.
 GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
 #: The options that require another one.

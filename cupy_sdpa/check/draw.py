@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .case import GRADIENTS, Cache, Case, Dropout, Packed, Paged
+from .case import GRADIENTS, SIZES, Cache, Case, Dropout, Packed, Paged
 from .combine import FP8_GPUS, LEFT_OUT, NOT_SPLIT, ONLY_WITH, fit_fp8, is_valid, schedule, with_required
 from .functions import DTYPES, MASKS, SCORES
 
@@ -21,8 +22,8 @@ class Limits(NamedTuple):
         elements: elements of an array, B H S D.
     """
 
-    scores: int
-    elements: int
+    scores: float
+    elements: float = math.inf
 
 
 #: The size limits of each engine. On the CPU most cases have the limits ``"small"``, because small sizes show most faults.
@@ -44,6 +45,31 @@ DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024
 FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache", "weight_sums"}
 #: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
+
+
+def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
+    """The sizes of a case, halved until they are within limits: the batch and the heads, the head dims, then the lengths.
+
+    >>> within({"d": 8, "dv": 8, "hq": 4, "hkv": 2, "sq": 10, "skv": 10, "b": 3}, Limits(500, 1000))
+    {'d': 8, 'dv': 8, 'hq': 4, 'hkv': 2, 'sq': 10, 'skv': 10, 'b': 1}
+    """
+    d, dv, hq, hkv, sq, skv, b = (sizes[name] for name in SIZES)
+    group = hq // max(hkv, 1)
+    while b * hkv * group * sq * skv > limits.scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > limits.elements:
+        if (largest := max(b, hkv, group)) > 1:
+            if b == largest:
+                b = (b + 1) // 2
+            elif group == largest:
+                group = (group + 1) // 2
+            else:
+                hkv = (hkv + 1) // 2
+        elif max(d, dv) > 64:
+            d, dv = min(d, 64), min(dv, 64)
+        elif sq > 1 and sq >= skv:
+            sq = (sq + 1) // 2
+        else:
+            skv = (skv + 1) // 2
+    return dict(zip(SIZES, (d, dv, hkv * group, hkv, sq, skv, b), strict=True))
 
 
 class Sampler:
@@ -123,7 +149,7 @@ class Sampler:
         return 8 * (1 + self.integer(maximum // 8 - 1))
 
     def draw_sizes(self) -> None:
-        """Draw all sizes, and halve them until they are within :data:`LIMITS`."""
+        """Draw all sizes, within :data:`LIMITS`."""
         sq, skv = self.lengths()
         d = self.head_dim()
         dv = d if self.chance(0.6) else self.head_dim()
@@ -138,21 +164,7 @@ class Sampler:
             limits = Limits(max(limits.scores, 300_000), max(limits.elements, 150_000))
             if self.engine == "cpu":
                 d, dv = min(d, 16), min(dv, 16)
-        while b * hkv * group * sq * skv > limits.scores or max(sq * hkv * group, skv * hkv) * b * max(d, dv) > limits.elements:
-            if (largest := max(b, hkv, group)) > 1:
-                if b == largest:
-                    b = (b + 1) // 2
-                elif group == largest:
-                    group = (group + 1) // 2
-                else:
-                    hkv = (hkv + 1) // 2
-            elif max(d, dv) > 64:
-                d, dv = min(d, 64), min(dv, 64)
-            elif sq > 1 and sq >= skv:
-                sq = (sq + 1) // 2
-            else:
-                skv = (skv + 1) // 2
-        self.sizes = {"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}
+        self.sizes = within({"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}, limits)
 
     def extended(self, names: set[str], others: list[str], count: int) -> set[str]:
         """The names and up to ``count`` others that they can be combined with."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from .case import Case
+from .case import SIZES, Case
 from .draw import draw
 from .outcome import Outcome
 from .pool import Pool
@@ -19,8 +19,6 @@ from .summary import Finding, Summary
 SHRINK_SECONDS = 60.0
 #: The maximum number of findings that are shrunk, and how many at the same time.
 MAX_SHRUNK, BATCH = 9, 3
-#: The sizes of a case.
-SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 #: A run plans a case in one of this many rounds of the engines, because planning is slow.
 PLAN_INTERVAL = 4
 

@@ -15,10 +15,10 @@ from ..problem.problem import Problem
 from ..problem.problem_file import encoded
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..score_fn.expression import Expression, Writer
-from .case import Case, Dropout, Packed, Paged
+from .case import SIZES, Case, Dropout, Packed, Paged
+from .draw import Limits, within
 
-#: The most scores of a problem that is verified; larger ones are verified with fewer heads and batch entries, then with
-#: shorter sequences.
+#: The most scores of a problem that is verified; larger ones are verified with smaller sizes.
 MAX_SCORES = 4_000_000
 #: The values of a softcap and of a scale that is not positive.
 _SOFTCAP, _SCALE = 15.0, -0.1
@@ -41,7 +41,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
     """
     settings = problem.settings
     options: dict[str, Any] = dict(_options(problem))
-    sizes: dict[str, Any] = dict(zip(("d", "dv", "hq", "hkv", "sq", "skv", "b"), problem.sizes, strict=True))
+    sizes: dict[str, Any] = dict(zip(SIZES, problem.sizes, strict=True))
     dtype, layouts = problem.dtype, _layouts(problem)
     if problem.fp8:  # converted arrays are dense
         options["fp8"], dtype, layouts = problem.dtype, "bfloat16", {}
@@ -173,20 +173,6 @@ def layout_of(spec: TensorSpec) -> str | None:
 
 
 def reduced(case: Case, most: int = MAX_SCORES) -> Case:
-    """The case with at most ``most`` scores, for the reference: fewer heads and batch entries, then shorter sequences."""
-    group = case.hq // case.hkv if case.hkv else 1
-    page = case.paged.page if case.paged else 1
-
-    def scores(case: Case) -> int:
-        return case.b * case.hq * case.sq * case.skv
-
-    for change in ({"b": 2}, {"hkv": 1, "hq": group}, {"b": 1}):
-        if scores(case) > most:
-            case = case.with_(**{name: min(value, getattr(case, name)) for name, value in change.items()})
-    while scores(case) > most and max(case.sq, case.skv) > 128:
-        sq = case.sq if case.sq <= 128 else max(128, case.sq // 2)
-        skv = case.skv if case.skv <= 128 else max(128, -(-case.skv // 2 // page) * page)
-        if (sq, skv) == (case.sq, case.skv):
-            break
-        case = case.with_(sq=sq, skv=skv)
-    return case
+    """The case with about ``most`` scores or fewer, for the reference; Skv stays a multiple of the page size."""
+    sizes, page = within({name: getattr(case, name) for name in SIZES}, Limits(most)), case.paged.page if case.paged else 1
+    return case.with_(**sizes | {"skv": -(-sizes["skv"] // page) * page})

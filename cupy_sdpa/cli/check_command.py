@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -22,7 +23,7 @@ from ..errors import CudnnError
 from ..runtime import cupy_runtime
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, Help, counted, file_error, one_line, output_file, positive, print_labeled
+from .console import CommandError, Help, Status, counted, file_error, one_line, output_file, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.case import Case
@@ -291,29 +292,30 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Progress:
-    """Progress on stderr: a line that is overwritten on a terminal, else a new line every ten seconds; and each new finding.
+class _Progress(Status):
+    """The progress, without a terminal a new line every ten seconds; and each new finding.
 
     Args:
         limits: the limits of the run.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._terminal, self._last, self._findings = sys.stderr.isatty(), 0.0, 0
+        super().__init__()
+        self._limits, self._last, self._findings = limits, -math.inf if self.visible else time.monotonic(), 0
 
     def __call__(self, summary: Summary, seconds: float, activity: str) -> None:
         """Print new findings, and the progress if the interval has passed."""
         for finding in summary.findings[self._findings :]:
-            print("\r\033[K" * self._terminal + f"found: {finding.command}", file=sys.stderr, flush=True)
+            self.show("")
+            print(f"found: {finding.command}", file=sys.stderr, flush=True)
         self._findings = len(summary.findings)
-        if time.monotonic() - self._last < (_TERMINAL_INTERVAL if self._terminal else _INTERVAL):
+        if time.monotonic() - self._last < (_TERMINAL_INTERVAL if self.visible else _INTERVAL):
             return
-        is_first, self._last = not self._last, time.monotonic()
-        if is_first and not self._terminal:
-            return
-        text = self._text(summary, seconds, activity)
-        print(f"\r\033[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        self._last, text = time.monotonic(), self._text(summary, seconds, activity)
+        if self.visible:
+            self.show(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def _text(self, summary: Summary, seconds: float, activity: str) -> str:
         """The progress line."""
@@ -323,13 +325,6 @@ class _Progress:
             f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
             f"{counted(len(summary.findings), 'finding')}, {duration}"
         )
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> None:

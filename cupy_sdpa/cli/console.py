@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
@@ -181,55 +181,63 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-class Progress:
-    """A progress bar on stderr if that is a terminal; called with the number of finished steps and their total.
+class Status:
+    """A line on stderr that is overwritten, if stderr is a terminal; it is cleared at the end."""
+
+    def __init__(self) -> None:
+        self.visible = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self.visible:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show("")
+
+
+class Progress(Status):
+    """A progress bar; called with the number of finished steps and their total.
 
     Args:
         title: the text before the bar.
     """
 
     def __init__(self, title: str) -> None:
-        self._title, self._visible = title, sys.stderr.isatty()
+        super().__init__()
+        self._title = title
 
     def __call__(self, done: int, total: int) -> None:
         """Draw the bar."""
-        if self._visible:
-            filled = BAR * done // max(total, 1)
-            bar = "#" * filled + "." * (BAR - filled)
-            print(f"\r{self._title} [{bar}] {done} of {total}", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._visible:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        filled = BAR * done // max(total, 1)
+        self.show(f"{self._title} [{'#' * filled}{'.' * (BAR - filled)}] {done} of {total}")
 
 
 @contextlib.contextmanager
 def working(title: str) -> Iterator[None]:
-    """Show on stderr, if that is a terminal, how long the block takes, from one second on.
+    """Show how long the block takes, from one second on.
 
     Args:
         title: what the block does, such as "planning".
     """
-    if not sys.stderr.isatty():
-        yield
-        return
-    done, started = threading.Event(), time.monotonic()
+    with Status() as status:
+        done, started = threading.Event(), time.monotonic()
 
-    def show() -> None:
-        wait, visible = WAIT, False
-        while not done.wait(wait):
-            wait, visible = UPDATE, True
-            print(f"\r\033[K{title}: {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
-        if visible:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        def show() -> None:
+            wait = WAIT
+            while not done.wait(wait):
+                wait = UPDATE
+                status.show(f"{title}: {time.monotonic() - started:.0f} s")
 
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+        thread = threading.Thread(target=show, daemon=True)
+        if status.visible:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if status.visible:
+                thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..runtime import cupy_runtime
+from .console import counted
 
-#: The number of timed calls on the CPU, and the maximum seconds for timing, also on the GPU.
-CALLS, SECONDS = 5, 1.0
-#: On the GPU: the number of batches, and the maximum number of calls in a batch.
-BATCHES, BATCH = 7, 20
+#: The number of measurements, the seconds after which no other one begins, and on the GPU the most calls in a measurement.
+ROUNDS, SECONDS, BATCH = 7, 1.0, 20
 
 
 @dataclass(frozen=True)
@@ -36,43 +34,28 @@ class Timing:
 
 
 def measure(call: Callable[[], Any], on_gpu: bool) -> Timing:
-    """Time a call.
+    """Time a call, first and repeated. On the GPU calls are repeated in batches, so that the launch overhead is hidden.
 
     Args:
         call: the call.
         on_gpu: whether it enqueues its work on CuPy's current stream.
     """
-    started = time.perf_counter()
-    out = call()
-    return _time_gpu(call, out, started) if on_gpu else _time_cpu(call, out, started)
 
-
-def _time_cpu(call: Callable[[], Any], out: Any, started: float) -> Timing:
-    """Time repeated calls by the wall clock; the first call began at ``started`` and is one of them."""
-    times = [time.perf_counter() - started]
-    while len(times) < CALLS and sum(times) < SECONDS:
+    def seconds(count: int) -> tuple[Any, float]:
         started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return Timing(out, times[0], float(np.median(times)), f"{len(times)} call{'s' * (len(times) > 1)}")
+        for _ in range(count):
+            result = call()
+        if on_gpu:
+            cupy_runtime.cupy().cuda.get_current_stream().synchronize()
+        return result, (time.perf_counter() - started) / count
 
-
-def _time_gpu(call: Callable[[], Any], out: Any, started: float) -> Timing:
-    """Time batches of calls by CUDA events; the first call began at ``started``."""
-    cuda = cupy_runtime.cupy().cuda
-    cuda.get_current_stream().synchronize()
-    first = time.perf_counter() - started
-    call()
-    cuda.get_current_stream().synchronize()
-    second = time.perf_counter() - started - first  # the first call also loads the kernel
-    calls = max(1, min(BATCH, int(SECONDS / BATCHES / second)))
-    events = [cuda.Event() for _ in range(BATCHES + 1)]
-    events[0].record()
-    for event in events[1:]:
-        for _ in range(calls):  # several calls, so that the launch overhead of the host is hidden
-            call()
-        event.record()
-    events[-1].synchronize()
-    batches = [cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]  # milliseconds
-    median = float(np.median(batches)) / calls / 1e3
-    return Timing(out, first, median, f"{BATCHES} batches of {calls}, by CUDA events")
+    out, first = seconds(1)
+    if on_gpu:  # the first call also loads the kernel
+        count = max(1, min(BATCH, int(SECONDS / ROUNDS / seconds(1)[1])))
+        times = [seconds(count)[1]]
+    else:
+        count, times = 1, [first]
+    while len(times) < ROUNDS and sum(times) * count < SECONDS:
+        times.append(seconds(count)[1])
+    repeats = f"{len(times)} times {counted(count, 'call')}" if on_gpu else counted(len(times), "call")
+    return Timing(out, first, float(np.median(times)), repeats)

@@ -89,8 +89,6 @@ class Fp8Array:
         if not 0 <= axis < max(len(data.shape), 1):
             raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
-        #: The array of both factors, and their places; they become arrays when they are needed.
-        self._factors: tuple[Any, int, int] | None = None
         given = {"descale": descale, "scale": scale}
         factors: Any = {name: None if x is None else factor(name, x, data) for name, x in given.items()}
         for name, other in (("descale", "scale"), ("scale", "descale")):
@@ -102,15 +100,11 @@ class Fp8Array:
     @property
     def descale(self) -> Any:
         """The factor of the elements, float32 ``(1,)``."""
-        if self._descale is None and self._factors is not None:
-            self._descale = one_of(*self._factors[::2])
         return self._inverse(self._scale) if self._descale is None else self._descale
 
     @property
     def scale(self) -> Any:
         """The inverse of the factor, float32 ``(1,)``."""
-        if self._scale is None and self._factors is not None:
-            self._scale = one_of(*self._factors[:2])
         return self._inverse(self._descale) if self._scale is None else self._scale
 
     def _inverse(self, factor: Any) -> Any:
@@ -150,7 +144,7 @@ class Fp8Array:
         """A view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
-        return self.with_elements(self.data.transpose(order), axis)
+        return self._with_elements(self.data.transpose(order), axis)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -164,13 +158,11 @@ class Fp8Array:
             kept = data.strides[axis] == self.strides[axis]  # it may be another axis of this length, or in reverse order
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return self.with_elements(data, axis)
+        return self._with_elements(data, axis)
 
-    def with_elements(self, data: Any, axis: int) -> Fp8Array:
+    def _with_elements(self, data: Any, axis: int) -> Fp8Array:
         """An array with other elements, whose head_dim is an axis, and the factors of this one."""
-        view = made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
-        view._factors = self._factors
-        return view
+        return made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """Refuse a conversion without the factor.
@@ -217,8 +209,7 @@ class Fp8Array:
         """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
         axes = self._memory_order()[::-1]
         back = tuple(axes.index(axis) for axis in range(self.ndim))
-        factors = (self._descale, self._scale) if self._factors is None else (self.descale, self.scale)
-        return _restored, (self.data.transpose(axes), back, *factors, self.dtype, self.rotated, self.axis)
+        return _restored, (self.data.transpose(axes), back, self._descale, self._scale, self.dtype, self.rotated, self.axis)
 
     def __copy__(self) -> Fp8Array:
         """An independent copy, as of other arrays."""
@@ -232,7 +223,7 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     """An FP8 array of parts that are known to be valid; one of the factors may be None."""
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
-    array.axis, array._factors, array._reciprocal = axis, None, None
+    array.axis, array._reciprocal = axis, None
     return array
 
 
@@ -244,9 +235,7 @@ def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
 
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool) -> Fp8Array:
     """An FP8 array whose scale is at a place of an array, and its descale :data:`.fp8_kernels.FACTOR_STEP` places after it."""
-    array = made(data, None, None, dtype, rotated=rotated)
-    array._factors = factors, place, place + fp8_kernels.FACTOR_STEP
-    return array
+    return made(data, one_of(factors, place + fp8_kernels.FACTOR_STEP), one_of(factors, place), dtype, rotated=rotated)
 
 
 def one_of(array: Any, place: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -12,7 +13,7 @@ from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS, gradient_names
 from ..boundary.engine import refuse_fp8
-from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import in_own_layout, other_layout
 from ..boundary.libraries import check_one_library
 from ..boundary.options import Options, read_flag, special_call, takes_options
 from ..boundary.user_functions import kept_options
@@ -22,10 +23,8 @@ from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
 from ..programs.block_mask_calls import dense_options
-from ..programs.executor import Inputs, run_program
-from ..programs.passes import add_results, wanted_results
-from ..programs.program import Builder
-from ..replay.replay_cache import run_cached
+from ..programs.executor import Inputs
+from ..programs.passes import Reading, call_program, wanted_results
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
 from .array import Fp8Array, factor, made
@@ -152,12 +151,10 @@ def attend(
     )  # fmt: skip
     elements, descale = (q, None) if converts else (q.data, q.descale)
     arrays = (elements, k.data, v.data, descale, k.descale, v.descale, None if out_dtype else scale, out, stats)
-    results = run_cached(kind, arrays, options)
-    if results is None:
-        results = _run(kind, arrays, (q, k, v), options, return_stats, return_amax, out_dtype, out_scale)
+    of_call = {"return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale}
+    read = functools.partial(_read, q, k, v, options, **of_call)
+    results = call_program(kind, _NAMES, arrays, options, read, OUTPUTS)
     last = [results.pop()] if return_amax else []
-    if "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     if not converts and out_dtype is None:
         if hasattr(out_scale, "dtype"):  # the caller may change the array
             scale = scale.copy()
@@ -165,49 +162,33 @@ def attend(
     return results + last
 
 
-def _run(
-    kind: Any,
-    given: tuple[Any, ...],
-    arrays: tuple[Any, Any, Any],
+def _read(
+    q: Any,
+    k: Any,
+    v: Any,
     options: Mapping[str, Any],
+    named: Mapping[str, Any],
+    *,
     return_stats: Any,
     return_amax: bool,
     out_dtype: Any,
     out_scale: Any,
-) -> list[Any]:
-    """Run the program of a call, and cache it.
-
-    Args:
-        kind, given: the key of the call besides the options, and its arrays by :data:`_NAMES`.
-        arrays: q, k and v.
-        options, return_stats, return_amax, out_dtype, out_scale: of the call.
-    """
+) -> Reading:
+    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`."""
     refuse_fp8(options)
-    q, k, v = arrays
-    named = dict(zip(_NAMES, given, strict=True))
-    out_dtype = _check(q, k, v, options, out_dtype, out_scale)
-    like = k.data
-    with of_caller(named, options), cupy_runtime.device_context(like):
-        inputs = _inputs(named, options)
-        if type(q) is not Fp8Array:
-            check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"), options.get("layout"))
-        flags: dict[str, Any] = {"dtype": k.dtype, "return_stats": return_stats}
-        writes = _writes(out_dtype, like, converts=type(q) is not Fp8Array)
-        inner = {name: view for name, view in inputs.views.items() if name != "out"}
-        call = read_results(inner, inputs.options, out_dtype=out_dtype if writes else None, **flags)
-        on_gpu = cupy_runtime.is_array(like)
-        wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or k.dtype, on_gpu))
-        amax = {"amax_out": wanted.pop("amax_out")}
-        wanted |= amax if return_amax else {}  # the last one
-        add_results(inputs, like, wanted)
-
-    def build(builder: Builder) -> None:
-        with of_caller(named, options):
-            of_call = {"rotated": k.rotated, "out_dtype": out_dtype, "writes_out": writes, **flags}
-            forward(builder, inputs.views, inputs.options, **of_call)
-
-    with cupy_runtime.device_context(like):
-        return run_program(kind, _NAMES, given, options, inputs, list(wanted), build)
+    out_dtype, converts = _check(q, k, v, options, out_dtype, out_scale), type(q) is not Fp8Array
+    inputs = _inputs(named, options)
+    if converts:
+        check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"), options.get("layout"))
+    of_call: dict[str, Any] = {"options": inputs.options, "dtype": k.dtype, "return_stats": return_stats}
+    writes = _writes(out_dtype, k.data, converts=converts)
+    inner = {name: view for name, view in inputs.views.items() if name != "out"}
+    call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
+    wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or k.dtype, cupy_runtime.is_array(k.data)))
+    amax = {"amax_out": wanted.pop("amax_out")}
+    wanted |= amax if return_amax else {}  # the last one
+    of_call |= {"views": inputs.views, "rotated": k.rotated, "out_dtype": out_dtype, "writes_out": writes}
+    return Reading(inputs, wanted, functools.partial(forward, **of_call))
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
@@ -242,9 +223,9 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
     """
-    kind, given, names = ("forward in fp8", dtype), (q, k, v), ("q", "k", "v")
-    results = run_cached(kind, given, options)
-    if results is None:
+    names = ("q", "k", "v")
+
+    def read(named: dict[str, Any]) -> Reading:
         refuse_fp8(options)
         allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
         if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
@@ -252,32 +233,22 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
                 f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
             )
         check_alike(q, k, v)
-        named = dict(zip(names, given, strict=True))
-        with of_caller(named, options), cupy_runtime.device_context(q):
-            inputs = _inputs(named, options)
-            for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
-                check_source(inputs.arrays[x], inputs.arrays.get(lengths), options.get("layout"))
-            storage = storage_dtype(dtype, cupy_runtime.is_array(q))
-            step = 2 * FACTOR_STEP
-            kept = {f"kept {x}": (inputs.arrays[x].shape, storage) for x in names} | {"factors": ((3 * step,), np.dtype("f4"))}
-            elements = {x: View.dense(x, inputs.arrays[x].shape, storage, inputs.device) for x in names}
-            one = View.dense("factor", (1,), np.float32, inputs.device)
-            call = read_results(
-                elements | dict.fromkeys(FACTORS, one), inputs.options, dtype=dtype, out_dtype=None, return_stats=True
-            )
-            wanted = wanted_results(call, inputs.views, q.dtype)
-            wanted = {x: wanted[x] for x in ("out", "stats")} | kept
-            add_results(inputs, q, wanted)
+        inputs = _inputs(named, options)
+        for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
+            check_source(inputs.arrays[x], inputs.arrays.get(lengths), options.get("layout"))
+        storage = storage_dtype(dtype, cupy_runtime.is_array(q))
+        shapes = {x: inputs.arrays[x].shape for x in names}
+        elements = {x: View.dense(x, shape, storage, inputs.device) for x, shape in shapes.items()}
+        one = View.dense("factor", (1,), np.float32, inputs.device)
+        of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": True}
+        call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
+        wanted = wanted_results(call, inputs.views, q.dtype)
+        wanted = {x: wanted[x] for x in ("out", "stats")}
+        wanted |= {f"kept {x}": (shape, storage) for x, shape in shapes.items()}
+        wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
+        return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
 
-        def build(builder: Builder) -> None:
-            with of_caller(named, options):
-                keep_in_fp8(builder, inputs.views, inputs.options, dtype=dtype, return_stats=True, out_dtype=name)
-
-        with cupy_runtime.device_context(q):
-            results = run_program(kind, names, given, options, inputs, list(wanted), build)
-    if "layout" in options and (layout := other_layout(options)):
-        results[:2] = results_in(layout, OUTPUTS, results[:2], {}, options)
-    return results
+    return call_program(("forward in fp8", dtype), names, (q, k, v), options, read, OUTPUTS[:2])
 
 
 def gradients_in_fp8(
@@ -292,36 +263,26 @@ def gradients_in_fp8(
         options: of the call.
         outputs: ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
     """
-    kind = ("backward in fp8", dtype, *map(repr, outputs.values()))
     names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors")
-    given = (*arrays, *kept)
-    results = run_cached(kind, given, options)
-    named = dict(zip(names[:6], arrays, strict=True))
-    if results is None:
+
+    def read(named: dict[str, Any]) -> Reading:
         out = named["out"]
         if named["dout"] is None:
             raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-        with of_caller(named, options), cupy_runtime.device_context(out):
-            own, rest = in_own_layout(named, options)
-            arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
-            own |= dict(zip(names[6:], kept, strict=True))
-            inputs = Inputs(own, kept_options(out, rest))
-            given_views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
-            for name in ("q", "k", "v"):
-                given_views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
-            call = read_backward(**given_views, options=inputs.options, **outputs)
-            wanted = wanted_results(call, inputs.views, out.dtype)
-            add_results(inputs, out, wanted)
+        own, rest = in_own_layout({name: named[name] for name in names[:6]}, options)
+        arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
+        own |= {name: named[name] for name in names[6:]}
+        inputs = Inputs(own, kept_options(out, rest))
+        views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
+        for name in ("q", "k", "v"):
+            views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
+        call = read_backward(**views, options=inputs.options, **outputs)
+        build = functools.partial(backward, views=inputs.views, options=inputs.options, dtype=dtype, **outputs)
+        return Reading(inputs, wanted_results(call, inputs.views, out.dtype), build, call.gradients)
 
-        def build(builder: Builder) -> None:
-            with of_caller(named, options):
-                backward(builder, inputs.views, inputs.options, dtype=dtype, **outputs)
-
-        with cupy_runtime.device_context(out):
-            results = run_program(kind, names, given, options, inputs, list(wanted), build, call.gradients)
-    if "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, gradient_names(outputs["return_dbias"], outputs["return_dsinks"]), results, named, options)
-    return results
+    kind = ("backward in fp8", dtype, *map(repr, outputs.values()))
+    results = gradient_names(outputs["return_dbias"], outputs["return_dsinks"])
+    return call_program(kind, names, (*arrays, *kept), options, read, results)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..boundary.argument import Typed
 from ..boundary.arguments import read_forward
 from ..boundary.call import Call
 from ..kernels import fp8_kernels
-from ..problem.tensor_spec import storage_dtype
+from ..problem.tensor_spec import numpy_dtype, storage_dtype
 from ..problem.view import View
 from ..programs import passes
 from ..programs.program import Builder
@@ -121,10 +121,10 @@ def forward(
 def _read(views: Mapping[str, Any], options: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any) -> Call:
     """The call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
-    typed = {name: Typed(views[name], dtype) for name in in_fp8}
+    typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
     others = {name: view for name, view in views.items() if name not in ("max", "sum_exp")}
     call = read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**others, **typed})
-    call.arrays |= {name: views[name] for name in ("max", "sum_exp") if name in views}
+    call.arrays |= {name: views[name] for name in (*in_fp8, "max", "sum_exp") if name in views}
     return call
 
 

@@ -258,7 +258,7 @@ class DelayedScaling:
 def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
     """An FP8 array with the axes of a layout in C order, whose last axis is head_dim; a view."""
     data = from_own(name, x.data, layout)
-    return x.with_elements(data, data.ndim - 1 if x.rotated else 0)
+    return x._with_elements(data, data.ndim - 1 if x.rotated else 0)
 
 
 def check_source(x: Any, lengths: Any, layout: Any) -> None:

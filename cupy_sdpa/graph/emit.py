@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from ..score_fn.autodiff import gradients
 from ..score_fn.expression import AXES, COMMUTES, FLIPPED, LEAVES, OPPOSITE, Step, Writer
-from .nodes import Builder, Tensor
+from .nodes import POINTWISE, Builder, Tensor
 
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 _LARGEST = 3e38
@@ -23,14 +23,6 @@ UNBOUNDED = frozenset(
 )
 #: Logical modes as arithmetic on conditions, which are 1 or 0.
 _LOGICAL = {"logical_and": "mul", "logical_or": "max"}
-_FORMULAS = {
-    "add": "{} + {}", "sub": "{} − {}", "mul": "{} · {}", "div": "{} / {}", "max": "max({}, {})", "min": "min({}, {})",
-    "pow": "{} ^ {}", "mod": "{} mod {}", "neg": "−{}", "exp": "exp({})", "log": "log({})", "sqrt": "√{}", "rsqrt": "1 / √{}",
-    "reciprocal": "1 / {}",
-    "tanh_fwd": "tanh({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})", "erf": "erf({})", "abs": "|{}|",
-    "floor": "⌊{}⌋", "ceil": "⌈{}⌉", "identity": "{}", "cmp_eq": "{} = {}", "cmp_neq": "{} ≠ {}", "cmp_ge": "{} ≥ {}",
-    "cmp_gt": "{} > {}", "cmp_le": "{} ≤ {}", "cmp_lt": "{} < {}", "binary_select": "{0} where {2}, else {1}",
-}  # fmt: skip
 
 
 def _log1p(w: Writer, x: int) -> int:
@@ -258,7 +250,7 @@ class Emitter:
     def _pointwise(self, mode: str, *operands: Tensor, dtype: str | None = None, axis: int | None = None) -> Tensor:
         self._count += 1
         name = f"{self.prefix}{self._count}"
-        formula = _FORMULAS[mode].format(*operands) if axis is None else AXES[axis]
+        formula = POINTWISE[mode].formula.format(*operands) if axis is None else AXES[axis]
         return self.g.pointwise(f"{name} = {formula}", mode, *operands, out=name, dtype=dtype, axis=axis)
 
 

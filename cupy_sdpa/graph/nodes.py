@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ..kernels.block_rows import BLOCK
 
@@ -63,22 +63,63 @@ class Tensor:
         return self.name
 
 
-#: The pointwise modes, by cuDNN's names, and the number of operands of each.
-POINTWISE: dict[str, int] = {
-    "mul": 2,  # x * b
-    "add": 2,  # x + b
-    "sub": 2,  # x - b
-    "div": 2,  # x / b; truncated if out is an integer
-    "mod": 2,  # remainder of truncated division, with the sign of x
-    "max": 2,  # max(x, b)
-    "min": 2,  # min(x, b)
-    "pow": 2,  # x ** b
-    **dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal"), 1),  # -x, |x|, e ** x, ln x, ..., 1 / x
-    **dict.fromkeys(("tanh_fwd", "sin", "cos", "tan", "erf", "floor", "ceil", "identity"), 1),
-    **dict.fromkeys(("cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt", "logical_and", "logical_or"), 2),
-    "gen_index": 1,  # the index of each element of x along an axis
-    "binary_select": 3,  # x where t, else b
+class Mode(NamedTuple):
+    """A pointwise mode.
+
+    Attributes:
+        operands: their number.
+        function: the function of numpy and of CuPy; empty for a rule of its own in :mod:`cupy_sdpa.numpy_engine.interpreter`.
+        code: the C expression of floating-point operands; CUDA's functions have the precision of their operand.
+        integers: that of integers, if it is another one.
+        formula: the printed form.
+    """
+
+    operands: int
+    function: str
+    code: str
+    integers: str = ""
+    formula: str = "{}"
+
+
+#: The pointwise modes, by cuDNN's names. A division of integers is truncated; ``mod`` is its remainder, with the sign of x.
+#: Both are 0 if the divisor is 0.
+POINTWISE: dict[str, Mode] = {
+    "mul": Mode(2, "multiply", "{0} * {1}", formula="{} · {}"),
+    "add": Mode(2, "add", "{0} + {1}", formula="{} + {}"),
+    "sub": Mode(2, "subtract", "{0} - {1}", formula="{} − {}"),
+    "div": Mode(2, "divide", "{0} / {1}", "{1} ? {0} / {1} : 0", "{} / {}"),
+    "mod": Mode(2, "fmod", "fmod({0}, {1})", "{1} ? {0} % {1} : 0", "{} mod {}"),
+    "max": Mode(2, "maximum", "{0} > {1} || {0} != {0} ? {0} : {1}", formula="max({}, {})"),
+    "min": Mode(2, "minimum", "{0} < {1} || {0} != {0} ? {0} : {1}", formula="min({}, {})"),
+    "pow": Mode(2, "power", "pow({0}, {1})", formula="{} ^ {}"),
+    "neg": Mode(1, "negative", "-{0}", formula="−{}"),
+    "abs": Mode(1, "absolute", "fabs({0})", "{0} < 0 ? -{0} : {0}", "|{}|"),
+    "exp": Mode(1, "exp", "exp({0})", formula="exp({})"),
+    "log": Mode(1, "log", "log({0})", formula="log({})"),
+    "sqrt": Mode(1, "sqrt", "sqrt({0})", formula="√{}"),
+    "rsqrt": Mode(1, "", "1 / sqrt({0})", formula="1 / √{}"),
+    "reciprocal": Mode(1, "reciprocal", "1 / {0}", formula="1 / {}"),
+    "tanh_fwd": Mode(1, "tanh", "tanh({0})", formula="tanh({})"),
+    "sin": Mode(1, "sin", "sin({0})", formula="sin({})"),
+    "cos": Mode(1, "cos", "cos({0})", formula="cos({})"),
+    "tan": Mode(1, "tan", "tan({0})", formula="tan({})"),
+    "erf": Mode(1, "", "erf({0})", formula="erf({})"),
+    "floor": Mode(1, "floor", "floor({0})", "{0}", "⌊{}⌋"),
+    "ceil": Mode(1, "ceil", "ceil({0})", "{0}", "⌈{}⌉"),
+    "identity": Mode(1, "", "{0}"),
+    "cmp_eq": Mode(2, "equal", "{0} == {1}", formula="{} = {}"),
+    "cmp_neq": Mode(2, "not_equal", "{0} != {1}", formula="{} ≠ {}"),
+    "cmp_ge": Mode(2, "greater_equal", "{0} >= {1}", formula="{} ≥ {}"),
+    "cmp_gt": Mode(2, "greater", "{0} > {1}", formula="{} > {}"),
+    "cmp_le": Mode(2, "less_equal", "{0} <= {1}", formula="{} ≤ {}"),
+    "cmp_lt": Mode(2, "less", "{0} < {1}", formula="{} < {}"),
+    "logical_and": Mode(2, "logical_and", "{0} != 0 && {1} != 0"),
+    "logical_or": Mode(2, "logical_or", "{0} != 0 || {1} != 0"),
+    "gen_index": Mode(1, "", ""),  # the index of each element of x along an axis
+    "binary_select": Mode(3, "", "", formula="{0} where {2}, else {1}"),  # x where t, else b
 }
+#: The modes whose result is boolean.
+CONDITIONS = frozenset(mode for mode in POINTWISE if mode.startswith(("cmp_", "logical_")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +356,8 @@ class Builder:
     ) -> Tensor:
         """Elementwise; the operands are broadcast to one shape."""
         operands = [tensor for tensor in (x, b, t) if tensor is not None]
-        if len(operands) != POINTWISE[mode]:
-            raise ValueError(f"{mode} {formula}: needs {POINTWISE[mode]} operands, got {len(operands)}")
+        if len(operands) != POINTWISE[mode].operands:
+            raise ValueError(f"{mode} {formula}: needs {POINTWISE[mode].operands} operands, got {len(operands)}")
         dims = [next((n for n in lengths if n != 1), 1) for lengths in zip(*(t.shape for t in operands), strict=True)]
         for tensor in operands:
             if any(n not in (1, full) for n, full in zip(tensor.shape, dims, strict=True)):

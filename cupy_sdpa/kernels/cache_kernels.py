@@ -1,4 +1,4 @@
-"""CUDA kernels of the paged key/value cache: they append tokens, copy pages, and store numbers in the page table."""
+"""The paged key/value cache, on a GPU and in numpy arrays: append tokens, copy pages, store numbers in the page table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.tensor_spec import dtype_name
-from ..runtime import cupy_runtime, memory
+from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.memory import UNITS
-from .rope_kernel import ROPE, SHARED_TURNS, types_of
+from .rope_kernel import ROPE, SHARED_TURNS, rotated, types_of
 
 
 class State(NamedTuple):
@@ -31,13 +31,6 @@ class State(NamedTuple):
     lengths: Any
     counts: Any
     finished: Any
-
-
-def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Create an array of zeros in Fortran order."""
-    array = cupy_runtime.empty(shape, dtype)
-    memory.clear(array, 0)
-    return array
 
 
 #: The maximum number of pairs in a launch. They are passed by value: kernels take arguments of at most 4 KiB in total.
@@ -58,6 +51,10 @@ def _batches(pairs: Sequence[tuple[int, int]]) -> Iterator[Any]:
 
 def store(array: Any, pairs: Sequence[tuple[int, int]]) -> None:
     """Store values in an int32 array ``(n,)``; pairs of index and value."""
+    if not cupy_runtime.is_array(array):
+        for index, value in pairs:
+            array[index] = value
+        return
     for batch in _batches(pairs):
         _store_kernel()((-(-int(batch["count"]) // 128),), (128,), (array, batch))
 
@@ -78,6 +75,10 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
         storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
         pairs: the pages; none occurs both as a source and as a target.
     """
+    if not cupy_runtime.is_array(storages[0]):
+        for storage, (source, target) in itertools.product(storages, pairs):
+            storage[..., target, :] = storage[..., source, :]
+        return
     for storage, batch in itertools.product(storages, _batches(pairs)):
         page = storage.strides[3]
         unit = math.gcd(page, 16)
@@ -106,6 +107,8 @@ def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
         storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
         rows: the rows.
     """
+    if not cupy_runtime.is_array(storages[0]):
+        return [storage[:, *_rows(storage, rows)] for storage in storages]
     saved = []
     for storage in storages:
         dim, _, heads, _, layers = storage.shape
@@ -116,7 +119,17 @@ def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
 
 def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int], first: int) -> None:
     """Write rows from those of :func:`read_rows`, of which number ``first`` is the first."""
+    if not cupy_runtime.is_array(storages[0]):
+        for storage, copied in zip(storages, saved, strict=True):
+            storage[:, *_rows(storage, rows)] = copied[first : first + len(rows)]
+        return
     _copy_rows(storages, saved, list(enumerate(rows, first)), to_storage=True)
+
+
+def _rows(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
+    """The index of rows in a numpy array."""
+    pages, places = np.divmod(np.array(rows), storage.shape[1])
+    return places, slice(None), pages
 
 
 def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[int, int]], *, to_storage: bool) -> None:
@@ -185,8 +198,11 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
-        rotation: of the keys by their positions, from :func:`.rope.record`; or None.
+        rotation: of the keys by their positions, from :func:`.rope_kernel.record`; or None.
     """
+    if not cupy_runtime.is_array(keys):
+        _append_on_numpy(k, v, keys, values, state, advance=advance, rotation=rotation)
+        return
     batch = state.lengths.size
     sides = [_side(k, keys), _side(v, values)]
     lanes = lanes_of(*(side[3] for side in sides))
@@ -195,6 +211,31 @@ def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: boo
         given.append(rotation)
     kernel = _append_kernel(None if rotation is None else dtype_name(k.dtype))
     kernel(grid_of(k, keys, batch, 256 // lanes), (lanes, 256 // lanes), tuple(given))
+
+
+def _append_on_numpy(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any) -> None:
+    first = 0
+    for b, count in enumerate(state.counts.tolist()):
+        begin = int(state.lengths[b]) - (0 if advance else count)
+        new_k, new_v = (x[:, :, first : first + count] if x.ndim == 3 else x[:, :, :count, b] for x in (k, v))
+        if rotation is not None:
+            new_k = rotated(new_k, rotation, np.arange(begin, begin + count))
+        _write(new_k, keys, state.table[:, b], begin)
+        _write(new_v, values, state.table[:, b], begin)
+        first += count
+    if advance:
+        state.lengths[...] += state.counts
+
+
+def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
+    """Write tokens ``(D, Hkv, count)`` to the positions from ``begin``; clear the other rows of a page that they begin."""
+    size, end = pages.shape[2], begin + new.shape[2]
+    for start in range(begin // size * size, end, size):
+        page = pages[..., table[start // size]]
+        if start >= begin:
+            page[...] = 0
+        low, high = max(begin, start), min(end, start + size)
+        page[:, :, low - start : high - start] = new[:, :, low - begin : high - begin]
 
 
 def lanes_of(*units: int) -> int:
@@ -228,8 +269,8 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, ali
 
 
 @cuda_kernel
-def _append_kernel(rotated: str | None) -> str:
-    """The kernel of :func:`append`; ``rotated`` is the dtype of keys that are rotated.
+def _append_kernel(rotates: str | None) -> str:
+    """The kernel of :func:`append`; ``rotates`` is the dtype of keys that are rotated.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
     of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.
@@ -238,8 +279,8 @@ def _append_kernel(rotated: str | None) -> str:
         f"case {size}: write_rows(a, s, begin, count, first, Copy<{unit}>()); break;" for size, unit in UNITS.items()
     )
     header = given = writer = rotate = ""
-    if rotated:
-        of, real = types_of(rotated)
+    if rotates:
+        of, real = types_of(rotates)
         header, given = f"{of.header}{ROPE}", ", const Rope rope"
         writer = f"""struct Rotate {{
             const Rope& rope;

@@ -1,12 +1,18 @@
-"""The CUDA kernel that converts tokens to FP8 while it writes them to the pages of a key/value cache."""
+"""Conversion of tokens to FP8 while they are written to the pages of a key/value cache."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..problem.tensor_spec import rounded
+from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
+from . import cache_kernels
 from .cache_kernels import ADVANCE, ARGUMENTS, TOKENS, State, arguments_of, grid_of, lanes_of
+from .fp8_kernels import rotated_values
 
 #: The elements that a thread converts, and the threads of a block.
 _UNIT, _THREADS = 8, 256
@@ -45,10 +51,22 @@ def append(keys: Tokens, values: Tokens, state: State, source: str, dtype: str, 
         dtype: that of the pages.
         advance: as for :func:`.cache_kernels.append`, which writes the same rows.
     """
+    if not cupy_runtime.is_array(keys.pages):
+        k, v = (_elements(tokens, dtype) for tokens in (keys, values))
+        cache_kernels.append(k, v, keys.pages, values.pages, state, advance=advance)
+        return
     lanes, batch = lanes_of(*(x.array.shape[0] // _UNIT for x in (keys, values))), state.lengths.size
     numbers = arguments_of(keys.array, keys.pages, state, advance=advance)
     given = _ARGUMENTS(*numbers, lanes, [_side(keys), _side(values)])
     _append_kernel(source, dtype)(grid_of(keys.array, keys.pages, batch, _THREADS // lanes), (_THREADS,), (given,))
+
+
+def _elements(tokens: Tokens, dtype: str) -> Any:
+    """The elements of numpy tokens."""
+    with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
+        if tokens.descale is not None:
+            return rounded(tokens.array.astype(np.float32) * tokens.descale * tokens.scale, dtype)
+        return rounded(rotated_values(tokens.array, tokens.rotation, None) * tokens.scale, dtype)
 
 
 def _side(tokens: Tokens) -> tuple[Any, ...]:

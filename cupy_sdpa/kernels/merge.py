@@ -68,7 +68,7 @@ def merge(
     log-sum-exp -inf, or its sink.
 
     Args:
-        groups: 1 to :data:`MAX_GROUPS` groups of one dtype.
+        groups: groups of one dtype; on the GPU more than :data:`MAX_GROUPS` are first merged into one group in float32.
         out: ``(Dv, H, S, B)``, written; any strides and float dtype.
         stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
@@ -78,8 +78,15 @@ def merge(
     """
     if not cupy_runtime.is_array(out):
         _merge_on_cpu(groups, out, stats, sinks)
-    else:
-        _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
+        return
+    if len(groups) > MAX_GROUPS:
+        several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]
+        shapes = [(*x.shape[:-1], len(several)) for x in (groups[0].out, groups[0].stats, groups[0].stats)]
+        made = Parts(*(cupy_runtime.empty(shape, np.dtype(np.float32)) for shape in shapes))
+        for i, some in enumerate(several):
+            _merge_on_gpu(some, made.out[..., i], made.stats[..., i], None, None, None, made.totals[..., i])
+        groups = [made]
+    _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:

@@ -16,6 +16,7 @@ from ..runtime import cupy_runtime, memory
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
+from ..runtime.interpreted_array import on_host
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
@@ -100,24 +101,26 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
 
 
 def _prepare_on_numpy(sides: Sequence[Lengths], offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
-    begins, lengths, ends = [], [], []
+    starts, ranges = [], []  # of each sequence: where it begins and ends, and its length
     for array, most, total, packed, made in sides:
-        starts = np.clip(array.astype(np.int64), 0, total) if packed else np.zeros(len(array) + 1, np.int64)
-        begins.append(starts[:-1])
-        ends.append(starts[1:] if packed else np.full(len(array), most))
-        lengths.append(np.clip(ends[-1] - begins[-1] if packed else array, 0, most))
+        given = on_host(array).astype(np.int64)
+        starts.append(given.clip(0, total) if packed else np.zeros(len(given) + 1, np.int64))
+        begin, end = starts[-1][:-1], starts[-1][1:] if packed else np.full(len(given), most)
+        ranges.append((begin, end, (end - begin if packed else given).clip(0, most)))
         if made is not None:
-            made[...] = lengths[-1]
+            made[...] = ranges[-1][2]
     for made, of_keys, factor in offsets:
-        made[...] = np.clip(sides[of_keys].array.astype(np.int64), 0, sides[of_keys].total) * factor
+        made[...] = starts[of_keys] * factor
     for array, of_keys, per_row, value, sinks in results:
-        packed, begin, end = sides[of_keys].packed, begins[of_keys], ends[of_keys]
-        rows = np.moveaxis(array, (1 if packed else 0) if per_row else 2, 0)
-        for b, (first, count, last, others) in enumerate(zip(begin, lengths[of_keys], end, lengths[1 - of_keys], strict=True)):
+        packed, (begin, end, lengths) = sides[of_keys].packed, (x.tolist() for x in ranges[of_keys])
+        others = ranges[1 - of_keys][2].tolist()
+        axes = ((1, 0) if packed else (0, 1, 2)) if per_row else (2, 0, 1, 3)
+        rows = array.transpose(axes[: array.ndim])  # the positions first
+        for b in range(len(begin)):
             own = rows if packed else rows[..., b]
-            own[first + (count if others else 0) : last] = value
-            if sinks is not None and not others:
-                own[first : first + count] = sinks
+            own[begin[b] + (lengths[b] if others[b] else 0) : end[b]] = value
+            if sinks is not None and not others[b]:
+                own[begin[b] : begin[b] + lengths[b]] = sinks
         if packed and len(begin):
             rows[: begin[0]] = value
             rows[end[-1] :] = value

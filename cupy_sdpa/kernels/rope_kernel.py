@@ -1,4 +1,4 @@
-"""The CUDA kernel of rotary embeddings, and the lines with which the append to a key/value cache rotates keys."""
+"""Rotary embeddings: the CUDA kernel, the numpy function, and the lines with which an append to a key/value cache rotates."""
 
 from __future__ import annotations
 
@@ -56,6 +56,26 @@ def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> An
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
     made["turns"][: len(angles)] = [round(math.ldexp(angle / (2 * math.pi), 64)) % (1 << 64) for angle in angles]
     return made
+
+
+def rotated(x: Any, record: Any, positions: Any) -> Any:
+    """Rotate a numpy array.
+
+    Args:
+        x: ``(D, H, ...)``.
+        record: from :func:`record`.
+        positions: integers whose shape broadcasts to the axes of x after the second.
+    """
+    pairs, dtype = int(record["pairs"]), np.float64 if x.dtype == np.float64 else np.float32
+    angles = positions.astype(np.uint64) * record["turns"][:pairs].reshape(-1, 1, *[1] * positions.ndim)
+    angles = angles.view(np.int64) * (2 * math.pi / 2**64)
+    cosine, sine = ((record["factor"] * function(angles)).astype(dtype) for function in (np.cos, np.sin))
+    out = np.array(x, order="F")
+    first = slice(0, 2 * pairs, 2) if record["interleaved"] else slice(pairs)
+    second = slice(1, 2 * pairs, 2) if record["interleaved"] else slice(pairs, 2 * pairs)
+    a, b = x[first].astype(dtype), x[second].astype(dtype)
+    out[first], out[second] = a * cosine - b * sine, a * sine + b * cosine
+    return out
 
 
 class Positions(NamedTuple):

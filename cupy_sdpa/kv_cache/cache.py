@@ -11,6 +11,7 @@ import numpy as np
 from .._typing import Array, Layout
 from ..boundary.layouts import check_layout, from_own, other_layout, to_own
 from ..boundary.options import read_flag, read_positive
+from ..kernels import cache_kernels
 from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_rope
@@ -142,9 +143,7 @@ class KVCache(CacheState):
         """Append nothing, so that the kernel is compiled before a capture, during which it cannot be."""
         if self._fp8:
             return
-        nothing = (
-            self._engine.zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v)
-        )
+        nothing = (self._zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v))
         self._write(next(nothing), next(nothing), 0)
 
     def _write(self, k: Any, v: Any, layer: int, rotation: Any = None) -> None:
@@ -153,7 +152,7 @@ class KVCache(CacheState):
         if self._fp8:
             self._fp8.append(k, v, pages, layer, self._parts, advance=not layer)
         else:
-            self._engine.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
+            cache_kernels.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
 
     def __repr__(self) -> str:
         lengths, used = self._pages.lengths, self.pages - self.free_pages
@@ -257,8 +256,8 @@ class KVCache(CacheState):
                 ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are.
 
         Raises:
-            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; and as
-                :meth:`begin_step`.
+            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; ``rope`` is not that of
+                earlier keys of the layer; and as :meth:`begin_step`.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
             RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
                 captured and no step is announced, or no keys were rotated before.
@@ -281,6 +280,8 @@ class KVCache(CacheState):
         self._recover()
         capturing, step = self._capturing(), self._step
         begun = self._check_layer(layer, capturing)
+        if rope is not None:
+            self._check_rope(rope, layer, empty=not (self._pages.lengths - (step.counts if begun else 0)).any())
         if counts is not None:
             given = read_counts(counts, self.batch)
         elif begun:
@@ -322,7 +323,8 @@ class KVCache(CacheState):
         lengths = self._lengths_of(self._pages.lengths - given if begun else self._pages.lengths) if layer == 0 else []
         tokens = k.shape[2] if k.ndim == 4 and layer == 0 else step.tokens
         self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
-        self._rope_compiled |= rope is not None
+        if rope is not None:
+            self._rope_compiled, self._ropes = True, {**self._ropes, layer: rope}
 
     def _rotation(self, rope: Rope) -> Any:
         """What rotates keys."""
@@ -332,6 +334,18 @@ class KVCache(CacheState):
                 "start=...), and append them without rope="
             )
         return read_rope(rope, self.head_dim)
+
+    def _check_rope(self, rope: Rope, layer: int, *, empty: bool) -> None:
+        """Check that keys are rotated as the earlier ones of their layer; ``empty`` if there are none."""
+        known = self._ropes.get(layer)
+        if empty or known is None or rope == known:
+            return
+        both: Any = rope, known
+        given, before = (f"{one} with frequencies from {one.frequencies[0]:.6g} to {one.frequencies[-1]:.6g}" for one in both)
+        raise ValueError(
+            f"rope is {given}, but the keys of layer {layer} in the cache were rotated with {before}: pass the same rotation "
+            "in every step, or release() all sequences"
+        )
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:
         """Whether the append of a layer belongs to the step that has begun; otherwise it begins one.

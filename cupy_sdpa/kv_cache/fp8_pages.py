@@ -13,9 +13,8 @@ from ..errors import in_words
 from ..fp8.array import Fp8Array, made, one_of
 from ..fp8.quantize import SOURCES
 from ..kernels import cache_kernels, fp8_append, fp8_kernels
-from ..problem.tensor_spec import dtype_name, rounded
+from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
-from . import on_numpy
 
 #: A scale that is set by the first tokens leaves room for values larger by this factor. That costs no bits of the mantissa.
 HEADROOM = 2.0
@@ -152,10 +151,6 @@ class Fp8Pages:
 
     def append(self, k: Any, v: Any, pages: tuple[Any, Any], layer: int, state: cache_kernels.State, *, advance: bool) -> None:
         """Write new tokens to the pages of the keys and the values of a layer."""
-        if not self._on_gpu:
-            keys, values = (self._elements(x, side, layer) for side, x in enumerate((k, v)))
-            on_numpy.append(keys, values, *pages, state, advance=advance)
-            return
         source = k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype)
         keys, values = (self._tokens(x, pages[side], side, layer) for side, x in enumerate((k, v)))
         fp8_append.append(keys, values, state, source, self.dtype, advance=advance)
@@ -166,14 +161,6 @@ class Fp8Pages:
         if isinstance(x, Fp8Array):
             return fp8_append.Tokens(x.data, pages, scale, x.descale, 1)
         return fp8_append.Tokens(x, pages, scale, None, self._rotations[side])
-
-    def _elements(self, x: Any, side: int, layer: int) -> Any:
-        """The elements of tokens in numpy."""
-        scale, _ = self._pair(side, layer)
-        with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
-            if isinstance(x, Fp8Array):
-                return rounded(x.data.astype(np.float32) * x.descale * scale, self.dtype)
-            return rounded(fp8_kernels.rotated_values(x, self._rotations[side], None) * scale, self.dtype)
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:

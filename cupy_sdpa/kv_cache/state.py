@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ..kernels import cache_kernels
-from ..runtime import cupy_runtime
-from . import on_numpy
+from ..rope import Rope
+from ..runtime import cupy_runtime, memory
 from .cache_arguments import tokens_of, uniform
 from .fp8_pages import Fp8Pages
 from .page_tables import Change, Entry, Pages
@@ -68,6 +68,8 @@ class CacheState:
     _fp8: Fp8Pages | None
     #: Whether the kernel that rotates keys is compiled.
     _rope_compiled = False
+    #: The rotation of the keys of each layer whose latest rotation is known.
+    _ropes: Mapping[int, Rope] = {}
 
     def _create(self, dtype: np.dtype[Any], *, of_numpy: bool) -> None:
         """Create everything, without tokens.
@@ -77,15 +79,13 @@ class CacheState:
             of_numpy: whether the arrays are numpy's.
         """
         self._numpy = of_numpy
-        self._storage = [
-            self._engine.zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)
-        ]
+        self._storage = [self._zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)]
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
         self._width = min(-(-self.max_length // self.page_size), self.pages)
         sizes = self._width * self.batch, self.batch, self.batch, self.batch
         #: Where the table, the lengths, the counts and the numbers of the kernel begin in the state array.
         self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
-        self._state = self._engine.zeros((self._starts[-1],), np.dtype(np.int32))
+        self._state = self._zeros((self._starts[-1],), np.dtype(np.int32))
         self._step = Step(uniform(0, self.batch), uniform(0, self.batch), (0, 0), frozenset())
         self._every = frozenset(range(self.layers))
         #: The layers whose append was captured.
@@ -93,9 +93,13 @@ class CacheState:
         self._undo: _Undo | None = None
         self._create_views()
 
-    @property
-    def _engine(self) -> Any:
-        return on_numpy if self._numpy else cache_kernels
+    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of zeros in Fortran order."""
+        if self._numpy:
+            return np.zeros(shape, dtype, order="F")
+        array = cupy_runtime.empty(shape, dtype)
+        memory.clear(array, 0)
+        return array
 
     def _page_shape(self, dim: int) -> tuple[int, ...]:
         return dim, self.page_size, self.heads_kv, self.pages
@@ -153,9 +157,9 @@ class CacheState:
 
         def work() -> None:
             if copies:
-                self._engine.copy_pages(self._storage, copies)
+                cache_kernels.copy_pages(self._storage, copies)
             if updates:
-                self._engine.store(self._state, updates)
+                cache_kernels.store(self._state, updates)
 
         return change, step, work
 
@@ -190,18 +194,18 @@ class CacheState:
         pages = [(self._pages.by_sequence[entry.sequence][entry.place], entry.page) for entry in copies]
         targets, count = [to for _, to in moved], len(moved)
         with self._device():
-            saved = self._engine.read_rows(self._storage, [row for row, _ in moved] + targets) if moved else None
+            saved = cache_kernels.read_rows(self._storage, [row for row, _ in moved] + targets) if moved else []
 
         def work() -> None:
             if pages:
-                self._engine.copy_pages(self._storage, pages)
+                cache_kernels.copy_pages(self._storage, pages)
             if moved:
-                self._engine.write_rows(self._storage, saved, targets, 0)
-            self._engine.store(self._state, updates)
+                cache_kernels.write_rows(self._storage, saved, targets, 0)
+            cache_kernels.store(self._state, updates)
 
         def restore() -> None:
             if moved:
-                self._engine.write_rows(self._storage, saved, targets, count)
+                cache_kernels.write_rows(self._storage, saved, targets, count)
 
         present = self._step.present
         present = np.clip(present - (self._pages.lengths - change.lengths), 0, present)
@@ -256,7 +260,7 @@ class CacheState:
             values = [*values, *enumerate(column, b * self._width)]
         with self._device():
             if values:
-                self._engine.store(self._state, values)
+                cache_kernels.store(self._state, values)
             tokens()
             if self._fp8:
                 self._fp8.restore(known)

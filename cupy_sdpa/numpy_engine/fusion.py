@@ -13,23 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.nodes import Graph, Node, Pointwise, Tensor
+from ..graph.nodes import CONDITIONS, POINTWISE, Graph, Node, Pointwise, Tensor
 from ..runtime.cupy_runtime import elementwise
 
-#: Expressions of floating-point operands in C, by the pointwise modes; CUDA's functions have the precision of their operand.
-_FLOAT = {
-    "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "div": "{0} / {1}", "mod": "fmod({0}, {1})",
-    "max": "{0} > {1} || {0} != {0} ? {0} : {1}", "min": "{0} < {1} || {0} != {0} ? {0} : {1}", "pow": "pow({0}, {1})",
-    "neg": "-{0}", "exp": "exp({0})", "log": "log({0})", "sqrt": "sqrt({0})", "rsqrt": "1 / sqrt({0})", "erf": "erf({0})",
-    "reciprocal": "1 / {0}", "tanh_fwd": "tanh({0})", "sin": "sin({0})", "cos": "cos({0})", "tan": "tan({0})",
-    "abs": "fabs({0})", "floor": "floor({0})", "ceil": "ceil({0})",
-}  # fmt: skip
-#: The same for integers, where it differs; a division by 0 is 0, as numpy's.
-_INTEGER = {
-    "div": "{1} ? {0} / {1} : 0", "mod": "{1} ? {0} % {1} : 0", "abs": "{0} < 0 ? -{0} : {0}", "floor": "{0}", "ceil": "{0}",
-}  # fmt: skip
-_COMPARISONS = {"cmp_eq": "==", "cmp_neq": "!=", "cmp_ge": ">=", "cmp_gt": ">", "cmp_le": "<=", "cmp_lt": "<"}
-_LOGICAL = {"logical_and": "&&", "logical_or": "||"}
 #: The C types by the kind of a dtype; floating-point numbers are of the dtype of the evaluation.
 _INTEGERS = {"b": "bool", "i": "long long"}
 #: The place of a tile: its first row, its number of columns, its head and its batch entry.
@@ -153,11 +139,10 @@ def _expression(node: Pointwise, operands: list[tuple[str, str]], real: str) -> 
         return names[0], kinds[0]
     if mode == "binary_select":
         return f"{names[2]} != 0 ? {names[0]} : ({_INTEGERS.get(kinds[0], real)}){names[1]}", kinds[0]
-    if mode in _LOGICAL:
-        return f"{names[0]} != 0 {_LOGICAL[mode]} {names[1]} != 0", "b"
-    if mode in _COMPARISONS:
-        mixed = "(double)" if "f" in kinds and kinds != ["f", "f"] else ""
-        return f"{mixed}{names[0]} {_COMPARISONS[mode]} {mixed}{names[1]}", "b"
+    of = POINTWISE[mode]
+    if mode in CONDITIONS:
+        mixed = "(double)" if mode.startswith("cmp_") and "f" in kinds and kinds != ["f", "f"] else ""
+        return of.code.format(*(f"{mixed}{name}" for name in names)), "b"
     kind = "i" if node.out.dtype.startswith("int") and "f" not in kinds else "f"
-    formula = _INTEGER.get(mode, _FLOAT[mode]) if kind == "i" else _FLOAT[mode]
+    formula = of.integers or of.code if kind == "i" else of.code
     return formula.format(*(f"({_INTEGERS.get(kind, real)}){name}" for name in names)), kind

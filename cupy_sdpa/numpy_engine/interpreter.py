@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..graph.nodes import Bernoulli, BlockSelect, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Transpose
+from ..graph.nodes import (
+    CONDITIONS,
+    POINTWISE,
+    Bernoulli,
+    BlockSelect,
+    Graph,
+    Matmul,
+    Node,
+    PagedLoad,
+    Pointwise,
+    Reduction,
+    Softmax,
+    Transpose,
+)
 from ..kernels.block_rows import BLOCK
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_kernels import erf, philox
@@ -360,20 +373,19 @@ def _truncated_division(x: Array, b: Array) -> Array:
     return quotient + ((quotient < 0) & (quotient * b != x))  # type: ignore[no-any-return]
 
 
-def _arithmetic(name: str, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
-    """Elementwise, in the dtype of the evaluation, or in 64-bit integers if the result is an integer."""
+def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
+    """Elementwise, in the dtype of the evaluation, or in 64-bit integers if the result is an integer; or a condition."""
+    name = POINTWISE[mode].function
 
     def compute(node: Pointwise, tile: Tile) -> Array:
         function, operands = getattr(tile.run.xp, name), _operands(node, tile)
+        if mode in CONDITIONS:
+            return function(*operands)  # type: ignore[no-any-return]
         if node.out.dtype.startswith("int"):
             return (integer or function)(*operands)
         return function(*operands, out=tile.reusable(node.x, node.b), dtype=tile.run.dtype)  # type: ignore[no-any-return]
 
     return compute
-
-
-def _comparison(name: str) -> Callable[[Pointwise, Tile], Array]:
-    return lambda node, tile: getattr(tile.run.xp, name)(*_operands(node, tile))
 
 
 def _erf(node: Pointwise, tile: Tile) -> Array:
@@ -384,22 +396,10 @@ def _erf(node: Pointwise, tile: Tile) -> Array:
 #: The error function, which numpy does not have.
 _numpy_erf = np.vectorize(math.erf, otypes=[np.float64])
 
-#: The functions of numpy and CuPy by the pointwise modes.
-_ARITHMETIC = {
-    "mul": "multiply", "add": "add", "sub": "subtract", "mod": "fmod", "max": "maximum", "min": "minimum", "pow": "power",
-    "neg": "negative", "exp": "exp", "log": "log", "sqrt": "sqrt", "reciprocal": "reciprocal", "tanh_fwd": "tanh", "sin": "sin",
-    "cos": "cos", "tan": "tan", "abs": "absolute", "floor": "floor", "ceil": "ceil",
-}  # fmt: skip
-_COMPARISONS = {
-    "cmp_eq": "equal", "cmp_neq": "not_equal", "cmp_ge": "greater_equal", "cmp_gt": "greater", "cmp_le": "less_equal",
-    "cmp_lt": "less", "logical_and": "logical_and", "logical_or": "logical_or",
-}  # fmt: skip
-
 #: The meaning of every pointwise mode.
 MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    **{mode: _arithmetic(name) for mode, name in _ARITHMETIC.items()},
-    **{mode: _comparison(name) for mode, name in _COMPARISONS.items()},
-    "div": _arithmetic("divide", _truncated_division),
+    **{mode: _elementwise(mode) for mode, of in POINTWISE.items() if of.function},
+    "div": _elementwise("div", _truncated_division),
     "rsqrt": lambda node, tile: 1 / tile.run.xp.sqrt(tile[node.x]),
     "erf": _erf,
     "identity": lambda node, tile: tile[node.x],

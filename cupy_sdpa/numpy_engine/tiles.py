@@ -5,6 +5,7 @@ Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,17 @@ class Analysis:
         self.separable = _is_separable(graph, self.right_operands)
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
         self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
+        self._graph = graph
+
+    @functools.cached_property
+    def fused_steps(self) -> list[tuple[Node, frozenset[str]]]:
+        """The steps for CuPy arrays, with pointwise nodes fused."""
+        return _last_reads(fuse(self._graph))
+
+    @functools.cached_property
+    def summed(self) -> SummedRows | None:
+        """For CuPy arrays, the rows of gradients that are sums over tiles; None if there are none."""
+        return SummedRows.of(self._graph)
 
 
 def analyze(graph: Graph) -> Analysis:
@@ -68,26 +80,6 @@ def analyze(graph: Graph) -> Analysis:
     found: Analysis | None = graph.notes.get("analysis")
     if found is None:
         found = graph.notes["analysis"] = Analysis(graph)
-    return found
-
-
-class AnalysisOfGpu(NamedTuple):
-    """What evaluations on CuPy arrays do otherwise.
-
-    Attributes:
-        steps: as for :class:`Analysis`, with pointwise nodes fused.
-        summed: the rows of gradients that are sums over tiles; None if there are none.
-    """
-
-    steps: list[tuple[Node, frozenset[str]]]
-    summed: SummedRows | None
-
-
-def analyze_for_gpu(graph: Graph) -> AnalysisOfGpu:
-    """The analysis for CuPy arrays; the graph keeps it."""
-    found: AnalysisOfGpu | None = graph.notes.get("analysis of a GPU")
-    if found is None:
-        found = graph.notes["analysis of a GPU"] = AnalysisOfGpu(_last_reads(fuse(graph)), SummedRows.of(graph))
     return found
 
 
@@ -128,8 +120,8 @@ class Evaluation:
         self.steps, self.separable, self.rows = analysis.steps, analysis.separable, analysis.shape[2]
         self.summed, self.later = frozenset[str](), frozenset[str]()
         if self.xp is not np:
-            self.steps, summed = analyze_for_gpu(graph)
-            if summed:
+            self.steps = analysis.fused_steps
+            if summed := analysis.summed:
                 self.right_operands, self.summed, self.later, self.rows = summed
                 self.separable = True
         self.whole = {*self.right_operands, *self.summed, *self.later} if self.summed else self.right_operands
@@ -324,14 +316,13 @@ def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
     right, (*_, of, width) = analysis.right_operands, analysis.shape
-    steps, summed = analyze_for_gpu(graph)
-    if summed:
+    if summed := analysis.summed:
         right, of = summed.right_operands | summed.products, summed.rows
     separable = analysis.separable or summed
     rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if separable else of
     alive: dict[str, int] = {}
     most = 0
-    for node, last_reads in steps:
+    for node, last_reads in analysis.fused_steps:
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
                 alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))

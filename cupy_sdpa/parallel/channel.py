@@ -90,7 +90,7 @@ class Channel:
             return
         if tag is not None:
             for sent, _ in sends:
-                memory.fill_int32(_tag_of(sent), tag)
+                memory.clear(_tag_of(sent), tag)
         stream = self._stream(arrays[0].data.device_id)
         stream.wait_event(cupy_runtime.cupy().cuda.get_current_stream().record())
         with stream:

@@ -128,55 +128,35 @@ def share(own: Environment, content: bytes, timeout: float) -> bytes:
     Raises:
         GroupError: not all processes connect in time.
     """
-    deadline = time.monotonic() + timeout
-    late = f"after {timeout:g} s rank {own.rank} of {own.size} is not connected through {own.address}:{own.port}"
-    if own.size == 1:
-        return content
-    if own.rank == 0:
-        return _serve(own, content, deadline, late)
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise GroupError(f"{late}: are all processes running, and is the port free? CUPY_SDPA_PORT selects another one")
-        with contextlib.suppress(OSError), socket.create_connection((own.address, own.port), min(left, 5.0)) as connection:
-            connection.settimeout(max(deadline - time.monotonic(), 0.1))
-            connection.sendall(own.rank.to_bytes(4, "big"))
-            return _read(connection, int.from_bytes(_read(connection, 4), "big"))
-        time.sleep(0.05)
-
-
-def _serve(own: Environment, content: bytes, deadline: float, late: str) -> bytes:
-    """Send bytes to every process that connects."""
-    with socket.create_server((own.address, own.port), backlog=own.size) as server:
-        waiting = set(range(1, own.size))
-        while waiting:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise GroupError(f"{late}: missing are the ranks {', '.join(map(str, sorted(waiting)))}")
-            server.settimeout(left)
-            with contextlib.suppress(OSError):
-                connection, _ = server.accept()
-                with connection:
+    deadline, missing = time.monotonic() + timeout, set(range(1, own.size))
+    if own.rank == 0 and missing:
+        with socket.create_server((own.address, own.port), backlog=own.size) as server:
+            while missing and (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                with (
+                    contextlib.suppress(OSError, ValueError),
+                    server.accept()[0] as connection,
+                    connection.makefile("rwb") as file,
+                ):
                     connection.settimeout(max(deadline - time.monotonic(), 0.1))
-                    rank = int.from_bytes(_read(connection, 4), "big")
-                    connection.sendall(len(content).to_bytes(4, "big") + content)
-                    waiting.discard(rank)
+                    rank = int(file.readline())
+                    file.write(content)
+                    file.flush()
+                    missing.discard(rank)
+    while own.rank and (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((own.address, own.port), min(left, 5.0)) as connection:
+            connection.settimeout(left)
+            connection.sendall(b"%d\n" % own.rank)
+            if found := connection.makefile("rb").read():  # up to the end of the connection
+                return found
+        time.sleep(0.05)
+    if own.rank or missing:
+        reason = "are all processes running, and is the port free? CUPY_SDPA_PORT selects another one"
+        if not own.rank:
+            reason = f"missing are the ranks {', '.join(map(str, sorted(missing)))}"
+        where = f"rank {own.rank} of {own.size} is not connected through {own.address}:{own.port}"
+        raise GroupError(f"after {timeout:g} s {where}: {reason}")
     return content
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    """Read exactly ``count`` bytes.
-
-    Raises:
-        OSError: the connection ended.
-    """
-    parts = b""
-    while len(parts) < count:
-        found = connection.recv(count - len(parts))
-        if not found:
-            raise OSError("the connection ended")
-        parts += found
-    return parts
 
 
 def run_on_gpus(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..runtime import cupy_runtime, driver
 from .group import GroupError, Transfer
@@ -20,28 +20,6 @@ from .group import GroupError, Transfer
 DEFAULT_TIMEOUT = 300.0
 #: The seconds between two checks of the watchdog.
 _INTERVAL = 0.25
-
-
-class Communicator(Protocol):
-    """The attributes and methods of a communicator that a group uses."""
-
-    rank: int
-    size: int
-
-    def grouped(self) -> contextlib.AbstractContextManager[Any]:
-        """A ``with`` block whose transfers are one NCCL group."""
-
-    def send(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer to a member."""
-
-    def receive(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer from a member."""
-
-    def error(self) -> str:
-        """The error of an earlier transfer; empty for none."""
-
-    def abort(self) -> None:
-        """End all transfers."""
 
 
 class CupyCommunicator:
@@ -133,7 +111,7 @@ class NcclGroup:
     that waits for a member would therefore never end if that member allocates memory before it starts the exchange.
 
     Args:
-        communicator: the communicator.
+        communicator: the communicator, with the methods of :class:`CupyCommunicator`.
         timeout: the limit in seconds. It must be longer than members may lag behind each other. Default 300.
         meeting: a barrier of all members, if they are threads of one process. Default None.
 
@@ -142,9 +120,7 @@ class NcclGroup:
         size: the number of members.
     """
 
-    def __init__(
-        self, communicator: Communicator, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None
-    ) -> None:
+    def __init__(self, communicator: Any, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None) -> None:
         self.rank, self.size, self.timeout = communicator.rank, communicator.size, timeout
         self._communicator, self._meeting = communicator, meeting
         self._failure = ""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels import ragged
-from ..kernels.merge import MAX_GROUPS, Parts, accumulate, merge
+from ..kernels.merge import Parts, accumulate, merge
 from ..problem.problem import row_stats_shape
 from ..problem.view import View
 from ..programs.program import Builder
@@ -33,21 +33,84 @@ Options = Mapping[str, Any]
 def ring_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
     """Add the steps of the output and the log-sum-exp of the member's queries."""
     made, buffers = config.steps
-    results = _Partials(steps.builder, config, [part for own in made for part in own], buffers, views, options)
-    for own, (keys, values) in zip(made, _travelling(steps, config, views), strict=True):
-        for part in own:
-            results.compute(part, keys, values)
-    results.merge()
+    _forward(steps.builder, config, views, options, made, buffers, _travelling(steps, config, views))
 
 
 def gather_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
     """:func:`ring_forward` with an all-gather."""
     made, buffers = config.whole
-    results = _Partials(steps.builder, config, made, buffers, views, options)
-    keys, values = _gathered(steps, config, views)
-    for part in made:
-        results.compute(part, keys, values)
-    results.merge()
+    _forward(steps.builder, config, views, options, (made,), buffers, iter([_gathered(steps, config, views)]))
+
+
+def _forward(
+    builder: Builder,
+    config: Configuration,
+    views: Views,
+    options: Options,
+    made: Sequence[Sequence[Part]],
+    buffers: int,
+    sources: Iterator[tuple[View, View]],
+) -> None:
+    """Add the steps of the partial results, and of their merge; a single one of all rows is the result.
+
+    Args:
+        builder: collects the steps.
+        config: the configuration.
+        views: the arrays and the results.
+        options: the options of the call.
+        made: the calls on the keys and values of each source.
+        buffers: the number of partial results.
+        sources: the keys and values.
+    """
+    results, rows = (views["out"], views["stats"]), views["q"].shape[2]
+    written = [sum(part.rows.length for own in made for part in own if part.buffer == n) for n in range(buffers)]
+    merges = written != [rows] or options.get("sinks") is not None
+    partial = [results]
+    if merges:
+        partial = [(builder.temporary(out.shape, out.dtype), builder.temporary(stats.shape, stats.dtype))
+                   for out, stats in [results] * buffers]  # fmt: skip
+    for (_, stats), number in zip(partial, written, strict=True):
+        if number < rows:  # merging does not read the outputs of rows whose log-sum-exp is -inf
+            builder.fill(stats, -np.inf)
+    for own, (keys, values) in zip(made, sources, strict=True):
+        for part in own:
+            out, stats = partial[part.buffer]
+            q, k, v = part.rows.of(builder, views["q"], 2), part.keys.of(builder, keys, 2), part.keys.of(builder, values, 2)
+            given = config.part_options(part, builder, options)
+            if q.shape[2] == rows:
+                attend(builder, (q, k, v), out, stats, given)
+                continue
+            out_part = builder.temporary((out.shape[0], *q.shape[1:]), out.dtype)
+            stats_part = builder.temporary(row_stats_shape(q.shape), stats.dtype)
+            attend(builder, (q, k, v), out_part, stats_part, given)
+            part.rows.write(builder, out, out_part, 2)
+            part.rows.write(builder, stats, stats_part, config.row_axis)
+    if merges:
+        _merge(builder, config, partial, results, options)
+
+
+def _merge(
+    builder: Builder,
+    config: Configuration,
+    partial: Sequence[tuple[View, View]],
+    results: tuple[View, View],
+    options: Options,
+) -> None:
+    """Add the steps that merge partial results."""
+    every = [(x[..., None], y.T[..., None]) if config.packed else (x, y) for x, y in (*partial, results)]
+    groups, (out, stats) = [Parts(x[..., None], y[..., None]) for x, y in every[:-1]], every[-1]
+    sinks, lengths = options.get("sinks"), options.get("seq_lens_q")
+    builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
+    if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch entry their sink
+        builder.run(clear_padding, *results, builder.constant(config.positions), lengths, writes=results)
+
+
+def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:
+    """Clear the rows whose positions are not within the lengths."""
+    xp, bits = cupy_runtime.array_module(out), as_bits(out)
+    exists = positions[:, None] < lengths  # (Sq, B)
+    bits[...] = xp.where(exists, bits, bits.dtype.type(0))
+    stats[...] = xp.where(exists[:, None], stats, -np.inf)
 
 
 def ring_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
@@ -112,7 +175,7 @@ def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iter
     yield arrays[0], arrays[1]
 
 
-def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> list[View]:
+def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[View, View]:
     """All keys and values in the order of their positions."""
     specs = [config.key_specs(peer) for peer in range(config.size)]
     messages = steps.gather(steps.message_of([views["k"], views["v"]]), specs, "all-gather: keys and values")
@@ -123,91 +186,7 @@ def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> list[V
             for local, positions in config.keys.slices(peer):
                 steps.copy(whole[:, :, positions], message.arrays[index][:, :, local])
         arrays.append(whole)
-    return arrays
-
-
-class _Partials:
-    """The partial outputs and log-sum-exps of a member's queries, which are merged; a single one of all rows is the result.
-
-    Args:
-        builder: collects the steps.
-        config: the configuration.
-        made: the calls.
-        count: the number of partial results.
-        views: the arrays and the results.
-        options: the options of the call.
-    """
-
-    def __init__(
-        self, builder: Builder, config: Configuration, made: Sequence[Part], count: int, views: Views, options: Options
-    ) -> None:
-        self._builder, self._config, self._views, self._options = builder, config, views, options
-        result, rows = (views["out"], views["stats"]), views["q"].shape[2]
-        written = [sum(part.rows.length for part in made if part.buffer == index) for index in range(count)]
-        self._merged = written != [rows] or options.get("sinks") is not None
-        self._results = [self._temporary(*result) for _ in range(count)] if self._merged else [result]
-        for (_, stats), number in zip(self._results, written, strict=True):
-            if number < rows:  # merging does not read the outputs of rows whose log-sum-exp is -inf
-                builder.fill(stats, -np.inf)
-
-    def _temporary(self, *like: View) -> tuple[View, View]:
-        out, stats = (self._builder.temporary(x.shape, x.dtype) for x in like)
-        return out, stats
-
-    def compute(self, part: Part, k: View, v: View) -> None:
-        """Add the steps of a part."""
-        builder, config = self._builder, self._config
-        q = part.rows.of(builder, self._views["q"], 2)
-        keys, values = part.keys.of(builder, k, 2), part.keys.of(builder, v, 2)
-        out, stats = self._results[part.buffer]
-        whole = q.shape == self._views["q"].shape
-        own = out, stats
-        if not whole:
-            own = (
-                builder.temporary((out.shape[0], *q.shape[1:]), out.dtype),
-                builder.temporary(row_stats_shape(q.shape), stats.dtype),
-            )
-        attend(builder, (q, keys, values), *own, config.part_options(part, builder, self._options))
-        if not whole:
-            part.rows.write(builder, out, own[0], 2)
-            part.rows.write(builder, stats, own[1], config.row_axis)
-
-    def merge(self) -> None:
-        """Add the steps of the output and the log-sum-exp over all keys."""
-        if not self._merged:
-            return
-        builder, sinks = self._builder, self._options.get("sinks")
-        out, stats = self._as_target(self._views["out"], self._views["stats"])
-        groups = [Parts(*(x[..., None] for x in self._as_target(*result))) for result in self._results]
-        if builder.on_gpu and len(groups) > MAX_GROUPS:  # they are first merged into one group in float32
-            several, like = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)], groups[0]
-            shapes = [(*x.shape[:-1], len(several)) for x in (like.out, like.stats, like.stats)]
-            made = Parts(*(builder.temporary(shape, np.float32) for shape in shapes))
-            for i, some in enumerate(several):
-                target = [x[..., i] for x in made]
-                builder.run(merge, some, target[0], target[1], None, None, None, target[2], writes=target)
-            groups = [made]
-        builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
-        self._clear_padding(self._views["out"], self._views["stats"])
-
-    def _as_target(self, out: View, stats: View) -> tuple[View, View]:
-        """Results of packed sequences as those of one batch entry."""
-        return (out[..., None], stats.T[..., None]) if self._config.packed else (out, stats)
-
-    def _clear_padding(self, out: View, stats: View) -> None:
-        """Clear the rows after the length of a batch entry, which merging gives their sink."""
-        config, lengths = self._config, self._options.get("seq_lens_q")
-        if self._options.get("sinks") is not None and lengths is not None:
-            positions = self._builder.constant(config.positions)
-            self._builder.run(clear_padding, out, stats, positions, lengths, writes=(out, stats))
-
-
-def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:
-    """Clear the rows whose positions are not within the lengths."""
-    xp, bits = cupy_runtime.array_module(out), as_bits(out)
-    exists = positions[:, None] < lengths  # (Sq, B)
-    bits[...] = xp.where(exists, bits, bits.dtype.type(0))
-    stats[...] = xp.where(exists[:, None], stats, -np.inf)
+    return arrays[0], arrays[1]
 
 
 def _gradients(

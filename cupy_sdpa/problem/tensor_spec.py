@@ -112,12 +112,6 @@ def alignment_of(place: int) -> int:
     return place & -place & 15 or 16
 
 
-def placeholder(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A numpy array with the strides of a dense array in Fortran order, whose elements share memory: for its metadata only."""
-    element = np.empty(1, dtype)
-    return np.lib.stride_tricks.as_strided(element, shape, dense_strides(shape, element.itemsize))
-
-
 def dense_signature(dtype: str, shape: tuple[int, ...]) -> Signature:
     """The signature of a dense array in Fortran order."""
     return dtype, shape, dense_strides(shape, ITEMSIZE.get(dtype, 1)), 16

@@ -104,7 +104,7 @@ class Widened(NamedTuple):
 
 
 def form_of(
-    head_dim: int, value_dim: int, given: tuple[bool, bool, bool], options: Mapping[str, Any], *, deterministic: bool = False
+    head_dim: int, value_dim: int, given: tuple[bool, ...], options: Mapping[str, Any], *, deterministic: bool = False
 ) -> Form:
     """The form of a derivative.
 
@@ -122,7 +122,7 @@ def form_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _form(head_dim: int, value_dim: int, given: tuple[bool, bool, bool], centered: bool, exact_mean: bool, equal: bool) -> Form:
+def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool, exact_mean: bool, equal: bool) -> Form:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
     with_mean = _rounded(score_width + 1, MULTIPLE)

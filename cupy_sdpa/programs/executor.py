@@ -139,9 +139,11 @@ class ProgramCall:
             return self.results()
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             self.create_results()
-            if (tunings := mode.get().tunings) is not None:
-                self._tune(device, tunings)
             if cupy_runtime.capturing():  # into an arena of the capture, if there is one
+                if mode.get().tunings is not None:
+                    raise RuntimeError(
+                        "a call cannot be tuned while a stream is being captured: tune before the capture begins"
+                    )
                 self.execute(device, keep=True)
             else:
                 with cupy_runtime.arena(memory) as arena:
@@ -277,6 +279,8 @@ class ProgramCall:
             if plan is not None:
                 self._execute_plan(step, arrays, keep, plan)
                 return plan
+            if (tunings := mode.get().tunings) is not None:
+                self._tune(attend, arrays, device, tunings)
             return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
             self._describe(error, step)
@@ -305,42 +309,24 @@ class ProgramCall:
             lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
 
-    def _tune(self, device: int, tunings: list[Tuning]) -> None:
-        """Measure the engine configs of each launch on its arrays and keep the fastest, unless the plan is tuned already."""
+    def _tune(self, attend: Attend, arrays: Mapping[str, Any], device: int, tunings: list[Tuning]) -> None:
+        """Measure the engine configs of a launch on its arrays and keep the fastest, unless the plan is tuned already."""
         from ..cudnn_engine.autotune import tune
 
-        if cupy_runtime.capturing():
-            raise RuntimeError("a call cannot be tuned while a stream is being captured: tune before the capture begins")
-        for number in range(len(self.program.steps)):
-            attend = self.program.steps[number].attend
-            if attend is None or not attend.arrays:
-                continue
+        results = [arrays[spec.name] for spec in attend.problem.results]
+        addresses = {name: array.data.ptr for name, array in arrays.items()}
 
-            def measure(session: Session, plan: Plan, number: int = number, attend: Attend = attend) -> None:
-                if plan.info.tuned:
-                    return
-                arrays = self.arrays_before(number, device)
-                results = [arrays[spec.name] for spec in attend.problem.results]
-                addresses = {name: array.data.ptr for name, array in arrays.items()}
+        def measure(session: Session, plan: Plan) -> None:
+            def execute(plan: Plan, workspace: int) -> None:
+                plan.execute(addresses, self._scalars(attend), workspace)
 
-                def execute(plan: Plan, workspace: int) -> None:
-                    plan.execute(addresses, self._scalars(attend), workspace)
-
+            if not plan.info.tuned:
+                before = [array.copy() for array in results]  # some are accumulated into
                 tunings.append(tune(attend.problem, plan, session.cache, execute, results))
+                for array, values in zip(results, before, strict=True):
+                    array[...] = values
 
-            with_plan(attend.problem, device, measure)
-
-    def arrays_before(self, number: int, device: int) -> dict[str, Any]:
-        """The arrays of the step with a number, a launch, after the steps before it have run."""
-        for n, (step, arguments) in enumerate(self.bound()):
-            if n == number:
-                assert step.attend
-                return dict(arguments)
-            if step.function:
-                step.function(*arguments)
-            elif step.attend and step.attend.arrays:
-                self._launch(step, arguments, device, None, keep=False)
-        raise IndexError(number)
+        with_plan(attend.problem, device, measure)
 
 
 def _nothing(session: Session, plan: Plan) -> None:

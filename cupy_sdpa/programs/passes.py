@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.conversion import OUTPUTS, gradient_names
-from ..boundary.layouts import VECTORS, from_own, in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import VECTORS, in_own_layout, of_caller, other_layout, results_in
 from ..boundary.options import read_flag
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..boundary.user_functions import gradient_name, kept_options
@@ -33,6 +34,8 @@ from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
+#: Arrays with the same axes.
+_LIKE_KEPT = ("dq", "dk", "dv", "dout")
 #: The options that the blocks of a mask are computed with, and the flags of a backward pass that returns dq, dk and dv.
 _SUPPORTED = frozenset(SUPPORTED)
 _NO_OUTPUTS = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
@@ -68,6 +71,60 @@ def blocks_of(
 
 # Calls
 
+#: The shapes and dtypes of results by name.
+Wanted = dict[str, tuple[tuple[int, ...], Any]]
+
+
+class Reading(NamedTuple):
+    """What is known of a call whose arguments are valid.
+
+    Attributes:
+        inputs: the arrays, and the options, in the layout of this package.
+        wanted: the results in order.
+        build: adds the steps to a builder.
+        gradients: which gradients of ``tensors`` are among the results. Default None: none.
+    """
+
+    inputs: Inputs
+    wanted: Wanted
+    build: Callable[[Builder], object]
+    gradients: TensorGradients | None = None
+
+
+def call_program(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], Reading],
+    outputs: Sequence[str],
+) -> list[Any]:
+    """Run a call as a program: one that is repeated as it was cached, any other after its arguments have been read.
+
+    Args:
+        kind, names, arrays, options: as for :func:`.cache_call`.
+        read: reads the arrays, by name; the errors that it and the builder raise have the axes of the caller.
+        outputs: the names of the results that the caller gets in its layout; further results remain as they are.
+    """
+    results = run_cached(kind, arrays, options)
+    if results is None:
+        named = dict(zip(names, arrays, strict=True))
+        like = next(array for array in arrays if array is not None)
+        with cupy_runtime.device_context(like):
+            with of_caller(named, options):
+                inputs, wanted, build, gradients = read(named)
+                add_results(inputs, like, wanted)
+
+            def build_of_caller(builder: Builder) -> None:
+                with of_caller(named, options):
+                    build(builder)
+
+            results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
+    if "layout" in options and (layout := other_layout(options)):
+        given = dict(zip(names, arrays, strict=True))
+        results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
+    return results
+
 
 def attend(
     q: Any,
@@ -95,38 +152,25 @@ def attend(
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     statistics = return_stats if type(return_stats) is bool else str(return_stats)
     kind = ("forward program", dtype, kept, statistics, deterministic, mask if mask is None else key_of(mask))
-    given = (q, k, v, out, stats)
-    results = run_cached(kind, given, options)
-    if results is None:
-        named = dict(zip(Forward._fields, given, strict=True))
-        with of_caller(named, options), cupy_runtime.device_context(q):
-            inputs = _inputs(named, options, mask, dtype, ("out", "stats"), None)
-            flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-            native = False
-            if mask is not None:
-                sizes, with_stats = check(q, k, v, mask), bool(return_stats) or stats is not None
-                if method_of(mask, sizes).blocks is not None:
-                    native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
-            wanted, _ = results_of(inputs.views, inputs.options, mask=mask, dtype=dtype, **flags)
-            add_results(inputs, q, wanted)
-            names = list(wanted)
-            if kept:
-                assert dtype
-                wanted = {f"kept {name}": (inputs.arrays[name].shape, numpy_dtype(dtype)) for name in _KEPT}
-                add_results(inputs, q, wanted)
-                names += list(wanted)
 
-        def build(builder: Builder) -> None:
-            with of_caller(named, options):
-                forward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, native=native, **flags)
+    def read(arrays: dict[str, Any]) -> Reading:
+        inputs = _inputs(arrays, options, mask, dtype, ("out", "stats"), None)
+        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, "return_stats": return_stats, "deterministic": deterministic}
+        native = False
+        if mask is not None:
+            sizes, with_stats = check(q, k, v, mask), bool(return_stats) or stats is not None
+            if method_of(mask, sizes).blocks is not None:
+                native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
+        wanted, _ = results_of(inputs.views, inputs.options, **of_call)
+        if kept:
+            assert dtype
+            shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
+            wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
+        build = functools.partial(forward, views=inputs.views, options=inputs.options, native=native, **of_call)
+        return Reading(inputs, wanted, build)
 
-        with cupy_runtime.device_context(q):
-            results = run_program(kind, Forward._fields, given, options, inputs, names, build)
-    if "layout" in options and (layout := other_layout(options)):
-        count = len(results) - len(_KEPT) * kept
-        last = [from_own(name, x, layout) for name, x in zip(_KEPT, results[count:], strict=True)] if kept else []
-        results = results_in(layout, OUTPUTS, results[:count], {"out": out, "stats": stats}, options) + last
-    return results
+    outputs = (*OUTPUTS[:2], *_LIKE_KEPT) if kept else OUTPUTS
+    return call_program(kind, Forward._fields, (q, k, v, out, stats), options, read, outputs)
 
 
 def attend_backward(
@@ -157,30 +201,20 @@ def attend_backward(
     outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
     kind = ("backward program", dtype, result, given_stats, *map(repr, flags.values()), mask if mask is None else key_of(mask))
-    q = arrays[1]
-    results = run_cached(kind, arrays, options)
-    named = dict(zip(Gradients._fields, arrays, strict=True))
-    if results is None:
+
+    def read(named: dict[str, Any]) -> Reading:
         for name in ("dout", "out", "stats"):
             if named[name] is None:
                 raise TypeError(
                     f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
                 )
-        with of_caller(named, options), cupy_runtime.device_context(q):
-            inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
-            of_call = {"mask": mask, "dtype": dtype, "result": result, **flags}
-            wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, **of_call)
-            add_results(inputs, q, wanted)
+        inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
+        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
+        wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
+        of_call |= {"views": inputs.views, "options": inputs.options, "given_stats": given_stats}
+        return Reading(inputs, wanted, functools.partial(backward, **of_call), gradients)
 
-        def build(builder: Builder) -> None:
-            with of_caller(named, options):
-                backward(builder, inputs.views, inputs.options, mask=mask, dtype=dtype, given_stats=given_stats, **flags)
-
-        with cupy_runtime.device_context(q):
-            results = run_program(kind, Gradients._fields, arrays, options, inputs, list(wanted), build, gradients)
-    if "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, named, options)
-    return results
+    return call_program(kind, Gradients._fields, arrays, options, read, gradient_names(return_dbias, return_dsinks))
 
 
 def _inputs(
@@ -203,10 +237,6 @@ def _inputs(
     if mask is not None:
         score_function(q.shape, k.shape, kept)  # checks it
     return Inputs(arrays, kept)
-
-
-#: The shapes and dtypes of results by name.
-Wanted = dict[str, tuple[tuple[int, ...], Any]]
 
 
 def results_of(

@@ -16,43 +16,24 @@ from ..score_fn.identity import identity
 
 
 class Repeatable(Protocol):
-    """A call that the replay cache can repeat: a program and its arrays."""
+    """A call that the replay cache can repeat: a program and its arrays. The class is in a layer above; its attributes are
+    described there (:class:`cupy_sdpa.programs.executor.ProgramCall`).
+    """
 
+    program: Any
     arrays: dict[str, Any]
+    problem: Any
+    result_names: list[str]
     identities: tuple[Hashable | None, ...]
+    scalars: Mapping[str, float]
+    fills: Mapping[str, Any]
+    captured: Mapping[str, Any]
+    gradients: Any
     launched: LaunchRecord | None
-
-    @property
-    def problem(self) -> Any:
-        """Has the specs of the arrays whose alignments matter, and whether cuDNN runs at all."""
-
-    @property
-    def fills(self) -> Mapping[str, Any]:
-        """The inputs that are created."""
-
-    @property
-    def captured(self) -> Mapping[str, Any]:
-        """How each captured array is indexed."""
-
-    @property
-    def scalars(self) -> Mapping[str, float]:
-        """The by-value scalars."""
-
-    @property
-    def gradients(self) -> Any:
-        """Which gradients of ``tensors`` are requested."""
 
     @property
     def on_gpu(self) -> bool:
         """Whether the arrays are CuPy's."""
-
-    @property
-    def result_names(self) -> list[str]:
-        """The names of the results."""
-
-    @property
-    def program(self) -> Any:
-        """The steps."""
 
     def check_lengths(self) -> None:
         """Check the elements of lengths, offsets and page tables of numpy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from ..graph import graph_of
 from ..graph.nodes import Graph, Node, Tensor
 from ..numpy_engine.tiles import tile_of
 from ..problem.problem import Problem
-from ..problem.subproblems import subproblems
 from ..runtime import cupy_runtime
 from ..support.batch import MEASURED
 from ..support.padding import description as padding_of
@@ -208,11 +207,6 @@ def _storage(node: Node) -> Iterator[str]:
 
 def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
     return times.join(map(str, shape))
-
-
-def explain_subproblems(problem: Problem, explain: Callable[[Problem], Report]) -> Report:
-    """The report on a problem: that of the first subproblem that cannot run, or of the first one with all launches."""
-    return joined([explain(part) for part in subproblems(problem)])
 
 
 def joined(reports: Sequence[Report]) -> Report:

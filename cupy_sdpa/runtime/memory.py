@@ -69,14 +69,16 @@ def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
 
 
 def clear(array: Any, value: float) -> None:
-    """Fill an array with 0, or a float32 array with any value. A dense array on the GPU takes one memset, at memory speed."""
+    """Fill an array with 0, or one of 4 bytes per element with any value. A dense array on the GPU takes one memset, at memory
+    speed.
+    """
     if not is_array(array) or not (array.flags.f_contiguous or array.flags.c_contiguous):
         array.fill(value)
     elif array.size:
         if value == 0:
             driver.check(driver.bindings().cuMemsetD8Async(array.data.ptr, 0, array.nbytes, stream()))
         else:
-            bits = int(np.float32(value).view(np.uint32))
+            bits = int(np.asarray(value, array.dtype).view(np.uint32))
             driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
 
 
@@ -85,11 +87,6 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     array = temporary(like, shape, dtype)
     clear(array, 0)
     return array
-
-
-def fill_int32(array: Any, value: int) -> None:
-    """Fill a dense int32 array with a value."""
-    driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, value, array.size, stream()))
 
 
 def host_int32() -> Any:
@@ -141,7 +138,7 @@ def equal_integers(value: int, length: int) -> Any:
     found = _constants.get((context, value, 0, "int32"))
     if (found is None or found.size < length) and (capturing() or _count_equal(context) >= MAX_EQUAL):
         array = empty((length,), np.dtype(np.int32))
-        fill_int32(array, value)
+        clear(array, value)
         return array
     return _constant(value, 0, "int32", max(length, 1 << 10))[:length]
 

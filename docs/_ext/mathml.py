@@ -14,12 +14,17 @@ def visit_math(self: HTML5Translator, node: nodes.math) -> None:
 
 
 def visit_math_block(self: HTML5Translator, node: nodes.math_block) -> None:
-    """A displayed formula; lines that end with a backslash pair, and alignment at &, are rows of a table."""
+    r"""Displayed formulas. Lines that end with a backslash pair, and alignment at &, are rows of a table.
+
+    Formulas with \qquad between them are separate, so that a narrow page has them below each other.
+    """
     text = node.astext().strip()
     if "\\\\" in text and "\\begin" not in text:
         text = rf"\begin{{aligned}}{text}\end{{aligned}}"
+    parts = [text] if "\\begin" in text else text.split(r"\qquad")
+    formulas = " ".join(convert(part, display="block") for part in parts)
     number = f'<span class="eqno">({get_node_equation_number(self, node)})</span>' if node.get("number") else ""
-    self.body.append(f'<div class="math">{number}{convert(text, display="block")}</div>\n')
+    self.body.append(f'<div class="math">{number}{formulas}</div>\n')
     raise nodes.SkipNode
 
 

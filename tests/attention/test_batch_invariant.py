@@ -15,7 +15,7 @@ from cupy_sdpa import (
     problem,
 )
 
-PAGES = {"page_table": np.zeros((2, 3), np.int32), "seq_lens_kv": np.full(3, 30, np.int32)}
+PAGES = {"page_table": np.arange(6, dtype=np.int32).reshape(2, 3), "seq_lens_kv": np.full(3, 30, np.int32)}
 #: The number of queries, the options, and words of the message with cuDNN; no word if the call runs.
 CALLS = {
     "two queries": (2, {"causal": "bottom_right", "return_stats": True}, ""),

@@ -295,7 +295,7 @@ def test_clip_takes_a_number_between_traced_bounds():
 
 def test_mistakes_are_reported_with_their_line():
     """The traceback contains the function."""
-    x = np.ones((4, 1, 5, 1))
+    x = np.ones((4, 1, 5, 1), order="F")
     with pytest.raises(AttributeError, match=r"'sigmoid': write scipy\.special\.expit\(x\)") as caught:
         attention(x, x, x, score_mod=lambda s, b, h, i, j: s.sigmoid())
     assert any(entry.name == "<lambda>" for entry in caught.traceback)

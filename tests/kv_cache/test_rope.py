@@ -213,3 +213,23 @@ def test_nothing_to_rotate(engine):
     """Arrays without tokens or sequences give arrays without elements."""
     for shape in ((8, 2, 0, 3), (8, 2, 3, 0)):
         assert apply_rope(engine.nan(*shape), Rope(8)).shape == shape
+
+
+def test_keys_of_a_layer_are_rotated_alike():
+    """Another rotation than that of earlier keys of the layer is refused, and nothing changes; an empty cache takes any."""
+    cache = KVCache(16, 2, pages=4, batch=1, page_size=4, dtype="float32", layers=2, numpy=True)
+    x = np.ones((16, 2, 2, 1), np.float32, order="F")
+    one, other = Rope(16), Rope(16, base=500_000)
+    for layer, rope in enumerate((one, other)):  # layers may differ
+        cache.append(x, x, layer, rope=rope)
+    before = cache.keys(0).copy(), cache.lengths.copy()
+    with pytest.raises(ValueError, match=r"(?s)rope is Rope\(dim=16.*from 1 to 4.2\d*e-05.*layer 0.*from 1 to 0.00031"):
+        cache.append(x, x, rope=Rope(16, base=100_000))
+    with pytest.raises(ValueError, match=r"factor=2\.0"):
+        cache.append(x, x, rope=Rope(16, factor=2))
+    assert cache.host_lengths.tolist() == [2]
+    assert all(np.array_equal(*pair) for pair in zip((cache.keys(0), cache.lengths), before, strict=True))
+    cache.append(x, x, rope=Rope(16))  # equal
+    cache.append(x, x, 1)  # rotated before
+    cache.release(0)
+    cache.append(x, x, rope=other)

@@ -1,5 +1,6 @@
 """Programs: static checks of every program, memory that temporaries share, and the host work of repeated calls."""
 
+import gc
 import os
 import re
 import subprocess
@@ -143,11 +144,14 @@ def functions_entered(call):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
+    gc.collect()
+    gc.disable()  # objects of other tests would be counted
     sys.setprofile(entered)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -21,7 +21,7 @@ KINDS = {kind.name: kind for kind in host_options.KINDS}
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     """Two heads, two sets of arrays, few rounds, and an empty working directory."""
-    for name, value in {"HEADS": 2, "SETS": 2, "ROUNDS": 2, "CALLS": 2, "PIECE": 3}.items():
+    for name, value in {"HEADS": 2, "SETS": 2, "ROUNDS": 2, "CALLS": 2, "PIECE": 3, "MIX_WARM_UP": 6}.items():
         monkeypatch.setattr(host_options, name, value)
     with contextlib.chdir(tmp_path):
         yield
@@ -102,8 +102,8 @@ def test_a_mix_takes_turns():
     assert {name: len(several) for name, several in mix.rounds.items()} == dict.fromkeys("abc", 1)
 
 
-def test_a_mix_is_measured_after_it_is_captured():
-    """The rounds of contenders correspond; the warm-up ends after rounds without a capture, and after a limit."""
+def test_a_mix_is_measured_after_it_is_warm():
+    """The rounds of contenders correspond; those of the warm-up do not count."""
     count = [0]
 
     def call():
@@ -112,14 +112,7 @@ def test_a_mix_is_measured_after_it_is_captured():
     mixes = {name: Mix({"x": [call]}, lambda results: None) for name in ("ours", "peer")}
     host_options.measure_mixes(mixes)
     assert [len(mix.rounds["x"]) for mix in mixes.values()] == [2, 2]
-    assert count == [2 * (host_options.WARM_UP + 2 * 3)]
-    count[0] = 0
-    Mix({"x": [call]}, lambda results: None, captured=lambda: min(count[0] // 2, 5)).warm_up()
-    assert count == [10 + host_options.WARM_UP]
-    mix = Mix({"x": [call]}, lambda results: None, captured=lambda: count[0])
-    mix.warm_up()
-    assert count == [10 + host_options.WARM_UP + host_options.MAX_WARM_UP]
-    assert not mix.rounds["x"]
+    assert count == [2 * (host_options.MIX_WARM_UP + 2 * 3)]
 
 
 def test_captured_calls(fake):

@@ -163,17 +163,6 @@ def test_warnings_become_part_of_the_reason():
     assert compare.failure_reason(RuntimeError("No kernel"), said) == "RuntimeError: No kernel; the last dimension differs"
 
 
-def test_the_state_of_the_gpu(fake, tmp_path, monkeypatch):
-    """What nvidia-smi prints; without it the columns exist and are empty."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert set(device.state("before").values()) == {""}
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 1980, 3201, 130.5, 41, 0x0000000000000000\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    found = device.state("after")
-    assert (found["sm_mhz_after"], found["throttle_after"]) == ("1980", "0x0000000000000000")
-    assert set(found) | set(device.state("before")) == set(device.STATE_COLUMNS)
-
-
 # rows
 
 

@@ -66,6 +66,14 @@ def test_no_code_is_overlooked():
         assert len(marked) == sum(len(code_blocks(path, others)) for others in (None, "torch", "jax")), path
 
 
+def test_named_files_exist():
+    """Files that the documents and notebooks name in code type are there, from the root, the package, the tests or the pages."""
+    folders = ROOT, ROOT / "cupy_sdpa", ROOT / "tests", ROOT / "docs"
+    for path in (ROOT / "README.md", *DOCS, *NOTEBOOKS.glob("*.ipynb")):
+        for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|md|json|csv|txt))`", path.read_text(encoding="utf-8")):
+            assert any((folder / name).exists() for folder in folders), f"{path.name}: {name}"
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name):
     """Each equals the output of its script for the result files."""
