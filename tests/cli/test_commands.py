@@ -70,7 +70,7 @@ def test_a_closed_pipe(folder):
     assert (done.status, done.err) == (141, "")
 
 
-@pytest.mark.parametrize("command", [pytest.param("support", marks=pytest.mark.slow), "explain 64,8,1000,2 --gpu h200 --steps"])
+@pytest.mark.parametrize("command", ["support", "explain 64,8,1000,2 --gpu h200 --steps"])
 def test_tables_fit_the_terminal(command):
     """Lines are at most as wide as the terminal; single long words excepted."""
     long = [line for line in run(command, columns=60, CUPY_SDPA_CUDNN=NONE).lines if len(line) > 60]
@@ -238,7 +238,6 @@ def test_planning(folder):
     assert "q, k and v are float32" in done.text
 
 
-@pytest.mark.slow
 def test_the_support_table():
     """As text without Markdown, a bug with two rows printed once; also of another version."""
     printed = run("support", columns=200).lines
