@@ -157,3 +157,8 @@ def numbers(count: int, quick: int = 0, sweep: int | None = None) -> list[Any]:
     sweep = count if sweep is None else sweep
     markers = [[pytest.mark.slow] * (number >= quick) + [pytest.mark.sweep] * (number >= sweep) for number in range(count)]
     return [pytest.param(number, marks=marks) for number, marks in enumerate(markers)]
+
+
+def one_in(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values for ``parametrize``, of which one in ``count`` is in the short tier; the others have the marker slow."""
+    return [pytest.param(value, marks=[pytest.mark.slow] * (number % count > 0)) for number, value in enumerate(values)]

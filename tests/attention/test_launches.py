@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Engine
+from engines import Engine, one_in
 from fake_cupy import DEVICE, driver
 
 import cupy_sdpa
@@ -19,11 +19,6 @@ from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_p
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 #: A call with the same addresses is captured as a CUDA graph when it is made this often, see docs/design.md.
 CAPTURE_AFTER = 3
-
-
-def mostly_slow(names, quick):
-    """The names; those after the first ``quick`` have the marker slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (n >= quick)) for n, name in enumerate(names)]
 
 
 def int32(*values):
@@ -211,7 +206,7 @@ def changing(cupy):
 ALLOCATORS = [("fake", changing), *(pytest.param("cupy", x, marks=pytest.mark.gpu) for x in (like_rmm, async_pool, unpooled))]
 
 
-@pytest.mark.parametrize("name", mostly_slow(CALLS, 2))
+@pytest.mark.parametrize("name", one_in(4, CALLS))
 @pytest.mark.parametrize(("engine", "allocator"), ALLOCATORS, indirect=["engine"])
 def test_allocators(allocator, name, engine):
     """Repeated calls: at addresses that return, and at new ones; earlier results stay, inputs change in place."""
@@ -234,7 +229,7 @@ def test_allocators(allocator, name, engine):
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("name", mostly_slow(CALLS, 2))
+@pytest.mark.parametrize("name", one_in(4, CALLS))
 def test_threads_hand_over_their_session(name, engine):
     """Threads end while their work is running, and the next thread takes over: on another stream, with other work."""
     cupy, problems = engine.xp, [Problem(engine, name) for _ in range(2)]
@@ -302,7 +297,7 @@ CAPTURED = {
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("name", mostly_slow(CAPTURED, 3))
+@pytest.mark.parametrize("name", one_in(2, CAPTURED))
 def test_captured_calls_use_no_memory_of_others(name, engine):
     """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
     call = CAPTURED[name](engine)

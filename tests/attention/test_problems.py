@@ -7,7 +7,7 @@ Each problem is called repeatedly on the same memory, with NaN in the padding, i
 import itertools
 
 import pytest
-from engines import Engine, every_engine, numbers
+from engines import Engine, every_engine, numbers, one_in
 
 from cupy_sdpa.check import Case
 
@@ -95,7 +95,7 @@ COMMON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, name in enumerate(COMMON)])
+@pytest.mark.parametrize("name", one_in(9, COMMON))
 def test_common_problems(name, engine):
     """Both passes of typical shapes and options."""
     sizes = {"d": 64, "dv": 64, "hq": 4, "hkv": 2, "sq": 96, "skv": 96, "b": 2, "backward": True, **COMMON[name]}
@@ -107,7 +107,7 @@ def test_common_problems(name, engine):
 AXES = ["".join(axes) for axes in itertools.product("k1", "q1", "h1", "b1")]
 
 
-@pytest.mark.parametrize("axes", [pytest.param(axes, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, axes in enumerate(AXES)])
+@pytest.mark.parametrize("axes", one_in(4, AXES))
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_broadcast_axes(name, axes, engine):
     """A bias and a mask of every broadcast shape, and the gradient of the bias."""

@@ -147,15 +147,14 @@ def test_blocks_that_are_not_listed_are_not_read(kind, engine):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("case", ["very low scores", "nested slices"])
+@pytest.mark.parametrize("case", ["very low scores", "very low scores of pairs", "nested slices"])
 def test_gradients_of_keys_that_parts_share(case, engine):
     """Keys after the last one have no weight, although their scores of 0 are the largest; gradients of shared keys are sums."""
-    if case == "very low scores":
-        mask = BlockMask.from_blocks(np.array([[True, False], [False, True], [True, True]]), 256, 300)
-    else:
-        mask = block_mask(lambda b, h, i, j: (i < 100) | ((j >= 50) & (j < 100)), 256, 300)
+    mask = block_mask(lambda b, h, i, j: (i < 100) | ((j >= 50) & (j < 100)), 256, 300)
     arrays = arrays_of(engine, 256, 300, 1, 1, "f2")
-    if case == "very low scores":
+    if case != "nested slices":
+        function = (lambda b, h, i, j: (i + j) % 3 > 0) if "pairs" in case else None
+        mask = BlockMask.from_blocks(np.array([[True, False], [False, True], [True, True]]), 256, 300, mask_mod=function)
         arrays[0], arrays[1] = arrays[0] / 4 + np.float16(8), arrays[1] / 4 - np.float16(8)
     arrays = [engine.xp.asarray(x.astype(engine.dtype), order="F") for x in arrays]
     check_dense(engine, both_passes(arrays, block_mask=mask), arrays, mask)

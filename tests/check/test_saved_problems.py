@@ -226,8 +226,7 @@ def test_values_are_checked(name, path):
 # Verification
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n in (1, 13))) for n in range(24)])
 def test_saved_problems_are_verified(number):
     """Problems of the self-test for a GPU, with random data on the CPU engine."""
     for problem in problems(draw(12, number, "plan")):
@@ -236,7 +235,6 @@ def test_saved_problems_are_verified(number):
             assert outcome.kind == "passed", outcome
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
 def test_functions_are_verified(option):
     """Every function of the self-test, as its expression."""
@@ -291,7 +289,6 @@ def test_check_verifies_a_file(path, folder):
     assert "0 findings" in done.out
 
 
-@pytest.mark.slow
 def test_the_benchmark_times_a_file(path, folder):
     """Both passes, lengths and pages, on numpy."""
     pages = (64, 2, 16, 20)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, python, run
+from engines import one_in
 from tiers import missing
 
 import cupy_sdpa
@@ -69,7 +70,7 @@ def test_a_closed_pipe(folder):
     assert (done.status, done.err) == (141, "")
 
 
-@pytest.mark.parametrize("command", [pytest.param("support", marks=pytest.mark.slow), "explain 64,8,1000,2 --gpu h200 --steps"])
+@pytest.mark.parametrize("command", ["support", "explain 64,8,1000,2 --gpu h200 --steps"])
 def test_tables_fit_the_terminal(command):
     """Lines are at most as wide as the terminal; single long words excepted."""
     long = [line for line in run(command, columns=60, CUPY_SDPA_CUDNN=NONE).lines if len(line) > 60]
@@ -158,7 +159,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("options", [pytest.param(x, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, x in enumerate(ASKED)])
+@pytest.mark.parametrize("options", one_in(6, ASKED))
 def test_the_options_of_a_problem(options):
     """Masks, biases, pages, packed sequences, dropout, sinks and layouts can be asked for."""
     assert ASKED[options] in run(f"explain 64,8,100,2 {options} --gpu h200 --json", CUPY_SDPA_CUDNN=NONE).json["problem"]
@@ -201,7 +202,9 @@ def test_only_one_command_is_imported():
         assert absent not in loaded
 
 
-@pytest.mark.parametrize(("shape", "status"), [("64,8,1000,2", 0), ("12,8,1000,2", 1)], ids=["runs", "refused"])
+@pytest.mark.parametrize(
+    ("shape", "status"), [("64,8,1000,2", 0), pytest.param("12,8,1000,2", 1, marks=pytest.mark.slow)], ids=["runs", "refused"]
+)
 def test_explain_without_cudnn(shape, status):
     """The support table of the newest version is used, and the report says so; a refusal has the remedy and status 1."""
     done = run(f"explain {shape} --gpu h200", CUPY_SDPA_CUDNN=NONE)
@@ -235,7 +238,6 @@ def test_planning(folder):
     assert "q, k and v are float32" in done.text
 
 
-@pytest.mark.slow
 def test_the_support_table():
     """As text without Markdown, a bug with two rows printed once; also of another version."""
     printed = run("support", columns=200).lines

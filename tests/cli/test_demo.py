@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from command_line import python, run
+from engines import one_in
 
 from cupy_sdpa import reference
 
@@ -143,7 +144,7 @@ def test_a_figure_needs_matplotlib(folder):
     assert "pip install 'cupy-sdpa[plot]'" in done.complaint
 
 
-@pytest.mark.parametrize("words", ["--plot", "--plot map.svg", "--causal --heads 1 --plot", "--seq 1 --plot"])
+@pytest.mark.parametrize("words", one_in(4, ["--plot map.svg", "--plot", "--causal --heads 1 --plot", "--seq 1 --plot"]))
 def test_figure(words, folder):
     """With matplotlib the demo writes the figure and prints its path; an unknown ending is an error."""
     pytest.importorskip("matplotlib")

@@ -5,7 +5,7 @@ In float64 only the results are rounded, so that an error in the last digits sho
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import numbers, one_in
 from exact import evaluated
 
 from cupy_sdpa import reference
@@ -108,7 +108,7 @@ def backward_agrees(case, direct=False, guards=(), altered=unaltered):
             close(others[name], truth.values[name], 1e-10, 1e-11, f"{name} of the reference")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, name in enumerate(OPTIONS)])
+@pytest.mark.parametrize("name", one_in(4, OPTIONS))
 def test_every_pair_of_options(name):
     """Both passes of two options together."""
     for number, other in enumerate(OPTIONS[: OPTIONS.index(name) + 1]):

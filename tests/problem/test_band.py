@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from engines import one_in
 
 from cupy_sdpa import attention, problem
 
@@ -26,7 +27,7 @@ def seen(band, queries, keys):
 
 
 @pytest.mark.parametrize("corner", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("queries", range(1, 6))
+@pytest.mark.parametrize("queries", one_in(3, range(1, 6)))
 def test_the_simplest_form_shows_the_same_keys(queries, corner):
     """For all small numbers of queries and keys and all sides, with exact lengths; a side that masks nothing is removed."""
     for keys, left, right in itertools.product(range(1, 6), SIDES, SIDES):

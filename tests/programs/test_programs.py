@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import Engine, numbers
+from engines import Engine, numbers, one_in
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -257,9 +257,7 @@ COMPOSED = (
 SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, name in enumerate(COMPOSED)]
-)
+@pytest.mark.parametrize("name", one_in(4, COMPOSED))
 def test_host_work_of_repeated_calls(name, fake):
     """A call enters few functions of the package; on other addresses nothing is parsed, and plans are not looked up."""
     make = composed_calls(Engine("fake", fake))[name]

@@ -27,6 +27,7 @@ def imports(path):
             yield "." if node.level else node.module.split(".")[0]
 
 
+@pytest.mark.slow
 def test_who_imports_what():
     """Only the folder of cuDNN imports ctypes; the reference imports only numpy and the standard library."""
     folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "ctypes" in imports(path)}

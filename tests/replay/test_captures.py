@@ -13,6 +13,7 @@ from cupy_sdpa import attention, get_plan_cache, prepare
 
 CAPTURED: list[tuple[str, dict[str, int]]] = [(name, {}) for name in CASES if name != "large copies"]
 CAPTURED += [(name, {"bucket": 32}) for name in ("plain", "lengths", "packed")]
+PARAMETERS = [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, pair in enumerate(CAPTURED)]
 
 pytestmark = [
     pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CAPTURED, ids=str)
+@pytest.mark.parametrize(("name", "options"), PARAMETERS, ids=str)
 def test_captured_calls(name, options, engine, cache):
     """Both passes in a CUDA graph: replayed with changed contents, after the plan cache was emptied, with other work between."""
     calls, xp = Calls(engine, name, **options), engine.xp

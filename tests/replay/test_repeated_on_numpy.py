@@ -189,6 +189,7 @@ def test_prepared_calls_compare_problems_once():
         call(*arrays(8, 2, 13, 2))
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded():
     """It keeps no array, and the oldest calls are parsed again after many others."""
     first = arrays(8, 1, 4, 1)

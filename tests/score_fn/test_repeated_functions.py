@@ -276,7 +276,8 @@ class Parameters:
     alpha = 1.0
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_random_sequences_of_calls(seed, engine):
     """Functions, their parameters, arrays, layouts, results and contents change at random; no result is stale."""
     rng, problem = np.random.default_rng(seed), Problem(engine, size=16)

@@ -481,6 +481,7 @@ def test_a_refusal_for_a_bug_names_what_runs_the_problem(bug):
     assert any(lifts) or bug.last > RELEASES[-1]
 
 
+@pytest.mark.slow
 def test_the_page_is_the_table():
     """docs/support.md is the output of the tool."""
     text = (Path(__file__).parents[2] / "docs" / "support.md").read_text(encoding="utf-8")
