@@ -19,7 +19,6 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import functions
 import numpy as np
@@ -348,7 +347,7 @@ def test_the_number_of_analyzed_functions_is_bounded():
 
 
 #: Values of which some are equal numbers of different types, or equal texts of different containers.
-VALUES: tuple[Any, ...] = (
+VALUES: tuple[object, ...] = (
     None, True, 1, 1.0, 0.0, -0.0, np.nan, np.inf, "1", "", np.float32(1), np.int32(1), [1], (1,), [[1]], [1, 1], (1, (1,)), {}, {"1": 1},
     {"1": [1]},
 )  # fmt: skip
