@@ -74,6 +74,7 @@ TESTS = {
     "cupy_sdpa/replay/replay_cache.py": ("replay", "score_fn", "boundary"),
     "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/runtime": ("kernels", "attention"),
+    "cupy_sdpa/runtime/cupy_runtime.py": ("kernels", "kv_cache", "attention"),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sequences.py": ("kv_cache",),
     "cupy_sdpa/store.py": ("plans",),
