@@ -49,7 +49,8 @@ class Struct:
         size: the number of integers, with those of its structs.
         dtype: of the record with its values, whose field ``numbers`` is an array of all of them.
 
-    >>> row, table = Struct("Row", "begin end"), Struct("Table", "count", rows=(row, 3))
+    >>> row = Struct("Row", "begin end")
+    >>> table = Struct("Table", "count", rows=(row, 3))
     """
 
     def __init__(self, name: str, numbers: str = "", **structs: Struct | tuple[Struct, int]) -> None:

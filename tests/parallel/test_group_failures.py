@@ -232,7 +232,6 @@ def test_known_calls_that_differ_raise_on_every_member(engine, changed, method):
     assert all("different shapes or options" in text for text in caught)
 
 
-@pytest.mark.slow
 def test_a_call_that_raised_before_its_first_exchange_leaves_no_checksum(fake):
     """One member's call raises, and the others do not make it: the next exchange of all members is compared with nothing."""
     together = threading.Barrier(2)

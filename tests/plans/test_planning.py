@@ -362,7 +362,6 @@ def test_a_process_that_cannot_be_replaced(folder):
         assert planner.plan(ASKED, load_target("h200")) == "no engine"
 
 
-@pytest.mark.slow
 def test_one_process_is_kept(folder, monkeypatch):
     """It answers later calls of explain(), also after a crash; another environment, and a forked child, have their own."""
     planners = []
