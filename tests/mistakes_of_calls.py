@@ -37,6 +37,7 @@ def c_order(x, *axes):
 OTHER_NAMES = {
     "bottom_right_diagonal": "causal='bottom_right'", "return_max_logit": "return_stats='max_sumexp'", "qkv_layer": "three arrays",
     "query_layer": "by position", "inference_params": "KVCache", "pad_between_seqs": "cu_seqlens_with_gaps",
+    "custom_mask": "pass mask=", "bottom_right": "causal='bottom_right'", "fast_zero_fill": "remove it",
     "is_causal": "causal=True", "use_causal_mask": "causal=True", "causal_mask": "causal='bottom_right'",
     "attn_mask": "attn_mask.T", "attention_mask": "seq_lens_kv=", "key_padding_mask": "seq_lens_kv=",
     "attn_bias": "bias=", "core_attention_bias": "bias=", "position_bias": "bias=", "qk_bias": "bias=",

@@ -74,6 +74,8 @@ _ANSWERS = {
     "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
     "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
     "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
+    "pass mask=, bool, where True attends; of packed sequences (max_seqlen_kv, max_seqlen_q, Hq, B), one for each sequence":
+        "custom_mask packed_custom_mask",
     "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked; or packed "
     "sequences with offsets of cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
     "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
@@ -103,14 +105,15 @@ _ANSWERS = {
     "pass max_seqlen_q= and max_seqlen_kv=": "max_s max_seqlen",
     "pass max_seqlen_kv=": "max_seqlen_k",
     "pass window=(left, right), where None is no bound": "local_window_size window_left window_right window_size",
-    "pass causal='bottom_right', or a window=(left, right, 'bottom_right')": "bottom_right_diagonal",
+    "pass causal='bottom_right', or a window=(left, right, 'bottom_right')":
+        "bottom_right bottom_right_causal bottom_right_diagonal",
     "pass return_stats='max_sumexp', which also returns the largest score of each row": "return_max_logit",
     "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
     "pass dropout_p= and seed=":
         "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
     "omit dropout_p= and seed= where nothing is dropped": "is_training training",
     "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
-    "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups",
+    "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups num_key_value_heads",
     "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
     "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
     "pass return_stats=True":
@@ -138,7 +141,8 @@ _ANSWERS = {
         "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
     "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
         "inference_params k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
-    "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa",
+    "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa use_fp16_qk_reduction",
+    "remove it: the backward pass stores no weights, and results are written whole": "checkpoint_core_attention fast_zero_fill",
 }  # fmt: skip
 #: The answers by the names of the options.
 OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}

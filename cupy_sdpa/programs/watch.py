@@ -192,9 +192,9 @@ def _difference(name: str, actual: Any, expected: Any) -> str:
             return ""
         at = tuple(int(n) for n in np.argwhere(wrong)[0])
         return f"{int(wrong.sum())} of {wrong.size} elements of {name} differ; element {at} is {actual[at]}, not {expected[at]}"
-    actual, expected = actual.astype(np.float64), np.asarray(expected)
-    unit = spacing(expected.dtype)
-    expected = expected.astype(np.float64)
+    unit = spacing(np.asarray(expected).dtype)
+    with np.errstate(invalid="ignore"):  # a signaling NaN in memory that nothing wrote
+        actual, expected = actual.astype(np.float64), np.asarray(expected).astype(np.float64)
     actual = np.where(np.isnan(actual) & np.isnan(expected), 0, actual)  # memory that nothing wrote
     expected = np.where(np.isnan(expected) & (actual == 0), 0, expected)
     floor = DEVIATIONS * max(unit, SINGLE) * _largest(expected)
