@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -236,10 +235,13 @@ def _of_heads(
     return relocated(function, reads, starts={}, places={"h": heads}), arrays
 
 
-@functools.cache  # cached programs refer to constants weakly
+#: The constants of :func:`_numbers`, which are kept because programs refer to constants weakly.
+_kept: dict[tuple[int, int, int], Constant] = {}
+
+
 def _numbers(first: int, step: int, count: int) -> Constant:
     """The numbers ``first, first + step, ...`` of heads."""
-    return Constant(first + step * np.arange(count, dtype=np.int32))
+    return _kept.setdefault((first, step, count), Constant(first + step * np.arange(count, dtype=np.int32)))
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

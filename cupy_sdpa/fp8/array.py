@@ -240,9 +240,9 @@ def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool
 
 def one_of(array: Any, place: int) -> Any:
     """One element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
-    if not cupy_runtime.is_array(array):
+    if type(array) is np.ndarray:
         return array[place : place + 1]
-    return cupy_runtime.cupy().ndarray((1,), array.dtype, array.data + place * array.itemsize)
+    return type(array)((1,), array.dtype, array.data + place * array.itemsize)
 
 
 def factor(name: str, value: Any, like: Array) -> Any:

@@ -148,7 +148,7 @@ class ProgramCall:
             else:
                 with cupy_runtime.arena(memory) as arena:
                     ran = self.execute(device, plans=plans)
-                if ran:
+                if ran or not self.program.launches:
                     self.launched = LaunchRecord(tuple(ran), arena.needed, self.program.plan_only)
         return self.results()
 

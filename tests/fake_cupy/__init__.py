@@ -71,8 +71,7 @@ def _package() -> list[ModuleType]:
 
 
 def _clear_caches(package: list[ModuleType]) -> None:
-    """Empty every ``functools.cache``, some of which hold objects of one CuPy, and the programs, which refer to some of these."""
-    importlib.import_module("cupy_sdpa.programs.executor")._programs.clear()
+    """Empty every ``functools.cache``: some of them hold objects of one CuPy."""
     for module in package:
         for value in list(vars(module).values()):
             clear: Any = getattr(value, "cache_clear", None)
