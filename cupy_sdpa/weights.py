@@ -231,17 +231,9 @@ def _of_heads(
         reads[access] = access._replace(name=f"{access} of some heads")
         arrays[reads[access].name] = array
     heads = Access(f"heads from {own.start}", ("h",))
-    arrays[heads.name] = builder.constant(_numbers(own.start, own.step, count))
+    numbers = own.start + own.step * np.arange(count, dtype=np.int32)
+    arrays[heads.name] = builder.constant(Constant(numbers), keep=True)
     return relocated(function, reads, starts={}, places={"h": heads}), arrays
-
-
-#: The constants of :func:`_numbers`, which are kept because programs refer to constants weakly.
-_kept: dict[tuple[int, int, int], Constant] = {}
-
-
-def _numbers(first: int, step: int, count: int) -> Constant:
-    """The numbers ``first, first + step, ...`` of heads."""
-    return _kept.setdefault((first, step, count), Constant(first + step * np.arange(count, dtype=np.int32)))
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

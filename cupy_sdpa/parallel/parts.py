@@ -41,7 +41,7 @@ class Selection:
         if len(self.ranges) <= 1:
             return self._range(x, axis)
         target = builder.temporary((*x.shape[:-1], self.length), x.dtype)
-        builder.run(take, target, x, builder.constant(self._indices), writes=(target,))
+        builder.run(take, target, x, builder.constant(self._indices, keep=True), writes=(target,))
         return target
 
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
@@ -49,14 +49,14 @@ class Selection:
         if len(self.ranges) <= 1:
             builder.run(copy, self._range(target, axis), x, writes=(self._range(target, axis),))
         else:
-            builder.run(put, target, x, builder.constant(self._indices), writes=(target,))
+            builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 
     def add(self, builder: Builder, total: View, x: View, axis: int) -> None:
         """Add elements to a float32 or float64 array along an axis."""
         if len(self.ranges) <= 1:
             builder.run(accumulate, self._range(total, axis), x, writes=(self._range(total, axis),))
         else:
-            builder.run(add_at, total, x, builder.constant(self._indices), writes=(total,))
+            builder.run(add_at, total, x, builder.constant(self._indices, keep=True), writes=(total,))
 
     def _range(self, x: View, axis: int) -> View:
         start, stop = self.ranges[0] if self.ranges else (0, 0)
@@ -117,7 +117,7 @@ class Part:
         """The options that describe packed sequences."""
         if self.lengths is None:
             return {}
-        offsets = {name: builder.constant(starts) for name, starts in self._offsets.items()}
+        offsets = {name: builder.constant(starts, keep=True) for name, starts in self._offsets.items()}
         return {**offsets, **{f"max_seqlen_{side}": max(of, default=0) for side, of in self._sides.items()}}
 
     @property

@@ -104,7 +104,7 @@ def _merge(
     sinks, lengths = options.get("sinks"), options.get("seq_lens_q")
     builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
     if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch entry their sink
-        builder.run(clear_padding, *results, builder.constant(config.positions), lengths, writes=results)
+        builder.run(clear_padding, *results, builder.constant(config.positions, keep=True), lengths, writes=results)
 
 
 def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:

@@ -40,8 +40,9 @@ class Program:
         steps: the steps, in order.
         temporaries: where each temporary lies. Two of them share memory if no step uses both, and none lies between their uses.
         memory_bytes: the size of the block of memory.
-        constants: the constants by the name of their storage. They belong to what they describe, such as a block mask, which
+        constants: the constants by the name of their storage. Most belong to what they describe, such as a block mask, which
             the caller of a running program holds: a cached program does not keep their memory.
+        kept: the other constants.
         fills: the arrays of equal integers by the name of their storage.
     """
 
@@ -50,6 +51,7 @@ class Program:
     memory_bytes: int
     constants: Mapping[str, weakref.ref[Constant]]
     fills: Mapping[str, Fill]
+    kept: tuple[Constant, ...]
 
     def constant(self, name: str) -> Constant:
         """A constant of a running program."""
@@ -131,7 +133,7 @@ class Builder(Steps):
         """The program; temporaries share memory where they can."""
         places, total = _places(self.steps, self.sizes)
         constants = {name: weakref.ref(constant) for name, constant in self.constants.items()}
-        return Program(tuple(self.steps), places, total, constants, dict(self.fills))
+        return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept))
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:

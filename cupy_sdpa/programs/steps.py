@@ -128,6 +128,7 @@ class Steps:
         steps: the steps.
         sizes: the bytes of each temporary.
         constants: the constants by the name of their storage.
+        kept: the constants that belong to the program.
         fills: the arrays of equal integers by the name of their storage.
     """
 
@@ -137,6 +138,7 @@ class Steps:
     steps: list[Step] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Constant] = field(default_factory=dict)
+    kept: list[Constant] = field(default_factory=list)
     fills: dict[str, Fill] = field(default_factory=dict)
 
     @property
@@ -152,9 +154,11 @@ class Steps:
         self.sizes[view.storage.name] = view.nbytes
         return view
 
-    def constant(self, constant: Constant) -> View:
-        """An array that is known now."""
+    def constant(self, constant: Constant, *, keep: bool = False) -> View:
+        """An array that is known now; ``keep`` if the program keeps it, because it belongs to nothing that the caller holds."""
         array = constant.array
+        if keep:
+            self.kept.append(constant)
         name = next((name for name, other in self.constants.items() if other is constant), "")
         if not name:
             name = f"constant {len(self.constants) + 1}"

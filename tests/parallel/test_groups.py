@@ -35,6 +35,8 @@ CORNERS = {
                                      "sq": 17, "skv": 17},
     "packed, bottom right": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "causal": "bottom_right"},
                              "sq": 17, "skv": 17},
+    "packed tables": {"options": {"packed": ("full", "random", 0, 0, 0, "int32"), "score_mod": ("buckets", "float32")},
+                      "sq": 21, "skv": 10},
     "empty sequences": {"options": {"packed": ("zero", "zero", 0, 0, 0, "int32")}, "sq": 1, "skv": 1},
 }  # fmt: skip
 
