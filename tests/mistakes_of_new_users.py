@@ -102,6 +102,8 @@ OFFSETS = [
 PAGES = [
     row("attention", "causal=True with pages", pages(causal=True), ValueError, "causal is True", "Sq is 6", "up to 8 keys",
         "'bottom_right'", "'top_left'"),
+    *[row("attention", f"causal={value!r} with pages", pages(causal=value), ValueError, f"causal is {value}", "'bottom_right'")
+      for value in (1, np.True_)],
     row("attention", "causal='top_left' with pages", pages(causal="top_left"), lambda x: gathered(x, causal(6, 8))),
     row("attention", "a page twice, because the lengths are those of the table", pages([[3, 1, 5], [3, 4, 0]], (8, 8, 8)), ValueError,
         "page_table lists a page twice in sequence 0", "[3, 3]", "8 keys in pages of 4", "seq_lens_kv"),

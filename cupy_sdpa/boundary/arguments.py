@@ -161,10 +161,12 @@ def _read_own(
         arguments |= {name: read_array(name, array) for name, array in (functions.arrays | functions.tables).items()}
         scalars, source_lines = scalars | functions.scalars, functions.source_lines
     *_, sq, skv, _ = problem.sizes
-    if problem.paged and options.get("causal") is True and sq != skv:
+    causal = options.get("causal")
+    if problem.paged and causal and not isinstance(causal, str) and sq != skv:
         raise ValueError(
-            f"causal is True with page_table, and Sq is {sq}, and the pages have up to {skv} keys: pass causal='bottom_right', "
-            "where the last query attends to all keys of its sequence, or 'top_left', where query i attends to keys 0 to i"
+            f"causal is {causal} with page_table, and Sq is {sq}, and the pages have up to {skv} keys: pass "
+            "causal='bottom_right', where the last query attends to all keys of its sequence, or 'top_left', where query i "
+            "attends to keys 0 to i"
         )
     found = {name: argument.array for name, argument in arguments.items()}
     if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
@@ -280,13 +282,14 @@ def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
         if (lengths := arrays.get(name)) is not None:
             check_counts(name, lengths, most)
     if problem.paged and {"page_table", "seq_lens_kv"} <= arrays.keys():
-        _check_page_table(problem, arrays["page_table"], arrays["seq_lens_kv"])
+        _check_page_table(problem, arrays)
     for name, most, total in zip(CU_SEQLENS, (sq, skv), (problem.q.shape[2], problem.k.shape[2]), strict=True):
         if (starts := arrays.get(name)) is not None:
             if starts[0] > 0 and starts.sum() == total and starts.max() <= most:
                 raise ValueError(
                     f"{name} is {starts.tolist()}: these are lengths, because they add up to {total}, the total; pass offsets, "
-                    f"{[0, *np.cumsum(starts).tolist()]}, which np.cumsum([0, *lengths]) returns"
+                    f"{[0, *np.cumsum(starts).tolist()]}, which np.cumsum([0, *lengths]) returns. If they are offsets, "
+                    "add an unused position after the last sequence"
                 )
             check_offsets(name, starts, total)
             lengths = np.diff(starts)
@@ -309,12 +312,14 @@ def check_offsets(name: str, starts: Any, total: int) -> None:
         )
 
 
-def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
+def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:
     """Check the entries of a page table before the lengths, on the CPU only."""
-    page, pages = problem.k.shape[2:]
+    (page, pages), table, lengths = problem.k.shape[2:], arrays["page_table"], arrays["seq_lens_kv"]
+    queries = arrays.get("seq_lens_q")
     band, program = problem.settings.band, problem.settings.program
     # a page that a mask hides may be listed twice: the pages of a window are used again
-    masked = program or (band and band.left is not None) or any(has_score_axes(spec.name) for spec in problem.tensors)
+    hides = band is not None and (band.left is not None or not band.bottom_right)
+    masked = program or hides or any(has_score_axes(spec.name) for spec in problem.tensors)
     for b, length in enumerate(lengths):
         used = table[: -(-int(length) // max(page, 1)), b]
         if not used.size:
@@ -324,7 +329,7 @@ def _check_page_table(problem: Problem, table: Any, lengths: Any) -> None:
                 f"page_table has entries from {used.min()} to {used.max()} in sequence {b}, which has {length} keys, so "
                 f"{used.size} pages of {page}; there are {pages} pages: pass its pages, or in seq_lens_kv its number of keys"
             )
-        if not masked and len({*used.tolist()}) < used.size:
+        if not masked and (queries is None or queries[b]) and len({*used.tolist()}) < used.size:
             raise ValueError(
                 f"page_table lists a page twice in sequence {b}: {used.tolist()}, for {length} keys in pages of {page}. Pass "
                 "its pages, or in seq_lens_kv its number of keys: entries after its last page are not used"

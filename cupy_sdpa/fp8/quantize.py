@@ -78,14 +78,14 @@ def quantize_all(
     arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: Any = None
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
-    kind, given = ("quantize", dtype, *rotations, str(layout)), (*arrays, *lengths)
-    results = run_cached(kind, given, {})
-    names = ("q", "k", "v")[: len(arrays)]
-    other = other_layout({"layout": layout})
+    if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
+        raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
+    check_layout(layout)
+    kind, given = ("quantize", dtype, *rotations, layout), (*arrays, *lengths)
+    checked = not cupy_runtime.is_array(arrays[0]) and any(x is not None for x in lengths)  # the elements, in every call
+    results = None if checked else run_cached(kind, given, {})
+    names, other = ("q", "k", "v")[: len(arrays)], other_layout({"layout": layout})
     if results is None:
-        if dtype not in FP8_LARGEST:
-            raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
-        check_layout(layout)
         own = [to_own(name, x, other) for name, x in zip(names, arrays, strict=True)] if other else arrays
         for array, of_array in zip(own, lengths, strict=True):
             check_source(array, of_array, layout)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from ..boundary.arguments import check_lengths
 from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.layouts import of_caller
 from ..boundary.options import is_one_of
+from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ProgramCall
 from ..runtime import cupy_runtime
@@ -46,6 +48,8 @@ class Agreement:
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
         self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        #: Whether the current call has been compared, or is being compared.
+        self._begun = False
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
         """What this member computes in calls that were not compared before.
@@ -69,6 +73,7 @@ class Agreement:
             TypeError, ValueError, Unsupported: the call is refused, or members call with different shapes or options.
             GroupError: a member failed.
         """
+        self._begun = True
         self._channel.check()
         found: list[Any] = []
 
@@ -80,6 +85,8 @@ class Agreement:
             member, tag = known or (self.member(arrays, rest, wanted), None)
             call = member.call(arrays, rest)
             call.check_lengths()
+            if not call.on_gpu:
+                check_lengths(member.config.problem, {name: rest[name] for name in LENGTHS if rest.get(name) is not None})
             found[:] = key, member, call, tag
             if known:
                 return ""
@@ -103,19 +110,44 @@ class Agreement:
             prepare: returns the text, empty for one that was compared before. If it raises an exception, all members raise.
             like: an array of the engine.
         """
+        self._begun = True
         self._channel.begin(None)
-        error: Exception | None = None
         try:
             text = prepare()
-        except Exception as failure:  # the other members must not wait for this one
-            error, text = failure, f"{REFUSED}{type(failure).__name__}: {failure}"
-        if text and self._check and self._channel.size > 1:
-            # its own error is raised below
-            with cupy_runtime.device_context(like), contextlib.suppress(*([ValueError, GroupError] if error else [])):
-                compare(self._channel, text, like)
-        if error is not None:
-            raise error
+        except Exception as failure:
+            self._tell(failure, like)
+            raise
+        if text:
+            self._exchange(text, like)
         return text
+
+    @contextlib.contextmanager
+    def announced(self, arrays: Iterable[Any]) -> Iterator[None]:
+        """A call of the group: also errors from before it is compared are told to the other members.
+
+        Args:
+            arrays: the arguments of the call.
+        """
+        self._begun = False
+        try:
+            yield
+        except Exception as failure:
+            if not self._begun:
+                self._begun = True
+                on_gpu = [x for x in arrays if cupy_runtime.is_array(x)]
+                self._channel.begin(None)
+                self._tell(failure, on_gpu[0] if on_gpu else np.empty(0))
+            raise
+
+    def _tell(self, failure: Exception, like: Any) -> None:
+        """Tell the other members that this one refuses the call: they must not wait for it, or use what it sends next."""
+        with contextlib.suppress(ValueError, GroupError):  # its own error is raised
+            self._exchange(f"{REFUSED}{type(failure).__name__}: {failure}", like)
+
+    def _exchange(self, text: str, like: Any) -> None:
+        if self._check and self._channel.size > 1:
+            with cupy_runtime.device_context(like):
+                compare(self._channel, text, like)
 
     def known(self, key: Any) -> bool:
         """Whether a key was remembered."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, takes_default
@@ -53,6 +55,20 @@ def context_parallel(group: Any = None, *, method: str | None = None, check: boo
     return ContextParallel(group, method=method, check=check)
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _collective(function: F) -> F:
+    """A method that all members call: the others raise, too, if this member refuses its arguments."""
+
+    @functools.wraps(function)
+    def call(self: ContextParallel, *arrays: Any, **options: Any) -> Any:
+        with self._agreement.announced((*arrays, *options.values())):
+            return function(self, *arrays, **options)
+
+    return cast("F", call)
+
+
 class ContextParallel:
     """Attention over the members of a group; created by :func:`context_parallel`.
 
@@ -78,6 +94,7 @@ class ContextParallel:
         self.rank, self.size = self._group.rank, self._group.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
 
+    @_collective
     @takes_default
     def attention(
         self,
@@ -120,6 +137,7 @@ class ContextParallel:
         out, stats = _run(self._agreement.call({"q": q, "k": k, "v": v}, options, of))
         return (out, stats) if return_stats else out
 
+    @_collective
     @takes_default
     def attention_backward(
         self,
@@ -170,6 +188,7 @@ class ContextParallel:
             return gradients
         return tuple(_run(self._agreement.call(arrays, options, Request(True, method, seqlen_q, seqlen_kv, **flags))))
 
+    @_collective
     @takes_default
     def attention_vjp(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
         """Compute attention, and return a function that computes the gradients.

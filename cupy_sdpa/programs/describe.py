@@ -97,6 +97,7 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
             report = joined([explain_on_device(problem, device) for problem in problems])
             if report.plan:  # the engine's problems may no longer have the bugs of the caller's
                 of = dict.fromkeys(attend.of for attend in call.program.launches)
+                of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
                 bugs = [bug for one in of for bug in workarounds(one, report.plan.cudnn, cupy_runtime.capability(device))]
                 report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
     return dataclasses.replace(

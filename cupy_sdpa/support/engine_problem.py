@@ -62,9 +62,10 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
 
 
 def without_sinks(problem: Problem) -> Problem:
-    """A forward problem without its sinks, with the log-sum-exp that merging them needs."""
+    """A forward problem without its sinks, with dense results that they are merged into: the output and the log-sum-exp."""
     _, _, hq, _, sq, _, batch = problem.sizes
-    return replace(problem, sinks=None, stats=problem.stats or dense_spec("stats", "float32", (sq, hq, batch)))
+    out = dense_spec("out", problem.out.dtype, problem.out.shape)
+    return replace(problem, sinks=None, out=out, stats=dense_spec("stats", "float32", (sq, hq, batch)))
 
 
 def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:

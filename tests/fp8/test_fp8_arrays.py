@@ -279,3 +279,16 @@ def test_copies_of_delayed_scaling(way, engine):
         other.update(engine.put(np.full(1, amax, np.float32)))
         assert float(engine.get(other.scale)[0]) == wanted
         assert float(engine.get(scaling.scale)[0]) == 64
+
+
+def test_lengths_of_numpy_arrays_are_checked_in_every_call():
+    """Also if a call with other lengths is known; and names are checked before a call is looked up."""
+    x = np.zeros((16, 2, 5, 2), np.float32, order="F")
+    for _ in range(2):
+        fp8.quantize(x, lengths=np.int32([3, 5]))
+        with pytest.raises(ValueError, match=r"lengths is \[-1, 9\]"):
+            fp8.quantize(x, lengths=np.int32([-1, 9]))
+    with pytest.raises(ValueError, match="layout is 'None'"):
+        fp8.quantize(x, layout="None")
+    with pytest.raises(TypeError, match="dtype is"):
+        fp8.quantize(x, ["float8_e4m3fn"])

@@ -46,12 +46,21 @@ BESIDE_SINKS = {
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("name", BESIDE_SINKS)
 def test_sinks_of_grouped_heads_in_pages(name, page, engine):
-    """Every head has its own sink, with and without the log-sum-exp, also sequences without keys."""
+    """Every head has its own sink, with and without the log-sum-exp and arrays for the results, also sequences without keys."""
     pages = {"paged": (page, "heads", "some_zero", 0, "mixed", False, False), "sinks": "high"}
-    for more in ({}, {"stats": True}):
-        engine.agrees(
-            engine.case(d=16, dv=16, hq=6, hkv=2, sq=1, skv=64, b=3, options=BESIDE_SINKS[name] | pages | more, seed=1)
-        )
+    sizes = {"d": 16, "dv": 16, "hq": 6, "hkv": 2, "sq": 1, "skv": 64, "b": 3}
+    for more, layouts in (({}, {}), ({"stats": True}, {}), ({"stats": True, "preallocated": True}, {"out": "dhsb*s+h"})):
+        engine.agrees(engine.case(**sizes, layouts=layouts, options=BESIDE_SINKS[name] | pages | more, seed=1))
+
+
+def test_the_workaround_of_sinks_is_explained(fake):
+    """The report names the bug, which the problem of the launch does not have."""
+    x, pages = fake.zeros((16, 4, 1, 1), np.float16, order="F"), fake.zeros((16, 2, 4, 2), np.float16, order="F")
+    options = {"page_table": fake.asarray([[0], [1]], np.int32), "seq_lens_kv": fake.asarray([8], np.int32)}
+    report = cupy_sdpa.explain(
+        x, pages, pages, **options, sinks=fake.zeros(4, np.float32), alibi_slopes=fake.ones(4, np.float32)
+    )
+    assert any(text.startswith("one-paged-query-sinks") for text in report.workarounds)
 
 
 def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):

@@ -157,8 +157,12 @@ def test_different_arguments_raise_on_every_member(options, words):
         ({"softcap": -1.0}, ValueError, "softcap is -1"),
         ({"block_mask": np.ones((16, 16), bool)}, TypeError, "block_mask is"),
         ({"compute_dtype": "float32"}, ValueError, "compute_dtype is 'float32'"),
+        ({"layout": "foo"}, ValueError, "layout is 'foo'"),
+        ({"engine": "cudnn"}, TypeError, "engine is 'cudnn'"),
+        ({"return_stats": 2}, TypeError, "return_stats is 2"),
+        ({"seq_lens_kv": np.int32([25])}, ValueError, "seq_lens_kv has lengths from 25 to 25"),
     ],
-    ids=["number", "no block mask", "dtype"],
+    ids=["number", "no block mask", "dtype", "layout", "engine", "flag", "length"],
 )
 def test_a_refused_call_raises_on_every_member(options, error, words):
     """If one member's arguments are invalid, it raises their error, and the others say which member refused and why."""
@@ -171,6 +175,26 @@ def test_a_refused_call_raises_on_every_member(options, error, words):
         assert type(caught.value) is (ValueError if own.rank else error)
 
     run_threads(Loopback(3, timeout=5).members, member)
+
+
+@pytest.mark.parametrize("options", [{"layout": "foo"}, {"engine": "cudnn"}, {"return_stats": 2}, {"softcap": -1.0}], ids=str)
+def test_a_member_that_refuses_a_known_call_sends_nothing_of_the_next_one(options):
+    """The others raise, too; they would otherwise use what the member sends in its next call."""
+    refused = []
+
+    def member(own):
+        cp = context_parallel(own)
+        for step in range(3):
+            x = cp.shard(np.asfortranarray(np.random.default_rng(step).standard_normal((8, 4, 12, 1))))
+            try:
+                cp.attention(x, x, x, causal=True, **(options if (own.rank, step) == (1, 1) else {}))
+            except (TypeError, ValueError, GroupError):
+                refused.append(step)
+                break
+
+    run_threads(Loopback(3, timeout=5).members, member)
+    assert len(refused) == 3
+    assert max(refused) == 1  # a slower member may still be in the call before
 
 
 @pytest.mark.parametrize(
