@@ -160,7 +160,7 @@ def test_different_arguments_raise_on_every_member(options, words):
         ({"layout": "foo"}, ValueError, "layout is 'foo'"),
         ({"engine": "cudnn"}, TypeError, "engine is 'cudnn'"),
         ({"return_stats": 2}, TypeError, "return_stats is 2"),
-        ({"seq_lens_kv": np.int32([25])}, ValueError, "seq_lens_kv has lengths from 25 to 25"),
+        ({"seq_lens_kv": np.array([25], np.int32)}, ValueError, "seq_lens_kv has lengths from 25 to 25"),
     ],
     ids=["number", "no block mask", "dtype", "layout", "engine", "flag", "length"],
 )
