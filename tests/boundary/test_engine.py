@@ -71,7 +71,7 @@ def check_equal(fake, function, given, **options):
         if x.dtype == bool:
             np.testing.assert_array_equal(x, y)
             continue
-        epsilon = float(ml_dtypes.finfo(x.dtype).eps)
+        epsilon = float(ml_dtypes.finfo(options.get("compute_dtype", x.dtype)).eps)
         x, y = x.astype(np.float64), y.astype(np.float64)
         largest = np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0)
         np.testing.assert_allclose(y, x, rtol=0, atol=16 * epsilon * largest)
