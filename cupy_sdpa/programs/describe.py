@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Call, Description, Found, in_mode
+from ..boundary.call import Description, Found, in_mode
 from ..boundary.layouts import from_own, is_unbatched, other_layout, to_own, with_batch, without_batch
 from ..graph import graph_of
 from ..problem.problem import Problem, row_stats_shape
@@ -21,7 +21,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
 from ..support.why_not import workarounds
 from .block_mask_calls import without_keys
-from .executor import ProgramCall, compiled
+from .executor import ProgramCall
 
 
 def program_of(
@@ -72,11 +72,6 @@ def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: M
             array = array if layout is None else from_own(name, array, layout)
             made[name] = without_batch(name, array, layout) if unbatched else array
     return made
-
-
-def report_of_views(call: Call, like: Any) -> Report:
-    """:func:`report_of` a call whose arrays are views, on the engine and the device of an array."""
-    return report_of(dataclasses.replace(compiled(call), arrays={"q": like, "v": like}))
 
 
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:
