@@ -11,9 +11,9 @@ import numpy as np
 from ._typing import Array, ArrayT
 from .block_masks.method import check as check_mask
 from .boundary.arguments import read_shapes, views_of_shapes
-from .boundary.compute import cast, check_converted, read_compute_dtype
+from .boundary.compute import check_converted, read_compute_dtype
 from .boundary.conversion import convert, needs_conversion
-from .boundary.layouts import of_caller, options_in_own, other_layout, to_own
+from .boundary.layouts import options_in_own, other_layout, to_own
 from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
@@ -21,13 +21,12 @@ from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
 from .programs.block_mask_calls import key_of, without_keys
-from .programs.derivative import ARRAYS, TANGENTS, WIDENED, derivative
-from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, read_form
+from .programs.derivative import ARRAYS, RESULTS, TANGENTS, WIDENED, derivative
+from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, check_widened, read_form
 from .programs.derivative_form import Form, Widened, form_of
-from .programs.executor import Inputs, run_program
-from .programs.passes import add_results, blocks_of
+from .programs.executor import Inputs
+from .programs.passes import Reading, blocks_of, call_program
 from .programs.program import Builder
-from .replay.replay_cache import run_cached
 from .runtime import cupy_runtime
 
 
@@ -97,7 +96,7 @@ def attention_jvp(
     if needs_conversion(q, options) or (options.get("layout") is not None and other_layout(options)):
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
         converted: tuple[Any, ...] = convert(
-            attention_jvp, arrays, options, ("out", "dout", "stats"), widened=widened, return_stats=return_stats,
+            attention_jvp, arrays, options, RESULTS, widened=widened, return_stats=return_stats,
             deterministic=deterministic,
         )  # fmt: skip
         return converted
@@ -107,48 +106,44 @@ def attention_jvp(
             read_flag(name, value)
     given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
     mask, others = blocks_of(q, k, options, automatic=False)
-    of_form = {**others, "block_mask": mask}
     names: tuple[str, ...] = ARRAYS
     kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
-    if widened is not None and isinstance(widened, Widened):
+    if widened is not None:
+        check_widened(widened)
         given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
-    # On the CPU the elements of widened are compared with those of q, k and v in every call.
-    results = run_cached(kind, given, others) if widened is None or cupy_runtime.is_array(q) else None
-    if results is None:
-        own: dict[str, Any] = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+    forms: list[Form] = []
+
+    def read(arrays: dict[str, Any]) -> Reading:
+        own = {name: arrays[name] for name in ARRAYS}
         if dtype is not None:
-            with of_caller(own, options):
-                check_converted({**own, "out": out, "dout": dout}, results=("out", "dout"))
-            own = {name: _rounded(name, x, dtype, read=widened is not None) for name, x in own.items()}
+            check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
+            own |= {name: _rounded(name, own[name], dtype) for name in ARRAYS[:6]}
+        of_form = {**others, "block_mask": mask}
         tangents = own["dq"], own["dk"], own["dv"]
         form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
+        forms.append(form)
         check_results(out, dout, stats, q, v)
-        with cupy_runtime.device_context(q):
-            try:
-                arrays = dict(zip(names, given, strict=True))
-                wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
-                wanted["dout"] = wanted["out"]
-                if return_stats or stats is not None:
-                    wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
-                inputs = Inputs(arrays, kept_options(q, others))
-                add_results(inputs, q, wanted)
-                of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": bool(deterministic)}
-                build = functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program)
-                results = run_program(kind, names, given, others, inputs, list(wanted), build)
-            except Unsupported as error:
-                if (step := getattr(error, "step", None)) is None:
-                    raise  # an option is refused, not a pass
-                name = str(step).partition(":")[0]
-                raise Unsupported(refusal(form, name, str(error))) from error
-    return tuple(results)
+        wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
+        wanted["dout"] = wanted["out"]
+        if return_stats or stats is not None:
+            wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
+        inputs = Inputs(arrays, kept_options(q, others))
+        of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": bool(deterministic)}
+        return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
+
+    try:
+        return tuple(call_program(kind, names, given, others, read, RESULTS))
+    except Unsupported as error:
+        if (step := getattr(error, "step", None)) is None or not forms:
+            raise  # an option is refused, not a pass
+        name = str(step).partition(":")[0]
+        raise Unsupported(refusal(forms[-1], name, str(error))) from error
 
 
-def _rounded(name: str, x: Any, dtype: str, *, read: bool) -> Any:
-    """An array in another dtype, to read a problem; with its elements if they are ``read``, as only those of numpy are."""
+def _rounded(name: str, x: Any, dtype: str) -> Any:
+    """The view of a dense array in another dtype, to read a problem."""
     if x is None:
         return None
-    if read and isinstance(x, np.ndarray):
-        return cast(x, dtype, cupy_runtime.temporary)
     return View.dense(name, x.shape, numpy_dtype(dtype), x.data.device_id if cupy_runtime.is_array(x) else None)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import read_forward
+from ..boundary.arguments import check_counts, read_forward
 from ..boundary.call import Call
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import numpy_dtype, storage_dtype
 from ..problem.view import View
 from ..programs import passes
 from ..programs.program import Builder
+from ..programs.steps import Check
 
 #: The factors of the arrays of a call.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
@@ -47,10 +49,10 @@ def add_conversions(
     targets = targets or [builder.temporary(x.shape, storage) for x in sources]
     factors = factors or builder.temporary((2 * fp8_kernels.FACTOR_STEP * len(sources),), np.float32)
     dense = []
-    for x in lengths:
-        if x is not None and not x.flags.c_contiguous:
-            builder.copy(copy := builder.temporary(x.shape, x.dtype), x)
-            x = copy
+    for source, x in zip(sources, lengths, strict=True):
+        if x is not None:
+            builder.checks.append(Check(functools.partial(_check_lengths, source.shape[2]), {"lengths": x}))
+            x = x if x.flags.c_contiguous else builder.copied(x)
         dense.append(x)
     amax = None
     if builder.device is not None:
@@ -63,6 +65,10 @@ def add_conversions(
     writes = [*targets, factors] if amax is None else [*targets, factors, amax]
     builder.run(fp8_kernels.quantize, conversions, amax, dtype, writes=writes)
     return [(target, *factors_in(factors, i)) for i, target in enumerate(targets)]
+
+
+def _check_lengths(most: int, arrays: Mapping[str, Any]) -> None:
+    check_counts("lengths", arrays["lengths"], most)
 
 
 def factors_in(factors: Any, number: int) -> tuple[Any, Any]:

@@ -9,21 +9,23 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array, Layout
-from ..boundary.layouts import check_layout, check_strides_of, from_own, other_layout, takes_default, to_own
+from ..boundary.arguments import check_counts
+from ..boundary.layouts import check_layout, check_strides_of, from_own, in_own_layout, other_layout, takes_default, to_own
 from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..programs.executor import Inputs, run_program
-from ..programs.passes import add_results
+from ..programs.executor import Inputs
+from ..programs.passes import Reading, call_program
 from ..programs.program import Builder
-from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 from .array import Fp8Array, factor, of_factors
 from .fp8_passes import add_conversions
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
+#: The names of the arrays of a conversion, and of their lengths.
+_NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
 
 
 @takes_default
@@ -80,37 +82,33 @@ def quantize_all(
     """:func:`quantize` for up to three arrays, in the same two launches."""
     if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
-    check_layout(layout)
-    kind, given = ("quantize", dtype, *rotations, layout), (*arrays, *lengths)
-    checked = not cupy_runtime.is_array(arrays[0]) and any(x is not None for x in lengths)  # the elements, in every call
-    results = None if checked else run_cached(kind, given, {})
-    names, other = ("q", "k", "v")[: len(arrays)], other_layout({"layout": layout})
-    if results is None:
-        own = [to_own(name, x, other) for name, x in zip(names, arrays, strict=True)] if other else arrays
-        for array, of_array in zip(own, lengths, strict=True):
-            check_source(array, of_array, layout)
-        parts = [fp8_kernels.rotation_of(x.shape[0]) if turn else 1 for x, turn in zip(own, rotations, strict=True)]
-        every = (*names, *(f"lengths of {name}" for name in names))
-        with cupy_runtime.device_context(arrays[0]):
-            inputs = Inputs(dict(zip(every, (*own, *lengths), strict=True)), {})
-            storage = storage_dtype(dtype, cupy_runtime.is_array(arrays[0]))
-            wanted = {f"{name} in fp8": (x.shape, storage) for name, x in zip(names, own, strict=True)}
-            wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
-            add_results(inputs, own[0], wanted)
+    names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
+    options = {} if layout is None else {"layout": layout}
+
+    def read(named: dict[str, Any]) -> Reading:
+        own, _ = in_own_layout({name: named[name] for name in names}, options)
+        for name, x in zip(of_lengths, own.values(), strict=True):
+            check_source(x, named[name], layout)
+        parts = [fp8_kernels.rotation_of(len(x)) if turn else 1 for x, turn in zip(own.values(), rotations, strict=True)]
+        inputs, storage = Inputs({**named, **own}, {}), storage_dtype(dtype, cupy_runtime.is_array(own["q"]))
+        wanted = {f"{name} in fp8": (x.shape, storage) for name, x in own.items()}
+        wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
+
+        def build(builder: Builder) -> None:
             *targets, factors = inputs.of(wanted)
-            of = inputs.of(names), dtype, parts, inputs.of(every[len(names) :]), targets, factors
+            add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors)
 
-            def build(builder: Builder) -> None:
-                add_conversions(builder, *of)
+        return Reading(inputs, wanted, build)
 
-            results = run_program(kind, every, given, {}, inputs, list(wanted), build)
-    *made, factors = results
+    kind = ("quantize", dtype, *rotations)
+    *made, factors = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), options, read, ())
     found = [
         of_factors(
             data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1
         )
         for place, (data, turn) in enumerate(zip(made, rotations, strict=True))
     ]
+    other = other_layout(options)
     return [_in_layout(name, x, other) for name, x in zip(names, found, strict=True)] if other else found
 
 
@@ -231,6 +229,8 @@ class DelayedScaling:
             return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
         self._check_engine(x)
         check_source(x, lengths, layout)
+        if isinstance(lengths, np.ndarray):
+            check_counts("lengths", lengths, x.shape[2])
         part = fp8_kernels.rotation_of(x.shape[0]) if self.rotate else 1
         with cupy_runtime.device_context(x):
             if lengths is not None and not lengths.flags.c_contiguous:
@@ -262,7 +262,7 @@ def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
 
 
 def check_source(x: Any, lengths: Any, layout: Any) -> None:
-    """Check an array to convert, in the layout of this package; ``layout`` is that of the caller."""
+    """Check an array to convert, in the layout of this package, and the kind of its lengths; ``layout`` is the caller's."""
     on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
@@ -295,5 +295,3 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
         )
     if cupy_runtime.is_array(lengths) != on_gpu:
         raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")
-    if not on_gpu and lengths.size and not 0 <= lengths.min() <= lengths.max() <= x.shape[2]:
-        raise ValueError(f"lengths is {lengths.tolist()}; lengths must be from 0 to {x.shape[2]}")

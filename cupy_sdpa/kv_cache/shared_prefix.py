@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import functools
 import numbers
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
 
 from .._typing import Array
-from ..attention import attention
 from ..boundary.argument import as_int32, read_array
-from ..boundary.arguments import read_forward
+from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS, convert
-from ..boundary.layouts import in_own_layout, of_caller, other_layout, results_in
+from ..boundary.layouts import in_own_layout
 from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
-from ..problem.problem import row_stats_shape
+from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, make_spec
 from ..problem.view import View
-from ..programs.executor import Inputs, run_program
+from ..programs.executor import Inputs
+from ..programs.passes import Reading, call_program, wanted_results
 from ..programs.program import Builder
-from ..replay.replay_cache import run_cached
-from ..runtime import cupy_runtime
+from ..programs.steps import Check
 
 #: The options that it takes.
 _TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
@@ -81,54 +81,42 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    if options.get("layout") is not None:
-        named = {"q": q, "k": k, "v": v, "out": out}
-        with of_caller(named, options):
-            own, rest = in_own_layout(named, options)
-            found = shared_prefix_attention(**own, shared_prefix=shared_prefix, return_stats=return_stats, **rest)
-        if layout := other_layout(options):
-            made = results_in(layout, OUTPUTS, found if return_stats else [found], named, options)
-            return tuple(made) if return_stats else made[0]
-        return found
     if "engine" in options:
         _refuse(options)
         arrays = {"q": q, "k": k, "v": v, "out": out}
         flags: dict[str, Any] = {"shared_prefix": shared_prefix, "return_stats": return_stats}
         return convert(shared_prefix_attention, arrays, options, OUTPUTS, **flags)
-    integers: Any = {
-        name: as_int32(name, value) for name in ("page_table", "seq_lens_kv") if (value := options.get(name)) is not None
-    }
-    options = {**options, **integers}
-    given = (q, k, v, out)
-    kind = ("shared prefix", shared_prefix, bool(return_stats))
-    # on the CPU the pages are checked in every call
-    is_key = type(shared_prefix) is int and type(return_stats) is bool and cupy_runtime.is_array(q)
-    results = run_cached(kind, given, options) if is_key else None
-    if results is None:
-        if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
-            raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
-        _check(q, k, shared_prefix, options)
+    if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
+        raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
+
+    def read(named: dict[str, Any]) -> Reading:
+        own, rest = in_own_layout(named, options)
+        rest |= {name: as_int32(name, rest[name]) for name in ("page_table", "seq_lens_kv") if rest.get(name) is not None}
+        _check(own["q"], own["k"], shared_prefix, rest)
+        call = read_forward(**own, options=rest, return_stats=return_stats)
+        inputs, page = Inputs(own, rest), call.problem.k.shape[2]
         # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
-        hidden = q.shape[2] - 1 if options.get("causal") else 0
-        pages = max(0, int(shared_prefix) - hidden) // k.shape[2]
-        if not pages or not q.shape[3]:
-            return attention(q, k, v, return_stats=return_stats, out=out, **options)
-        read_forward(q, k, v, options, return_stats=return_stats, out=out)  # checks the arguments
-        _check_pages(options["page_table"], options["seq_lens_kv"], int(shared_prefix), int(shared_prefix) // k.shape[2])
-        with cupy_runtime.device_context(q):
-            arrays = {"q": q, "k": k, "v": v, "out": out}
-            if out is None:
-                arrays["out"] = cupy_runtime.new_result(q, (v.shape[0], *q.shape[1:]), q.dtype)
-            if return_stats:
-                arrays["stats"] = cupy_runtime.new_result(q, row_stats_shape(q.shape), np.dtype(np.float32))
-            inputs = Inputs(arrays, options)
-            build = functools.partial(_build, inputs=inputs, pages=pages)
-            names = ["out", "stats"] if return_stats else ["out"]
-            results = run_program(kind, ("q", "k", "v", "out"), given, options, inputs, names, build)
+        hidden = call.problem.q.shape[2] - 1 if rest.get("causal") else 0
+        pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
+        check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
+
+        def build(builder: Builder) -> None:
+            views = inputs.views
+            builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
+            if pages and call.problem.q.shape[3]:
+                _add_steps(builder, inputs, pages)
+            else:
+                results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
+                builder.attend("attention", views["q"], views["k"], views["v"], inputs.options, **results)
+
+        return Reading(inputs, wanted_results(call, inputs.views, call.arrays["q"].dtype), build)
+
+    kind = ("shared prefix", repr(shared_prefix), bool(return_stats))
+    results = call_program(kind, ("q", "k", "v", "out"), (q, k, v, out), options, read, OUTPUTS)
     return tuple(results) if return_stats else results[0]
 
 
-def _build(builder: Builder, inputs: Inputs, pages: int) -> None:
+def _add_steps(builder: Builder, inputs: Inputs, pages: int) -> None:
     """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
     q, k, v, out, stats, sinks = inputs.of(("q", "k", "v", "out", "stats", "sinks"))
     options = dict(inputs.options)
@@ -174,7 +162,7 @@ def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
     )
 
 
-def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
+def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -> None:
     """Check the prefix and the options.
 
     Raises:
@@ -203,7 +191,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Options) -> None:
         raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
 
 
-def _refuse(options: Options) -> None:
+def _refuse(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take.
 
     Raises:
@@ -214,16 +202,15 @@ def _refuse(options: Options) -> None:
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 
-def _check_pages(table: Any, lengths: Any, shared_prefix: int, pages: int) -> None:
-    """Check that all sequences with keys begin with the pages of the prefix, on the CPU only: reading them would synchronize.
+def _check_elements(problem: Problem, shared_prefix: int, pages: int, arrays: Mapping[str, Any]) -> None:
+    """Check the lengths and the page table, and that all sequences with keys begin with the pages of the prefix.
 
     Raises:
-        ValueError: a sequence does not.
+        ValueError: a sequence does not, or an element is invalid.
     """
-    if not isinstance(lengths, np.ndarray):
-        return
-    first = None
-    for b in np.flatnonzero(lengths) if table.ndim == 2 and table.shape[1:] == lengths.shape else ():
+    check_lengths(problem, arrays)
+    table, lengths, first = arrays["page_table"], arrays["seq_lens_kv"], None
+    for b in np.flatnonzero(lengths):
         if lengths[b] < shared_prefix:
             raise ValueError(
                 f"shared_prefix is {shared_prefix}, and seq_lens_kv of sequence {b} is {lengths[b]}: every sequence must have "

@@ -84,7 +84,7 @@ class Agreement:
             known = None if key is None else self._known.get(key)
             member, tag = known or (self.member(arrays, rest, wanted), None)
             call = member.call(arrays, rest)
-            call.check_lengths()
+            call.check_elements()
             if not call.on_gpu:
                 check_lengths(member.config.problem, {name: rest[name] for name in LENGTHS if rest.get(name) is not None})
             found[:] = key, member, call, tag

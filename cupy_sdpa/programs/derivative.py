@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +14,16 @@ from ..kernels.derivative_terms import Terms, add_terms, concatenate
 from ..problem.problem import row_stats_shape
 from ..problem.view import View
 from . import passes
+from .derivative_checks import check_copies
 from .derivative_form import Form, Widened, without_dropout
 from .program import Builder
+from .steps import Check
 from .widened import wide_arrays
 
-#: The names of the arrays of a call, of the tangents among them, and of the wider arrays, which may replace the tangents.
+#: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
+#: the tangents.
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
-TANGENTS = ARRAYS[3:6]
+TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 
 
@@ -65,6 +69,8 @@ def derivative(
 
     if any(name in views for name in WIDENED):
         wide = Widened._make([*map(views.get, WIDENED), form])
+        checked = {name: views[name] for name in ("q", "k", "v", *WIDENED) if name in views}
+        builder.checks.append(Check(functools.partial(check_copies, dtype), checked))
     else:
         wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda like, *array: builder.temporary(*array))
         if wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from ..block_masks.method import check as check_mask
 from ..boundary.argument import check_arrays, read_array
 from ..boundary.arguments import read_forward
+from ..boundary.compute import cast
 from ..boundary.layouts import check_strides_of
 from ..errors import Unsupported, in_words
 from ..problem.tensor_spec import Expected
@@ -64,8 +66,6 @@ def read_form(
 
 def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
     """The form of arrays that were widened before; checks that they fit the arguments."""
-    if not isinstance(widened, Widened):
-        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.composed.widen")
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
     if form != made:
@@ -76,15 +76,35 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
     for name, array in widened.named().items():
         like = q if name in ("q", "dout") else k
         check_like(f"widened.{name}", array, "q" if like is q else "k", like, (array.shape[0], *like.shape[1:]))
-    copies = {"q": (q, widened.q, 0), "k": (k, widened.k, 0), "v": (v, widened.k, len(k))}
-    if widened.values is not None:
-        copies["v"] = v, widened.values, 0
-    for name, (array, wide, start) in copies.items():
-        if not isinstance(array, np.ndarray) or wide is None:  # on the GPU reading them would synchronize
-            continue
-        if not np.array_equal(wide[start : start + len(array)], array, equal_nan=True):
-            raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
     return form
+
+
+def check_widened(widened: Any) -> None:
+    """Check that wider arrays are those of :func:`cupy_sdpa.composed.widen`; raises TypeError."""
+    if not isinstance(widened, Widened):
+        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.composed.widen")
+
+
+def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
+    """Check that wider arrays contain q, k and v, on numpy only: reading them from a GPU would synchronize.
+
+    Args:
+        dtype: the dtype of the wider arrays; None for that of q.
+        arrays: q, k and v, and the wider arrays.
+
+    Raises:
+        ValueError: an array differs from its copy.
+    """
+    copies = {"q": ("q", 0), "k": ("k", 0), "v": ("k", len(arrays["k"]))}
+    if "widened.values" in arrays:
+        copies["v"] = "values", 0
+    for name, (wide, start) in copies.items():
+        array, copied = arrays[name], arrays.get(f"widened.{wide}")
+        if not isinstance(array, np.ndarray) or copied is None:
+            continue
+        own = array if dtype is None else cast(array, dtype, cupy_runtime.temporary)
+        if not np.array_equal(copied[start : start + len(own)], own, equal_nan=True):
+            raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
 
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:

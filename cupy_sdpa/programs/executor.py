@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..boundary.argument import INT32, as_int32, check_separate, read_array
-from ..boundary.arguments import check_lengths
 from ..boundary.call import (
     Call,
     Fill,
@@ -169,8 +168,8 @@ class ProgramCall:
             if name not in self.arrays:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
-    def check_lengths(self) -> None:
-        """Check the elements of the caller's lengths, offsets and page tables, on the CPU only.
+    def check_elements(self) -> None:
+        """Check the elements of the caller's arrays, such as lengths, on the CPU only: reading them from a GPU synchronizes.
 
         Raises:
             ValueError: an element is invalid.
@@ -178,9 +177,8 @@ class ProgramCall:
         if self.on_gpu:
             return
         arrays = self.arrays
-        for attend, views in self.program.lengths:
-            given = {name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays}
-            check_lengths(attend.of, given)
+        for check, views in self.program.checks:
+            check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
         """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
@@ -522,11 +520,11 @@ def _check(call: ProgramCall, results: Sequence[str]) -> None:
         results: the names of the results that the caller passed.
 
     Raises:
-        ValueError: a result is read-only or overlaps another array, or on the CPU a length is invalid.
+        ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
     """
     arguments = {name: read_array(name, array) for name, array in call.arrays.items()}
     check_separate([arguments[name] for name in results], list(arguments.values()))
-    call.check_lengths()
+    call.check_elements()
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:

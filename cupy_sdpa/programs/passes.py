@@ -109,7 +109,7 @@ def call_program(
     results = run_cached(kind, arrays, options)
     if results is None:
         named = dict(zip(names, arrays, strict=True))
-        like = next(array for array in arrays if array is not None)
+        like = next((array for array in arrays if array is not None), None)
         with cupy_runtime.device_context(like):
             with of_caller(named, options):
                 inputs, wanted, build, gradients = read(named)

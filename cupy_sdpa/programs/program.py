@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, Fill
 from ..kernels.merge import Parts
-from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from ..problem.problem import Problem
 from ..problem.view import View
 from . import attention_steps
 from .binding import Bindings
-from .steps import Attend, Constant, Step, Steps, join_of
+from .steps import Attend, Check, Constant, Step, Steps, join_of
 
 #: The alignment of temporaries in their block of memory, in bytes.
 ALIGNMENT = 256
@@ -44,6 +44,7 @@ class Program:
             the caller of a running program holds: a cached program does not keep their memory.
         kept: the other constants.
         fills: the arrays of equal integers by the name of their storage.
+        checks: what is checked of the elements of the caller's arrays, in every call on the CPU.
     """
 
     steps: tuple[Step, ...]
@@ -52,6 +53,7 @@ class Program:
     constants: Mapping[str, weakref.ref[Constant]]
     fills: Mapping[str, Fill]
     kept: tuple[Constant, ...]
+    checks: tuple[Check, ...]
 
     def constant(self, name: str) -> Constant:
         """A constant of a running program."""
@@ -68,13 +70,6 @@ class Program:
     def launches(self) -> tuple[Attend, ...]:
         """What the engine runs: all steps that are attention."""
         return tuple(step.attend for step in self.steps if step.attend)
-
-    @functools.cached_property
-    def lengths(self) -> tuple[tuple[Attend, dict[str, View]], ...]:
-        """The launches that read lengths, offsets or page tables, and the views of these by name."""
-        names = (*LENGTHS, *CU_SEQLENS, "page_table")
-        found = [(attend, {name: attend.arrays[name] for name in names if name in attend.arrays}) for attend in self.launches]
-        return tuple((attend, views) for attend, views in found if views)
 
     @functools.cached_property
     def join(self) -> int:
@@ -133,7 +128,7 @@ class Builder(Steps):
         """The program; temporaries share memory where they can."""
         places, total = _places(self.steps, self.sizes)
         constants = {name: weakref.ref(constant) for name, constant in self.constants.items()}
-        return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept))
+        return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept), tuple(self.checks))
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..boundary.arguments import check_lengths
 from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
-from ..problem.problem import Problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 
@@ -49,6 +51,18 @@ class Scalar(NamedTuple):
     """A number that is not known when a program is built: an argument of a kernel, by the name of the scalar of the call."""
 
     name: str
+
+
+class Check(NamedTuple):
+    """What a program requires of the elements of the caller's arrays, such as lengths. It is checked in every call on the CPU.
+
+    Attributes:
+        function: takes the arrays by name, and raises ValueError. Those that are not the caller's are missing.
+        views: their views, by these names.
+    """
+
+    function: Callable[[Mapping[str, Any]], object]
+    views: Mapping[str, View]
 
 
 class Attend(NamedTuple):
@@ -117,6 +131,10 @@ def views_of(value: Any) -> Iterator[View]:
             yield from views_of(part)
 
 
+#: The arrays of attention whose elements are checked.
+_LENGTHS = (*LENGTHS, *CU_SEQLENS, "page_table")
+
+
 @dataclass
 class Steps:
     """Collects steps.
@@ -130,6 +148,7 @@ class Steps:
         constants: the constants by the name of their storage.
         kept: the constants that belong to the program.
         fills: the arrays of equal integers by the name of their storage.
+        checks: what is checked of the elements of the caller's arrays.
     """
 
     device: int | None
@@ -140,6 +159,7 @@ class Steps:
     constants: dict[str, Constant] = field(default_factory=dict)
     kept: list[Constant] = field(default_factory=list)
     fills: dict[str, Fill] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
@@ -178,6 +198,8 @@ class Steps:
         """Attention on arrays in the form that the engine needs."""
         writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
         self.steps.append(Step(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
+        if lengths := {name: attend.arrays[name] for name in _LENGTHS if name in attend.arrays}:
+            self.checks.append(Check(functools.partial(check_lengths, attend.of), lengths))
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View]) -> None:
         """A kernel: a function of arrays, numbers and sequences of these that writes into ``writes``, which are arguments."""

@@ -35,8 +35,8 @@ class Repeatable(Protocol):
     def on_gpu(self) -> bool:
         """Whether the arrays are CuPy's."""
 
-    def check_lengths(self) -> None:
-        """Check the elements of lengths, offsets and page tables of numpy."""
+    def check_elements(self) -> None:
+        """Check the elements of numpy arrays, such as lengths."""
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
         """What computes the call on numpy arrays, if it is the evaluation of one graph."""

@@ -465,7 +465,7 @@ class HostCall:
         self._evaluate = self._call.evaluation()
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Check the elements of lengths, and that results overlap no other array; then compute.
+        """Check elements such as lengths, and that results overlap no other array; then compute.
 
         Args:
             arrays: the caller's arrays, in the order of the names.
@@ -476,9 +476,9 @@ class HostCall:
         for name, position, view in self._views:
             found[name] = on_host(view, arrays[position])
         call = self._call
-        if self._evaluate is None or call.program.lengths:
+        if self._evaluate is None or call.program.checks:
             call = call.on(found)
-            call.check_lengths()
+            call.check_elements()
         if self._results:
             arguments = {name: read_array(name, array) for name, array in found.items()}
             check_separate([arguments[name] for name in self._results], list(arguments.values()))

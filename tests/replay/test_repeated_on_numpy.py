@@ -10,8 +10,9 @@ from not_parsed import not_parsed
 from replayed_calls import CASES, Calls, functions_run
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, shared_prefix_attention
 from cupy_sdpa.check.execute import CaseRunner
+from cupy_sdpa.composed import widen
 
 ENGINE = Engine("numpy", np)
 
@@ -99,6 +100,36 @@ def test_values_are_checked_in_every_call():
     table[1] = 2
     with pytest.raises(ValueError, match="entries from 0 to 2"):
         attention(q[..., :1], k, v, **pages)
+
+
+def test_values_are_checked_in_every_composed_call():
+    """Lengths of a conversion, the pages of a shared prefix, and arrays that were copied before; valid values are not parsed."""
+    q, k, v = arrays()
+    lengths, table, ends = (np.array(x, np.int32) for x in ([3, 12], [[0, 0], [1, 2]], [24, 20]))
+    pages = [np.asfortranarray(np.repeat(x, 2, axis=3)[:, :, :12]) for x in (k, v)]
+    wide = widen(q, k, v, q)
+    calls = (
+        (lambda: fp8.quantize(q, lengths=lengths).data, lengths, 13, "lengths has lengths from"),
+        (lambda: shared_prefix_attention(q, *pages, 12, page_table=table, seq_lens_kv=ends), table, 3, "begins with the pages"),
+        (
+            lambda: shared_prefix_attention(q, *pages, 12, page_table=table, seq_lens_kv=ends),
+            ends,
+            25,
+            "seq_lens_kv has lengths",
+        ),
+        (lambda: attention_jvp(q, k, v, widened=wide), k, 7.0, "k differs from its copy"),
+        (lambda: attention_jvp(q, k, v, widened=wide), wide.q, 7.0, "q differs from its copy"),
+    )
+    for call, array, value, message in calls:
+        want = call()
+        with not_parsed():
+            np.testing.assert_array_equal(call(), want)
+        before, first = array.copy("K"), (0,) * array.ndim
+        array[first] = value
+        with pytest.raises(ValueError, match=message):
+            call()
+        array[...] = before
+        np.testing.assert_array_equal(call(), want)
 
 
 def test_results_are_checked_in_every_call():
