@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
+from ._calls import run_backward, run_forward
 from ._typing import Array, ArrayT, StatsT
-from .boundary.arguments import read_backward, read_forward
-from .boundary.compute import read_compute_dtype
-from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
+from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import other_layout, results_in
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
-from .fp8.array import Fp8Array
-from .fp8.fp8_attention import attend as attend_in_fp8
 from .layout import default_layout
-from .programs.executor import compiled
-from .programs.passes import attend, attend_backward, blocks_of
-from .replay.replay_cache import cache_call, run_cached
+from .replay.replay_cache import run_cached
 
 
 # fmt: off
@@ -104,33 +99,13 @@ def attention(
     """
     if positional or v is ... or default_layout() is not None:
         return special_call(attention, locals())
-    if type(q) not in OWN_TYPES or type(k) is Fp8Array or "layout" in options or "engine" in options or q.ndim == 3:
-        if isinstance(q, Fp8Array) or type(k) is Fp8Array:
-            made = attend_in_fp8(q, k, v, options, return_stats=return_stats, out=out, stats=stats)
-            return tuple(made) if len(made) > 1 else made[0]
-        if needs_conversion(q, options):
-            given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
-            return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
-    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        mask, rest = blocks_of(q, k, options, return_stats=return_stats)
-        if dtype is not None or mask is not None:
-            made = attend(
-                q, k, v, rest, mask=mask, dtype=dtype, return_stats=return_stats, deterministic=deterministic, out=out,
-                stats=stats,
-            )  # fmt: skip
-            return tuple(made) if len(made) > 1 else made[0]
-        options = rest
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
     kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
-        read = read_forward(q, k, v, options, return_stats=return_stats, deterministic=deterministic, out=out, stats=stats)
-        call = compiled(read)
-        results = call.run()
-        cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
+        results = run_forward(attention, kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
+    elif "layout" in options and (layout := other_layout(options)):
         results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
@@ -219,45 +194,16 @@ def attention_backward(
     if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
-    if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options or q.ndim == 3) and needs_conversion(q, options):
-        passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        gradients: tuple[Any, ...] = convert(
-            attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,
-            return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
-        )  # fmt: skip
-        return gradients
-    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    if dtype is not None or "block_mask" in options or "mask_mod" in options:
-        outputs: dict[str, Any] = {
-            "return_dbias": return_dbias,
-            "return_dsinks": return_dsinks,
-            "return_dtensors": return_dtensors,
-        }
-        mask, rest = blocks_of(q, k, options, outputs=outputs)
-        if dtype is not None or mask is not None:
-            every = (dout, q, k, v, out, stats, dq, dk, dv)
-            return tuple(attend_backward(every, rest, mask=mask, dtype=dtype, deterministic=deterministic, **outputs))
-        options = rest
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
     arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
     if results is None:
-        for name, array in (("dout", dout), ("out", out), ("stats", stats)):
-            if array is None:
-                raise TypeError(
-                    f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
-                )
-        read = read_backward(
-            q, k, v, options, dout=dout, out=out, stats=stats, dq=dq, dk=dk, dv=dv,
-            return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
-            deterministic=deterministic,
+        results = run_backward(
+            attention_backward, kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias,
+            return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
-        read.given_stats = "whole"
-        call = compiled(read)
-        results = call.run()
-        cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
+    elif "layout" in options and (layout := other_layout(options)):
         given = {"dq": dq, "dk": dk, "dv": dv}
         results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)

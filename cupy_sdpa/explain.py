@@ -22,7 +22,8 @@ from .jvp import attention_jvp
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
 from .problem.validation import NO_FP8_GRADIENTS
-from .programs.block_mask_calls import dense_description, description, of_call, reasons_for_dense
+from .programs.block_mask_calls import dense_description, description, reasons_for_dense
+from .programs.calls import parts_of
 from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import program_of, report_of, with_missing
@@ -288,7 +289,7 @@ def _notes(
         reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
         if reasons := [*["FP8 arrays"] * isinstance(k, Fp8Array), *reasons]:
             return conversion, dense_description(mask, reasons)
-        mask, _ = of_call(q, k, mask, rest)
+        mask, *_ = parts_of({**rest, "block_mask": mask})
     if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
         decision = decide(q.shape, k.shape, {name: x for name, x in options.items() if name != "compute_dtype"})
         mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask

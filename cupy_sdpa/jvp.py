@@ -11,7 +11,7 @@ import numpy as np
 from ._typing import Array, ArrayT
 from .block_masks.method import check as check_mask
 from .boundary.arguments import read_shapes, views_of_shapes
-from .boundary.compute import check_converted, read_compute_dtype
+from .boundary.compute import check_converted
 from .boundary.conversion import convert, needs_conversion
 from .boundary.layouts import options_in_own, other_layout, to_own
 from .boundary.options import PAGES, Options, read_flag, takes_options
@@ -20,13 +20,14 @@ from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
-from .programs.block_mask_calls import key_of, without_keys
+from .programs.block_mask_calls import without_keys
+from .programs.calls import Reading, call_program, parts_of, resolved
 from .programs.derivative import ARRAYS, RESULTS, TANGENTS, WIDENED, derivative
 from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, check_widened, read_form
 from .programs.derivative_form import Form, Widened, form_of
 from .programs.executor import Inputs
-from .programs.passes import Reading, blocks_of, call_program
 from .programs.program import Builder
+from .replay.replay_cache import run_cached
 from .runtime import cupy_runtime
 
 
@@ -93,27 +94,28 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
-    if needs_conversion(q, options) or (options.get("layout") is not None and other_layout(options)):
+    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
+        if type(value) is not bool:
+            read_flag(name, value)
+    given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
+    names: tuple[str, ...] = ARRAYS
+    kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic))
+    if widened is not None:
+        check_widened(widened)
+        given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
+    if (results := run_cached(kind, given, options)) is not None:
+        return tuple(results)
+    if needs_conversion(q, options) or other_layout(options):
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
         converted: tuple[Any, ...] = convert(
             attention_jvp, arrays, options, RESULTS, widened=widened, return_stats=return_stats,
             deterministic=deterministic,
         )  # fmt: skip
         return converted
-    dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
-    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
-        if type(value) is not bool:
-            read_flag(name, value)
-    given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
-    mask, others = blocks_of(q, k, options, automatic=False)
-    names: tuple[str, ...] = ARRAYS
-    kind: tuple[Any, ...] = ("jvp", dtype, bool(return_stats), bool(deterministic), mask if mask is None else key_of(mask))
-    if widened is not None:
-        check_widened(widened)
-        given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
-    forms: list[Form] = []
+    of_call, forms = resolved(q, k, options, automatic=False), list[Form]()
 
     def read(arrays: dict[str, Any]) -> Reading:
+        mask, dtype, others = parts_of(of_call)
         own = {name: arrays[name] for name in ARRAYS}
         if dtype is not None:
             check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
@@ -132,7 +134,7 @@ def attention_jvp(
         return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
 
     try:
-        return tuple(call_program(kind, names, given, others, read, RESULTS))
+        return tuple(call_program(kind, names, given, of_call, read, RESULTS))
     except Unsupported as error:
         if (step := getattr(error, "step", None)) is None or not forms:
             raise  # an option is refused, not a pass
@@ -202,7 +204,7 @@ def jvp_problems(
     if layout := other_layout(options):
         q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
         options = options_in_own(options, layout)
-    mask, others = blocks_of(q, k, options, automatic=False)
+    mask, _, others = parts_of(resolved(q, k, options, automatic=False))
     if mask is None:
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .attention import attention, attention_backward
-from .boundary.compute import COMPUTE_DTYPES, read_compute_dtype
+from .boundary.compute import COMPUTE_DTYPES
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
 from .boundary.layouts import has_own_axes
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
@@ -19,7 +19,8 @@ from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
-from .programs.passes import attend, attend_backward, blocks_of
+from .programs.calls import resolved
+from .programs.passes import attend, attend_backward
 from .runtime import cupy_runtime
 from .support.batch import NOT_DETERMINISTIC, not_invariant
 
@@ -125,12 +126,13 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
         options: of the call.
         outputs: the flags of the backward pass.
     """
-    rest: Any = {**options}
-    dtype = read_compute_dtype(rest.pop("compute_dtype", None), given[0])
     q, k, v = given
+    rest: Any = {**options}
     if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
         raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
-    if dtype is None:
+    of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else resolved(q, k, rest)
+    if "compute_dtype" not in of_forward:
+        rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
 
         def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
@@ -138,17 +140,17 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
             return found
 
         return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
-    mask, others = blocks_of(q, k, rest)
-    flags: dict[str, Any] = {"return_stats": True, "deterministic": outputs["deterministic"]}
-    out, stats, *rounded = attend(q, k, v, others, mask=mask, dtype=dtype, kept=True, **flags)
-    kept = (*rounded, stats)
+    deterministic = outputs["deterministic"] is not False and read_flag("deterministic", outputs["deterministic"])
+    kind, flags = ("forward, kept", deterministic), {"return_stats": True, "deterministic": deterministic}
+    out, stats, *rounded = attend(kind, given, of_forward, kept=True, **flags)
+    kept, of_gradients = (*rounded, stats), of_forward
     if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
         requested = {name: x for name, x in outputs.items() if name != "deterministic"}
-        mask, others = blocks_of(q, k, rest, outputs=requested)
+        of_gradients = resolved(q, k, rest, outputs=requested)
+    of_backward = ("backward, kept", out.dtype, *map(repr, outputs.values()))
 
     def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-        every = (dout, *kept, dq, dk, dv)
-        return tuple(attend_backward(every, others, mask=mask, dtype=dtype, result=out.dtype, **outputs))
+        return tuple(attend_backward(of_backward, (dout, *kept, dq, dk, dv), of_gradients, result=out.dtype, **outputs))
 
     return out, Pullback(rounded_backward, kept, rest, outputs)
 

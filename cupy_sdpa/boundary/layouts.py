@@ -283,7 +283,11 @@ def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
 
     Args:
         arrays, options: of the caller.
+
+    Raises:
+        ValueError: the layout is unknown.
     """
+    check_layout(options.get("layout"))
     with contextlib.ExitStack() as stack:
         if layout := other_layout(options):
             stack.enter_context(described(layout, shapes_of(arrays, options)))

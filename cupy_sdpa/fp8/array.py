@@ -227,6 +227,11 @@ def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = Fal
     return array
 
 
+def descales(arrays: Sequence[Fp8Array]) -> list[Any]:
+    """The factors of the elements of arrays; a function for all, because every repeated call needs them."""
+    return [x.descale if x._descale is None else x._descale for x in arrays]
+
+
 def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
     """An FP8 array of the parts that its ``__reduce__`` gives."""
     descale, scale, dtype, rotated, axis = given

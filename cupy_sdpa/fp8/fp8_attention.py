@@ -23,11 +23,12 @@ from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
 from ..programs.block_mask_calls import dense_options
+from ..programs.calls import Reading, call_program
 from ..programs.executor import Inputs
-from ..programs.passes import Reading, call_program, wanted_results
+from ..programs.passes import wanted_results
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
-from .array import Fp8Array, factor, made
+from .array import Fp8Array, descales, factor, made
 from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, read_results
 from .quantize import SOURCES, check_alike, check_source
 
@@ -149,8 +150,8 @@ def attend(
         "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
         k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None,
     )  # fmt: skip
-    elements, descale = (q, None) if converts else (q.data, q.descale)
-    arrays = (elements, k.data, v.data, descale, k.descale, v.descale, None if out_dtype else scale, out, stats)
+    elements, factors = (q, [None, *descales((k, v))]) if converts else (q.data, descales((q, k, v)))
+    arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, out, stats)
     of_call = {"return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale}
     read = functools.partial(_read, q, k, v, options, **of_call)
     results = call_program(kind, _NAMES, arrays, options, read, OUTPUTS)
@@ -158,7 +159,7 @@ def attend(
     if not converts and out_dtype is None:
         if hasattr(out_scale, "dtype"):  # the caller may change the array
             scale = scale.copy()
-        results[0] = made(results[0], v.descale if out_scale is None else None, scale, k.dtype)
+        results[0] = made(results[0], factors[2] if out_scale is None else None, scale, k.dtype)
     return results + last
 
 

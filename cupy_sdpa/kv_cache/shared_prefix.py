@@ -20,8 +20,9 @@ from ..kernels import merge, paged
 from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec, make_spec
 from ..problem.view import View
+from ..programs.calls import Reading, call_program
 from ..programs.executor import Inputs
-from ..programs.passes import Reading, call_program, wanted_results
+from ..programs.passes import wanted_results
 from ..programs.program import Builder
 from ..programs.steps import Check
 

@@ -1,4 +1,4 @@
-"""Block masks of calls: by blocks or as dense masks, their keys, and their description."""
+"""Block masks of calls: by blocks or as dense masks, and their description."""
 
 from __future__ import annotations
 
@@ -7,55 +7,17 @@ from typing import Any
 
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.entries import Sizes
-from ..block_masks.intersection import within_band
 from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
 from ..boundary.arguments import read_shapes
 from ..boundary.engine import interpreted
 from ..boundary.layouts import other_layout, to_own
-from ..boundary.options import check_spelling, is_one_of, read_band
-from ..problem.bucket import read_bucket
+from ..boundary.options import check_spelling, is_one_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
 from .steps import Constant
-
-
-def key_of(mask: Any) -> int | None:
-    """What the key of a cached call has of a mask."""
-    return mask._cache_key if isinstance(mask, BlockMask) else None
-
-
-def of_call(
-    q: Any,
-    k: Any,
-    mask: Any,
-    options: Mapping[str, Any],
-    *,
-    return_stats: Any = False,
-    outputs: Mapping[str, Any] | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """The block mask that a call computes by blocks, and the other options.
-
-    The mask is the intersection with the band of ``causal`` and ``window``. It is None if the call computes all blocks: the
-    options then contain it as a dense mask.
-
-    Args:
-        q, k: the arrays of the call, or their shapes.
-        mask: the option ``block_mask``.
-        options: the other options, in the layout of this package.
-        return_stats: as for :func:`cupy_sdpa.attention`. Default False.
-        outputs: the gradients that are requested besides those of q, k and v, by the names of the arguments. Default: none.
-    """
-    rest = dict(options)
-    if not isinstance(mask, BlockMask):
-        return mask, rest  # it is refused
-    if reasons_for_dense(rest, return_stats=return_stats, outputs=outputs):
-        return None, with_dense_mask(q, k, mask, rest)
-    read_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
-    band = read_band(rest.pop("causal", None), rest.pop("window", None))
-    return mask if band is None else within_band(mask, band), rest
 
 
 def reasons_for_dense(

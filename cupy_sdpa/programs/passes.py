@@ -1,166 +1,71 @@
-"""Attention and its gradients as programs: with a block mask, in another dtype than that of the arrays, or both."""
+"""Attention and its gradients: as one problem, or as a program with a block mask, in another dtype, or both."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
-from ..block_masks.method import SUPPORTED, check, check_arrays, method_of
+from ..block_masks.method import check, check_arrays, method_of
 from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.conversion import OUTPUTS, gradient_names
-from ..boundary.layouts import VECTORS, in_own_layout, of_caller, other_layout, results_in
-from ..boundary.options import read_flag
+from ..boundary.layouts import VECTORS, in_own_layout
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..boundary.user_functions import gradient_name, kept_options
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, make_spec, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
-from ..replay.replay_cache import run_cached
-from ..runtime import cupy_runtime
 from . import block_mask_steps
-from .block_mask_calls import key_of, of_call
 from .block_mask_steps import Forward, Gradients, score_function
-from .executor import Inputs, run_program
+from .calls import Reading, Wanted, call_program, parts_of
+from .executor import Inputs
 from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
 #: Arrays with the same axes.
 _LIKE_KEPT = ("dq", "dk", "dv", "dout")
-#: The options that the blocks of a mask are computed with, and the flags of a backward pass that returns dq, dk and dv.
-_SUPPORTED = frozenset(SUPPORTED)
-_NO_OUTPUTS = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
-
-
-def blocks_of(
-    q: Any,
-    k: Any,
-    options: Mapping[str, Any],
-    *,
-    automatic: bool = True,
-    return_stats: Any = False,
-    outputs: Mapping[str, Any] | None = None,
-) -> tuple[BlockMask | None, Any]:
-    """The block mask that a call computes by blocks, and its other options, a dictionary.
-
-    Args:
-        q, k, options: of the call.
-        automatic: whether a mask function may become a block mask. Default True.
-        return_stats, outputs: as for :func:`.block_mask_calls.of_call`.
-    """
-    rest = {**options}
-    mask = rest.pop("block_mask", None)
-    plain = (return_stats is False or return_stats is True) and (outputs is None or outputs == _NO_OUTPUTS)
-    if mask is not None:  # repeated calls enter no function
-        if plain and type(mask) is BlockMask and _SUPPORTED.issuperset(rest):
-            return mask, rest
-        return of_call(q, k, mask, rest, return_stats=return_stats, outputs=outputs)
-    if automatic and plain and "mask_mod" in options and (mask := automatic_mask(q, k, rest)) is not None:
-        del rest["mask_mod"]
-    return mask, rest
-
-
-# Calls
-
-#: The shapes and dtypes of results by name.
-Wanted = dict[str, tuple[tuple[int, ...], Any]]
-
-
-class Reading(NamedTuple):
-    """What is known of a call whose arguments are valid.
-
-    Attributes:
-        inputs: the arrays, and the options, in the layout of this package.
-        wanted: the results in order.
-        build: adds the steps to a builder.
-        gradients: which gradients of ``tensors`` are among the results. Default None: none.
-    """
-
-    inputs: Inputs
-    wanted: Wanted
-    build: Callable[[Builder], object]
-    gradients: TensorGradients | None = None
-
-
-def call_program(
-    kind: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    read: Callable[[dict[str, Any]], Reading],
-    outputs: Sequence[str],
-) -> list[Any]:
-    """Run a call as a program: one that is repeated as it was cached, any other after its arguments have been read.
-
-    Args:
-        kind, names, arrays, options: as for :func:`.cache_call`.
-        read: reads the arrays, by name; the errors that it and the builder raise have the axes of the caller.
-        outputs: the names of the results that the caller gets in its layout; further results remain as they are.
-    """
-    results = run_cached(kind, arrays, options)
-    if results is None:
-        named = dict(zip(names, arrays, strict=True))
-        like = next((array for array in arrays if array is not None), None)
-        with cupy_runtime.device_context(like):
-            with of_caller(named, options):
-                inputs, wanted, build, gradients = read(named)
-                add_results(inputs, like, wanted)
-
-            def build_of_caller(builder: Builder) -> None:
-                with of_caller(named, options):
-                    build(builder)
-
-            results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
-    if "layout" in options and (layout := other_layout(options)):
-        given = dict(zip(names, arrays, strict=True))
-        results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
-    return results
 
 
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
+    kind: Any,
+    arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
-    mask: BlockMask | None = None,
-    dtype: str | None = None,
     kept: bool = False,
     return_stats: Any = False,
-    deterministic: Any = False,
-    out: Any = None,
-    stats: Any = None,
+    deterministic: bool = False,
 ) -> list[Any]:
-    """:func:`cupy_sdpa.attention` as a program.
+    """:func:`cupy_sdpa.attention` of arrays of numpy or CuPy.
 
     Args:
-        q, k, v, return_stats, deterministic, out, stats: as for :func:`cupy_sdpa.attention`.
-        options: the options, without ``block_mask`` and ``compute_dtype``.
-        mask: the block mask. Default None.
-        dtype: the dtype to compute in. Default None: that of q.
-        kept: whether q, k, v and out are also returned in this dtype, as the last results. Default False.
+        kind: the part of the key of the call besides arrays and options.
+        arrays: q, k and v; or also out and stats, which may be None.
+        options: those of :func:`.resolved`.
+        kept: whether q, k, v and out are also returned in ``compute_dtype``, as the last results. Default False.
+        return_stats, deterministic: as for :func:`cupy_sdpa.attention`.
     """
-    deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    statistics = return_stats if type(return_stats) is bool else str(return_stats)
-    kind = ("forward program", dtype, kept, statistics, deterministic, mask if mask is None else key_of(mask))
 
-    def read(arrays: dict[str, Any]) -> Reading:
-        inputs = _inputs(arrays, options, mask, dtype, ("out", "stats"), None)
-        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, "return_stats": return_stats, "deterministic": deterministic}
+    def read(named: dict[str, Any]) -> Reading | Call:
+        mask, dtype, rest = parts_of(options)
+        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
+        if mask is None and dtype is None:
+            return read_forward(**named, options=rest, **flags)
+        inputs = _inputs(named, rest, mask, dtype, ("out", "stats"), None)
         native = False
         if mask is not None:
-            sizes, with_stats = check(q, k, v, mask), bool(return_stats) or stats is not None
+            q, k, v = (named[name] for name in "qkv")
+            sizes, with_stats = check(q, k, v, mask), bool(return_stats) or named.get("stats") is not None
             if method_of(mask, sizes).blocks is not None:
                 native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
+        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
         wanted, _ = results_of(inputs.views, inputs.options, **of_call)
         if kept:
             assert dtype
@@ -170,51 +75,52 @@ def attend(
         return Reading(inputs, wanted, build)
 
     outputs = (*OUTPUTS[:2], *_LIKE_KEPT) if kept else OUTPUTS
-    return call_program(kind, Forward._fields, (q, k, v, out, stats), options, read, outputs)
+    return call_program(kind, Forward._fields[: len(arrays)], arrays, options, read, outputs)
 
 
 def attend_backward(
+    kind: Any,
     arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
-    mask: BlockMask | None = None,
-    dtype: str | None = None,
     result: Any = None,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: Any = False,
-    given_stats: GivenStats = "whole",
 ) -> list[Any]:
-    """:func:`cupy_sdpa.attention_backward` as a program.
+    """:func:`cupy_sdpa.attention_backward` of arrays of numpy or CuPy.
 
     Args:
-        arrays: dout, q, k, v, out, stats, dq, dk and dv; the last three may be None.
-        options: the options, without ``block_mask`` and ``compute_dtype``.
-        mask: the block mask. Default None.
-        dtype: the dtype to compute in. Default None: that of q.
+        kind: the part of the key of the call besides arrays and options.
+        arrays: dout, q, k, v, out and stats; or also dq, dk and dv, which may be None.
+        options: those of :func:`.resolved`.
         result: the dtype of dout, dq, dk and dv, if q, k, v and out are those that :func:`attend` kept. Default None: that of
             q.
         deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
-        given_stats: what ``stats`` is, without a block mask, whose calls always get a part of the keys. Default: of all keys.
     """
     outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
-    kind = ("backward program", dtype, result, given_stats, *map(repr, flags.values()), mask if mask is None else key_of(mask))
 
-    def read(named: dict[str, Any]) -> Reading:
+    def read(named: dict[str, Any]) -> Reading | Call:
         for name in ("dout", "out", "stats"):
             if named[name] is None:
                 raise TypeError(
                     f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
                 )
-        inputs = _inputs(named, options, mask, dtype, ("dq", "dk", "dv"), result)
+        mask, dtype, rest = parts_of(options)
+        if mask is None and dtype is None:
+            call = read_backward(**named, options=rest, **flags)
+            call.given_stats = "whole"
+            return call
+        inputs = _inputs(named, rest, mask, dtype, ("dq", "dk", "dv"), result)
         of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
         wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
-        of_call |= {"views": inputs.views, "options": inputs.options, "given_stats": given_stats}
+        of_call |= {"views": inputs.views, "options": inputs.options}
         return Reading(inputs, wanted, functools.partial(backward, **of_call), gradients)
 
-    return call_program(kind, Gradients._fields, arrays, options, read, gradient_names(return_dbias, return_dsinks))
+    names = Gradients._fields[: len(arrays)]
+    return call_program(kind, names, arrays, options, read, gradient_names(return_dbias, return_dsinks))
 
 
 def _inputs(
@@ -292,13 +198,6 @@ def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
             expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
             check_spec(make_spec(name, views[name].signature), expected)
     return {name: found[name] for name in call.result_names}
-
-
-def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
-    """Create the results that the caller did not pass."""
-    for name, (shape, dtype) in wanted.items():
-        if name not in inputs.arrays:
-            inputs.add(name, cupy_runtime.new_result(q, shape, dtype))
 
 
 # Builders

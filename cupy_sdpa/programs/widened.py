@@ -13,9 +13,9 @@ from ..boundary.options import Options, check_names, takes_options
 from ..kernels.derivative_terms import Concatenation, Constant, concatenate
 from ..problem.view import View
 from ..runtime import cupy_runtime
+from .calls import parts_of, resolved
 from .derivative_checks import read_form
 from .derivative_form import Form, Widened
-from .passes import blocks_of
 
 #: The options that select the form, and those that convert the arrays.
 _READ = ("cu_seqlens_q", "softcap", "score_mod", "block_mask", "sinks", "dropout_p", "layout", "compute_dtype", "engine")
@@ -69,7 +69,7 @@ def widen(
     if options.get("compute_dtype") is not None:
         converted, rest = in_compute_dtype({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}, options)
         return widen(**converted, deterministic=deterministic, **rest)
-    mask, others = blocks_of(q, k, options, automatic=False)
+    mask, _, others = parts_of(resolved(q, k, options, automatic=False))
     check_names(others)
     form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
     with cupy_runtime.device_context(q):

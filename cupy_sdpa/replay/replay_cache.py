@@ -359,7 +359,7 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     if type(arrays[0]) is np.ndarray:
         return _run_on_host(kind, arrays, options)
     runtime = _runtime
-    if runtime is None or mode.get() is not USUAL:
+    if runtime is None or type(arrays[0]) is not runtime.ndarray or mode.get() is not USUAL:
         return None
     arguments = read_key(runtime, kind, arrays, options)
     if arguments is None:

@@ -25,6 +25,7 @@ LAYERS = (
     ("vjp",),
     ("explain", "prepare"),
     ("attention", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
+    ("_calls",),
     ("fp8",),
     ("offline",),
     ("programs",),

@@ -1,0 +1,147 @@
+"""The one way of a call from its arguments to its program, for every function of this package.
+
+A repeated call is run as it was cached. Any other is first *resolved*: the options become those of the call that computes it.
+Then its arguments are read, its program is compiled, and the call is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..block_masks.automatic import automatic_mask
+from ..block_masks.block_mask import BlockMask
+from ..block_masks.intersection import within_band
+from ..boundary.call import Call
+from ..boundary.compute import read_compute_dtype
+from ..boundary.layouts import of_caller, other_layout, results_in
+from ..boundary.options import read_band
+from ..boundary.user_functions import Gradients as TensorGradients
+from ..problem.bucket import read_bucket
+from ..replay.replay_cache import cache_call, run_cached
+from ..runtime import cupy_runtime
+from .block_mask_calls import reasons_for_dense, with_dense_mask
+from .executor import Inputs, compiled, run_program
+from .program import Builder
+
+
+def resolved(
+    q: Any,
+    k: Any,
+    options: Mapping[str, Any],
+    *,
+    automatic: bool = True,
+    return_stats: Any = False,
+    outputs: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
+    """The options of the call that computes a call, and under which it is cached.
+
+    ``compute_dtype`` is the name of another dtype than that of q, or missing. ``block_mask`` is a mask that is computed by
+    blocks, also in place of a mask function; or missing, and a mask that needs all blocks is the option ``mask``.
+
+    Args:
+        q, k: the arrays of the call, or their shapes.
+        options: the options, in the layout of this package.
+        automatic: whether a mask function may become a block mask. Default True.
+        return_stats: as for :func:`cupy_sdpa.attention`. Default False.
+        outputs: the gradients that are requested besides those of q, k and v, by the names of the arguments. Default: none.
+    """
+    found = {**options}
+    dtype = read_compute_dtype(found.pop("compute_dtype", None), q)
+    mask = found.pop("block_mask", None)
+    if isinstance(mask, BlockMask):
+        if reasons_for_dense(found, return_stats=return_stats, outputs=outputs):
+            found = with_dense_mask(q, k, mask, found)
+            mask = None
+    elif mask is None and automatic and "mask_mod" in found:
+        if not reasons_for_dense({}, return_stats=return_stats, outputs=outputs):
+            mask = automatic_mask(q, k, found)
+        if mask is not None:
+            del found["mask_mod"]
+    if mask is options.get("block_mask") and dtype is options.get("compute_dtype"):
+        return options
+    return found | {name: x for name, x in (("block_mask", mask), ("compute_dtype", dtype)) if x is not None}
+
+
+def parts_of(options: Mapping[str, Any]) -> tuple[BlockMask | None, str | None, dict[str, Any]]:
+    """The block mask within the band of ``causal`` and ``window``, the dtype to compute in, and the other options.
+
+    Args:
+        options: those of :func:`resolved`.
+    """
+    rest = {**options}
+    mask, dtype = rest.pop("block_mask", None), rest.pop("compute_dtype", None)
+    if isinstance(mask, BlockMask):  # anything else is refused
+        read_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
+        band = read_band(rest.pop("causal", None), rest.pop("window", None))
+        mask = mask if band is None else within_band(mask, band)
+    return mask, dtype, rest
+
+
+#: The shapes and dtypes of results by name.
+Wanted = dict[str, tuple[tuple[int, ...], Any]]
+
+
+class Reading(NamedTuple):
+    """What is known of a call of several steps, whose arguments are valid.
+
+    Attributes:
+        inputs: the arrays, and the options, in the layout of this package.
+        wanted: the results in order.
+        build: adds the steps to a builder.
+        gradients: which gradients of ``tensors`` are among the results. Default None: none.
+    """
+
+    inputs: Inputs
+    wanted: Wanted
+    build: Callable[[Builder], object]
+    gradients: TensorGradients | None = None
+
+
+def call_program(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], Reading | Call],
+    outputs: Sequence[str],
+) -> list[Any]:
+    """Run a call: one that is repeated as it was cached, any other after its arguments have been read.
+
+    Args:
+        kind, names, arrays, options: as for :func:`.cache_call`.
+        read: reads the arrays, by name: a call of one problem, or one of several steps. The errors that it and the builder
+            raise have the axes of the caller.
+        outputs: the names of the results that the caller gets in its layout; further results remain as they are.
+    """
+    results = run_cached(kind, arrays, options)
+    if results is None:
+        named = dict(zip(names, arrays, strict=True))
+        like = next((array for array in arrays if array is not None), None)
+        with cupy_runtime.device_context(like), of_caller(named, options):
+            found = read(named)
+        if isinstance(found, Call):
+            call = compiled(found)
+            results = call.run()
+            cache_call(kind, names, arrays, options, call)
+        else:
+            inputs, wanted, build, gradients = found
+
+            def build_of_caller(builder: Builder) -> None:
+                with of_caller(named, options):
+                    build(builder)
+
+            with cupy_runtime.device_context(like):
+                add_results(inputs, like, wanted)
+                results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
+    if "layout" in options and (layout := other_layout(options)):
+        given = dict(zip(names, arrays, strict=True))
+        results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
+    return results
+
+
+def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
+    """Create the results that the caller did not pass."""
+    for name, (shape, dtype) in wanted.items():
+        if name not in inputs.arrays:
+            inputs.add(name, cupy_runtime.new_result(q, shape, dtype))
