@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..attention import attention
+from ..attention_functions import attention
 from ..boundary.layouts import has_own_axes
 from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN

@@ -28,7 +28,7 @@ from cupy_sdpa import (
 )  # fmt: skip
 from cupy_sdpa.boundary.call import Mode, mode
 from cupy_sdpa.composed import explain_function
-from cupy_sdpa.prepare import prepare_function
+from cupy_sdpa.preparation import prepare_function
 from cupy_sdpa.programs import executor
 from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, run_program
