@@ -248,8 +248,8 @@ def fp8() -> Iterator[str]:
     rows = read("h200_cudnn919_fp8.csv")
     yield (
         f"{rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, head dim 128, batch 1, by `python -m benchmarks fp8`. The last three "
-        "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of the "
-        "output, and with q and k *rotated*, too.\n"
+        "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of "
+        "the output, and with q and k *rotated*, too.\n"
     )
     times = ("bfloat16 ms", "FP8 ms", "TFLOP/s", "q, k, v to FP8 ms")
     heads = ("keys", "heads", "mask", *times, "attention", "with conversions", "rotated")
