@@ -6,6 +6,7 @@ have programs of their own. Everything else is a program of the resolved options
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from .fp8.fp8_attention import attend as attend_in_fp8
 from .programs.block_mask_steps import Forward, Gradients
 from .programs.calls import resolved
 from .programs.passes import attend, attend_backward
+from .replay.views import on_views
 
 
 def run_forward(
@@ -35,7 +37,8 @@ def run_forward(
         return attend_in_fp8(**named, options=options, return_stats=flags["return_stats"])
     if needs_conversion(q, options):
         named = dict(zip(Forward._fields, arrays, strict=False))
-        found = convert(function, named, options, OUTPUTS, **flags)
+        compute = functools.partial(convert, function, named, options, OUTPUTS, **flags)
+        found = on_views(("converted", *kind), named, options, compute)
         return [*found] if isinstance(found, tuple) else [found]
     return attend(kind, arrays, resolved(q, k, options, return_stats=flags["return_stats"]), **flags)
 
@@ -53,6 +56,8 @@ def run_backward(
     _, q, k, *_ = arrays
     if needs_conversion(q, options):
         names = gradient_names(flags["return_dbias"], flags["return_dsinks"])
-        return [*convert(function, dict(zip(Gradients._fields, arrays, strict=False)), options, names, **flags)]
+        named = dict(zip(Gradients._fields, arrays, strict=False))
+        compute = functools.partial(convert, function, named, options, names, **flags)
+        return [*on_views(("converted", *kind), named, options, compute)]
     outputs = {name: value for name, value in flags.items() if name != "deterministic"}
     return attend_backward(kind, arrays, resolved(q, k, options, outputs=outputs), **flags)

@@ -103,4 +103,5 @@ def functions_run(call, *arguments, **options):
         call(*arguments, **options)
     finally:
         sys.setprofile(before)
+    assert count, "the profiler saw no function, not even the public one"
     return count

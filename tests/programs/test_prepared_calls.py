@@ -1,5 +1,7 @@
 """Prepared calls of random problems: the same bits as those of plain calls, and the same refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from engines import numbers
@@ -58,7 +60,10 @@ def prepared_backward(*arrays, **options):
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)) or "any")
 def test_prepared_calls_have_the_bits_of_plain_calls(features, number, engine):
     """Random problems of every feature that can be prepared."""
-    runner = CaseRunner(engine.draw(features, number, others=OPTIONS.keys() - OTHERS))
+    case = engine.draw(features, number, others=OPTIONS.keys() - OTHERS)
+    if engine.name == "cupy" and case.sq == 1:  # the kernel that splits the keys of a single query adds in an arbitrary order
+        case = dataclasses.replace(case, options=case.options | {"deterministic": True})
+    runner = CaseRunner(case)
     memory = runner.allocate()
     plain = outcome(runner, memory, attention, attention_backward)
     assert outcome(runner, memory, prepared, prepared_backward) == plain, runner.case
