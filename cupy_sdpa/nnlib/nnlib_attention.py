@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..attention import attention, attention_backward
+from ..attention_functions import attention, attention_backward
 from ..boundary.layouts import VECTORS, has_own_axes
 from ..replay.views import on_views
 from ..runtime import cupy_runtime

@@ -103,14 +103,14 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
             "mask_mod"
         )
     function = _WITHIN[mask.heads > 1, mask.batch > 1]
-    return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "attends": array}}
+    return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "_dense_block_mask": array}}
 
 
 def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
-    """A dense mask as a mask function."""
+    """A dense mask as a mask function; its array has a name that no array of the caller has."""
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
-        return attends[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, _dense_block_mask: Any) -> Any:
+        return _dense_block_mask[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
 
     return mask_mod
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .attention import attention, attention_backward
+from .attention_functions import attention, attention_backward
 from .boundary.call import in_mode
 from .boundary.layouts import has_own_axes
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
