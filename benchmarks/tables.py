@@ -243,6 +243,38 @@ def sparse() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def fp8() -> Iterator[str]:
+    """The lines of the tables of ``fp8`` and ``fp8 --decode``."""
+    rows = read("h200_cudnn919_fp8.csv")
+    yield (
+        f"{rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, head dim 128, batch 1, by `python -m benchmarks fp8`. The last three "
+        "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of "
+        "the output, and with q and k *rotated*, too.\n"
+    )
+    times = ("bfloat16 ms", "FP8 ms", "TFLOP/s", "q, k, v to FP8 ms")
+    heads = ("keys", "heads", "mask", *times, "attention", "with conversions", "rotated")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for row in rows:
+        numbers = (f"{float(row[name]):.3g}" for name in ("bfloat16_ms", "fp8_ms", "fp8_tflops", "quantize_ms"))
+        ratios = (f"{float(row[f'{name}_speedup']):.2f}" for name in ("fp8", "converted", "rotated"))
+        mask = "causal" if row["causal"] == "True" else "none"
+        yield f"| {' | '.join((row['length'], row['heads'], mask, *numbers, *ratios))} |"
+    rows = read("h200_cudnn919_fp8_decode.csv")
+    yield (
+        "\nDecoding, one query per sequence, 32 query and 8 key/value heads, head dim 128, pages of 64 tokens, by `python -m "
+        "benchmarks fp8 --decode`: the time over a bfloat16 cache divided by that over an FP8 cache. The call converts "
+        "*bfloat16 queries*.\n"
+    )
+    yield "| sequences | keys | bfloat16 ms | FP8 ms | FP8 | bfloat16 queries | FP8 pages TB/s |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        numbers = (f"{float(row[name]):.3g}" for name in ("bfloat16_ms", "fp8_ms"))
+        ratios = (f"{float(row[f'{name}_speedup']):.2f}" for name in ("fp8", "converted"))
+        rate = f"{float(row['fp8_gbs']) / 1000:.1f}"
+        yield f"| {' | '.join((row['batch'], row['keys'], *numbers, *ratios, rate))} |"
+
+
 def parallel() -> Iterator[str]:
     """The lines of the table of ``parallel``."""
     rows = read("h200x2_cudnn919_parallel.csv")
@@ -264,7 +296,7 @@ def parallel() -> Iterator[str]:
 
 TABLES = {
     "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
-    "parallel": parallel,
+    "fp8": fp8, "parallel": parallel,
 }  # fmt: skip
 
 

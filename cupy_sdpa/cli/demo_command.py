@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference
-from ..attention import attention
+from ..attention_functions import attention
 from ..problem.tensor_spec import numpy_dtype
 from ..runtime import cupy_runtime
 from ..version import __version__

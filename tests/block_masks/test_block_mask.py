@@ -135,6 +135,18 @@ def test_masks_of_arrays_of_blocks(seed):
     check_attention(mask)
 
 
+@pytest.mark.parametrize(("sq", "skv"), [(1, 200), (200, 1), (130, 260), (3, 129)])
+def test_a_function_of_listed_blocks_has_no_pairs_after_the_end(sq, skv):
+    """A block of which one pair is excluded is partial, and one of which none is excluded is full, also at the ends."""
+    blocks = np.ones((-(-skv // 128), -(-sq // 128)), bool)
+    for key in range(max(skv - 3, 0), skv):
+        mask = BlockMask.from_blocks(blocks, sq, skv, mask_mod=lambda b, h, i, j, key=key: j != key)
+        expected = np.broadcast_to(np.arange(skv)[:, None] != key, (skv, sq))
+        np.testing.assert_array_equal(mask.to_dense()[..., 0, 0], expected)
+    mask = BlockMask.from_blocks(blocks, sq, skv, mask_mod=lambda b, h, i, j: i >= 0)
+    assert (mask.kinds == FULL).all()
+
+
 def test_from_the_fields_of_flex_attention():
     """The axes are those of FlexAttention; entries after the counts are not read; ``BLOCK_SIZE`` is ``block``."""
     rng = np.random.default_rng(0)

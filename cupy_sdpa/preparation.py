@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
-from .attention import attention, attention_backward
+from .attention_functions import attention, attention_backward
 from .boundary.call import in_mode
 from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
 from .boundary.layouts import has_own_axes, other_layout, results_in
