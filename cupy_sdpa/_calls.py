@@ -10,13 +10,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .boundary.arguments import check_order
 from .boundary.conversion import OUTPUTS, convert, gradient_names, needs_conversion
+from .boundary.layouts import other_layout
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import attend as attend_in_fp8
 from .programs.block_mask_steps import Forward, Gradients
 from .programs.calls import resolved
 from .programs.passes import attend, attend_backward
-from .replay.views import on_views
+from .replay.views import run_and_cache
 
 
 def run_forward(
@@ -38,7 +40,7 @@ def run_forward(
     if needs_conversion(q, options):
         named = dict(zip(Forward._fields, arrays, strict=False))
         compute = functools.partial(convert, function, named, options, OUTPUTS, **flags)
-        found = on_views(("converted", *kind), named, options, compute)
+        found = run_and_cache(kind, tuple(named), arrays, options, compute)
         return [*found] if isinstance(found, tuple) else [found]
     return attend(kind, arrays, resolved(q, k, options, return_stats=flags["return_stats"]), **flags)
 
@@ -57,7 +59,8 @@ def run_backward(
     if needs_conversion(q, options):
         names = gradient_names(flags["return_dbias"], flags["return_dsinks"])
         named = dict(zip(Gradients._fields, arrays, strict=False))
+        check_order(named, other_layout(options))
         compute = functools.partial(convert, function, named, options, names, **flags)
-        return [*on_views(("converted", *kind), named, options, compute)]
+        return [*run_and_cache(kind, tuple(named), arrays, options, compute)]
     outputs = {name: value for name, value in flags.items() if name != "deterministic"}
     return attend_backward(kind, arrays, resolved(q, k, options, outputs=outputs), **flags)

@@ -6,8 +6,6 @@ from typing import Any, Literal, Unpack, overload
 
 from ._calls import run_backward, run_forward
 from ._typing import Array, ArrayT, StatsT
-from .boundary.conversion import OUTPUTS, gradient_names
-from .boundary.layouts import other_layout, results_in
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
 from .replay.replay_cache import run_cached
@@ -100,13 +98,11 @@ def attention(
     if positional or v is ... or default_layout() is not None:
         return special_call(attention, locals())
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
+    kind = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
         results = run_forward(attention, kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
-    elif "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -203,7 +199,4 @@ def attention_backward(
             attention_backward, kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias,
             return_dsinks=return_dsinks, return_dtensors=return_dtensors,
         )  # fmt: skip
-    elif "layout" in options and (layout := other_layout(options)):
-        given = {"dq": dq, "dk": dk, "dv": dv}
-        results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)
