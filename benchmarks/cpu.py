@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_sdpa.attention import attention, attention_backward
+from cupy_sdpa.attention_functions import attention, attention_backward
 from cupy_sdpa.cli.console import CommandError
 from cupy_sdpa.version import __version__
 

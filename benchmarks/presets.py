@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_sdpa.cli.console import CommandError
-from cupy_sdpa.explain import problem
+from cupy_sdpa.explanation import problem
 from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.tensor_spec import ITEMSIZE
 

@@ -23,30 +23,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .attention import attention, attention_backward
-from .block_masks.block_mask import BlockMask, block_mask
-from .errors import CudnnError as CudnnError
-from .errors import DiskCacheWarning as DiskCacheWarning
-from .errors import OutOfPages as OutOfPages
-from .errors import StepError as StepError
-from .errors import Unsupported as Unsupported
-from .explain import explain, get_plan_cache, problem
-from .helpers import alibi_slopes, dropout_mask, merge
-from .jvp import attention_jvp
-from .kv_cache.cache import KVCache
-from .kv_cache.shared_prefix import shared_prefix_attention
-from .prepare import Prepared as Prepared
-from .prepare import autotune, prepare
-from .problem.problem import Problem as Problem
-from .programs.watch import validate
-from .replay.call_report import Report as Report
-from .rope import Rope, apply_rope
-from .sequences import cu_seqlens_with_gaps, page_table_from_lists
-from .tree import tree_mask
 from .version import __version__
-from .vjp import Pullback as Pullback
-from .vjp import attention_vjp
-from .weights import weight_sums
 
 #: What users call, and what ``help`` prints.
 __all__ = [
@@ -76,12 +53,28 @@ __all__ = [
     "weight_sums",
 ]
 
-#: The classes of results and errors.
-_TYPES = (
-    "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "StepError", "Unsupported",
-)  # fmt: skip
 #: Public modules, imported on first use.
 _MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+#: Modules with public names, imported on the first use of a name; type checkers read the imports below instead.
+_NAMES = {
+    "attention_functions": ("attention", "attention_backward"),
+    "block_masks.block_mask": ("BlockMask", "block_mask"),
+    "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "StepError", "Unsupported"),
+    "explanation": ("explain", "get_plan_cache", "problem"),
+    "helpers": ("alibi_slopes", "dropout_mask", "merge"),
+    "jvp": ("attention_jvp",),
+    "kv_cache.cache": ("KVCache",),
+    "kv_cache.shared_prefix": ("shared_prefix_attention",),
+    "preparation": ("Prepared", "autotune", "prepare"),
+    "problem.problem": ("Problem",),
+    "programs.watch": ("validate",),
+    "replay.call_report": ("Report",),
+    "rope": ("Rope", "apply_rope"),
+    "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
+    "tree": ("tree_mask",),
+    "vjp": ("Pullback", "attention_vjp"),
+    "weights": ("weight_sums",),
+}
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
     "DotProductAttention", "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -97,12 +90,42 @@ if TYPE_CHECKING:
     from . import reference as reference
     from . import store as store
     from . import zoo as zoo
+    from .attention_functions import attention, attention_backward
+    from .block_masks.block_mask import BlockMask, block_mask
+    from .errors import CudnnError as CudnnError
+    from .errors import DiskCacheWarning as DiskCacheWarning
+    from .errors import OutOfPages as OutOfPages
+    from .errors import StepError as StepError
+    from .errors import Unsupported as Unsupported
+    from .explanation import explain, get_plan_cache, problem
+    from .helpers import alibi_slopes, dropout_mask, merge
+    from .jvp import attention_jvp
+    from .kv_cache.cache import KVCache
+    from .kv_cache.shared_prefix import shared_prefix_attention
+    from .preparation import Prepared as Prepared
+    from .preparation import autotune, prepare
+    from .problem.problem import Problem as Problem
+    from .programs.watch import validate
+    from .replay.call_report import Report as Report
+    from .rope import Rope, apply_rope
+    from .sequences import cu_seqlens_with_gaps, page_table_from_lists
+    from .tree import tree_mask
+    from .vjp import Pullback as Pullback
+    from .vjp import attention_vjp
+    from .weights import weight_sums
 else:
+    from . import problem
+
+    del problem  # the folder is loaded, so no later import of it replaces the function problem
 
     def __getattr__(name):
-        """Import a public module on first use."""
+        """Import a public module, or the module of a public name, on first use."""
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
+        for module, names in _NAMES.items():
+            if name in names:
+                globals()[name] = found = getattr(importlib.import_module(f".{module}", __name__), name)
+                return found
         hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
         message = f"module {__name__!r} has no attribute {name!r}{hint}"
         if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
@@ -111,7 +134,7 @@ else:
 
     def __dir__():
         """The public names."""
-        return sorted([*__all__, *_TYPES, *_MODULES])
+        return sorted({*__all__, *_MODULES}.union(*_NAMES.values()))
 
 
 if os.environ.get("CUPY_SDPA_TRACE"):

@@ -1,6 +1,6 @@
 """Calls that consist of several passes: how they run, problems for plans ahead of time, arrays of a derivative."""
 
-from .explain import explain_function
+from .explanation import explain_function
 from .jvp import jvp_problems
 from .programs.widened import widen
 from .weights import weight_sums_problems

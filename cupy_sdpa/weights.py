@@ -91,7 +91,8 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
 
     def read(named: dict[str, Any]) -> Reading:
         read_forward(q, k, k, others, return_stats=True)  # checks the arguments
-        inputs, shape = Inputs(named, kept_options(q, others)), _shape_of_keys(k, others)
+        inputs = Inputs(named, kept_options(q, others))
+        shape = _shape_of_keys(k, inputs.options)
         heads = k.shape[1] if per_kv_head else q.shape[1]
         wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(np.float32))}
 

@@ -50,6 +50,7 @@ ROWS = [
     row("fp8.quantize", "an unknown layout", lambda x: fp8.quantize(x.q, layout="bdhs"), ValueError, "layout is 'bdhs'"),
     row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "x is a list", "numpy and CuPy arrays"),
     row("fp8.DelayedScaling", "a negative amax", lambda x: fp8.DelayedScaling(x.q, amax=-1.0), ValueError, "amax is -1.0", "above 0"),
+    row("fp8.DelayedScaling", "an amax beyond float32", lambda x: fp8.DelayedScaling(x.q, amax=1e42), ValueError, "amax is 1e+42", "float32"),
     row("fp8.DelayedScaling", "an unknown dtype", lambda x: fp8.DelayedScaling(x.q, dtype="fp8"), TypeError, "dtype is 'fp8'", "float8_e5m2"),
     row("fp8.attention", "arrays that were rotated in another layout", lambda x: fp8.attention(*(
         fp8.quantize(y, rotate=rotate) for y, rotate in ((x.s, True), (x.s, True), (x.s, False))), layout="bhsd"), ValueError, "axis 0", "'bhsd' head_dim is axis 3"),

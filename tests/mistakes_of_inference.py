@@ -165,6 +165,16 @@ ROWS += [
 ]  # fmt: skip
 
 
+def as_lists(options):
+    """Options whose arrays are lists."""
+    return {name: x.tolist() for name, x in options.items()}
+
+
+def nearby(keys):
+    """A block mask of 6 queries and some keys, and three batch entries."""
+    return cupy_sdpa.block_mask(lambda b, h, i, j: abs(i - j) <= 2 + 2 * b, 6, keys, batch=3)
+
+
 def summed(**options):
     """The weights of the keys with options."""
     return lambda x: weight_sums(x.q, x.k, **options)
@@ -181,6 +191,14 @@ ROWS += [
     row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
     row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
+    row("weight_sums", "a page table in a list", lambda x: weight_sums(x.q, x.pages_k, **as_lists(x.paged)),
+        lambda x: weight_sums(x.q, x.pages_k, **x.paged)),
+    row("attention", "a page table in a list, beside a block mask", lambda x: attention(
+        x.q, x.pages_k, x.pages_v, **as_lists(x.paged), block_mask=nearby(8)),
+        lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, block_mask=nearby(8))),
+    row("attention", "offsets in a list, beside a block mask of several sequences", lambda x: attention(
+        x.pq, x.pk, x.pv, **x.packed | {"cu_seqlens_q": x.starts.tolist()}, block_mask=nearby(6)),
+        lambda x: attention(x.pq, x.pk, x.pv, **x.packed, block_mask=nearby(6))),
     row("page_table_from_lists", "a page size beyond 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 2], [0, 1], [3],
         page_size=2**31), ValueError, "page_size is 2147483648", "below 2**31"),
     row("page_table_from_lists", "more tokens than 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 3], [0, 1, 2], [3],

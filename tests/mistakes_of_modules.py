@@ -60,6 +60,8 @@ FP8 = [
     row("fp8.Fp8Array", "an array of float32", lambda x: fp8.Fp8Array(x.q, 1.0), TypeError, "float32", "fp8.quantize"),
     row("fp8.Fp8Array", "no factor", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn)), TypeError, "descale and scale"),
     row("fp8.Fp8Array", "a factor of 0", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), 0.0), ValueError, "above 0"),
+    *(row("fp8.Fp8Array", f"a factor of {value}, which float32 or its inverse does not have", lambda x, value=value: fp8.Fp8Array(
+        x.q.astype(ml_dtypes.float8_e4m3fn), value), ValueError, f"descale is {value}", "float32") for value in (1e39, 1e-46)),
     row("fp8.Fp8Array", "a factor in float64", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), np.ones(1)), TypeError,
         "float64", "float32"),
     row("fp8.Fp8Array", "scale and descale that are no inverses", lambda x: fp8.Fp8Array(

@@ -151,6 +151,9 @@ CACHE = [
         k_scale=[1.0, 2.0]), ValueError, "2 numbers", "1 layer"),
     row("KVCache", "a scale of 0", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, k_scale=0),
         ValueError, "k_scale is 0", "above 0"),
+    *(row("KVCache", f"a scale of {scale}, which float32 or its inverse does not have", lambda x, scale=scale: cupy_sdpa.KVCache(
+        8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True, v_scale=scale), ValueError, f"v_scale is {scale}", "float32")
+      for scale in (1e39, 1e-50)),
     row("KVCache", "no GPU", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3), RuntimeError, "numpy=True", engine="no GPU"),
     row("KVCache.append", "no layer in a cache of several layers", stepped(lambda x, c, t: [c.append(t, t), c.append(t, t)], 2, pages=20),
         RuntimeError, "layers [1]", "layer="),

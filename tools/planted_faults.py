@@ -42,7 +42,7 @@ TESTS = {
     "cupy_sdpa/cli": ("cli",),
     "cupy_sdpa/cudnn": ("plans",),
     "cupy_sdpa/cudnn_engine": ("plans",),
-    "cupy_sdpa/explain.py": ("plans",),
+    "cupy_sdpa/explanation.py": ("plans",),
     "cupy_sdpa/fp8": ("fp8",),
     "cupy_sdpa/graph": ("graph", "attention"),
     "cupy_sdpa/helpers.py": ("attention", "boundary"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_sdpa.attention import attention, attention_backward
-from cupy_sdpa.explain import explain
-from cupy_sdpa.prepare import prepare
+from cupy_sdpa.attention_functions import attention, attention_backward
+from cupy_sdpa.explanation import explain
+from cupy_sdpa.preparation import prepare
 from cupy_sdpa.runtime import cupy_runtime
 
 from ..device import peak_allocation

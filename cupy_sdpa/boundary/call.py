@@ -70,12 +70,14 @@ class Mode:
         description: inside :func:`cupy_sdpa.programs.describe.program_of`: how a call is described, in place of being run.
         debug: whether the steps are printed.
         validate: whether the steps are compared with numpy.
+        noted: where the calls that run are noted, in place of being cached; None for no.
     """
 
     tunings: list[Tuning] | None = None
     description: Description | None = None
     debug: bool = False
     validate: bool = False
+    noted: list[Any] | None = None
 
 
 USUAL = Mode()

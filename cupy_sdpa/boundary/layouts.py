@@ -57,6 +57,8 @@ def check_layout(layout: Any) -> None:
 
 #: The options of packed sequences.
 _PACKING = (*CU_SEQLENS, "max_seqlen_q", "max_seqlen_kv")
+#: The options with which an array of three axes has no missing batch axis.
+_OF_BATCHES = (*_PACKING, "page_table")
 
 
 def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -105,9 +107,12 @@ def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
     """Whether q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
-    if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht"):
+    if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht") or is_named():  # it was added to others
         return False
-    return all(options.get(name) is None for name in (*_PACKING, "page_table"))
+    for name in _OF_BATCHES:  # noqa: SIM110 - any() enters a function for each
+        if options.get(name) is not None:
+            return False
+    return True
 
 
 def with_batch(name: str, array: Any, layout: str | None) -> Any:

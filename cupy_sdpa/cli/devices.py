@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cudnn.library import library
-from ..explain import explain
+from ..explanation import explain
 from ..problem.tensor_spec import FLOAT_DTYPES
 from ..runtime import cupy_runtime
 from ..version import version_text

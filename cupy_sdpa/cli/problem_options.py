@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..explain import problem
+from ..explanation import problem
 from ..problem.problem import Problem
 from .console import CommandError, positive
 

@@ -108,26 +108,23 @@ def tune(
         results: the arrays that the plan writes.
     """
     is_ordered = problem.deterministic and bool(plan.info.graph.by_role("scratch"))
-    times = {plan: _time(plan, execute, 3)}  # the current plan, and the fastest others
-    dropped: list[Trial] = []
+    times = {plan: _time(plan, execute, 3)}  # infinite: it failed, or its results are wrong
     fastest = plan
     try:
         if not is_ordered:
             expected = _results(plan, execute, results)
             with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as search:
-                for count, candidate in enumerate(_candidates(search, plan), 1):
+                for candidate in _candidates(search, plan):
                     other = Plan(candidate, plan.info.graph, plan.target, plan.key, candidate.facts.build_ms)
                     times[other] = math.inf
                     if _agrees(other, execute, results, expected):
                         times[other] = _time(other, execute, 3)
-                    _progress(f"tuning: {count} engine configs measured")
-                    slowest = max((one for one in times if one is not plan), key=times.__getitem__)
-                    if len(times) - 1 > _FINALISTS or times[slowest] == math.inf:
-                        dropped.append(_trial(slowest, times.pop(slowest)))
-                        slowest.close()
-        rounds = [[_time(one, execute, 1) for one in times] for _ in range(_ROUNDS)]
-        times = dict(zip(times, map(statistics.median, zip(*rounds, strict=True)), strict=True))
-        best = min(times, key=times.__getitem__)
+                    _progress(f"tuning: {len(times) - 1} engine configs measured")
+        others = sorted((one for one in times if one is not plan and times[one] < math.inf), key=times.__getitem__)
+        finalists = [plan, *others[:_FINALISTS]]
+        rounds = [[_time(one, execute, 1) for one in finalists] for _ in range(_ROUNDS)]
+        times.update(zip(finalists, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        best = min(finalists, key=times.__getitem__)
         if times[plan] >= GAIN * times[best]:
             fastest = best
     finally:
@@ -137,14 +134,11 @@ def tune(
                 other.close()
     fastest.mark_tuned()
     current().put(plan.key, fastest.content())
-    trials = sorted([*dropped, *(_trial(one, us) for one, us in times.items())], key=lambda trial: trial.us or math.inf)
     if fastest is not plan:
         cache.put(problem, fastest)
+    infos = sorted(((one.info, us) for one, us in times.items()), key=lambda found: found[1])
+    trials = (Trial(info.engine, info.knobs, info.workspace, us if us < math.inf else None) for info, us in infos)
     return Tuning(problem, tuple(trials), times[plan], times[fastest])
-
-
-def _trial(plan: Plan, us: float) -> Trial:
-    return Trial(plan.info.engine, plan.info.knobs, plan.info.workspace, us if us < math.inf else None)
 
 
 def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:

@@ -245,6 +245,11 @@ def one_of(array: Any, place: int) -> Any:
     return type(array)((1,), array.dtype, array.data + place * array.itemsize)
 
 
+def is_factor(value: Any) -> bool:
+    """Whether a number is a scale: it and its inverse are normal numbers of float32."""
+    return 2.0**-126 <= float(value) <= 2.0**126
+
+
 def factor(name: str, value: Any, like: Array) -> Any:
     """A scale or a descale as a float32 array ``(1,)`` in the memory of an array.
 
@@ -253,8 +258,8 @@ def factor(name: str, value: Any, like: Array) -> Any:
     """
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
-        if not (0 < float(value) < math.inf):
-            raise ValueError(f"{name} is {value}; it must be a finite number above 0")
+        if not is_factor(value):
+            raise ValueError(f"{name} is {value}; it must be above 0, and it and its inverse finite numbers of float32")
         if not on_gpu:
             return np.full(1, value, np.float32)
         with cupy_runtime.on_device_of(like):

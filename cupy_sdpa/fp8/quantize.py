@@ -19,7 +19,7 @@ from ..programs.passes import add_results
 from ..programs.program import Builder
 from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
-from .array import Fp8Array, factor, of_factors
+from .array import Fp8Array, factor, is_factor, of_factors
 from .fp8_passes import add_conversions
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
@@ -201,8 +201,8 @@ class DelayedScaling:
             raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
         if not isinstance(history, int) or history < 1:
             raise ValueError(f"history is {history!r}; it must be a number of arrays, 1 or more")
-        if amax is not None and not 0 < float(amax) < np.inf:
-            raise ValueError(f"amax is {amax}; it must be a finite number above 0, or None")
+        if amax is not None and not is_factor(float(amax) / FP8_LARGEST[dtype]):
+            raise ValueError(f"amax is {amax}; it must be above 0, and a finite number of float32, or None")
         self.dtype, self.rotate = dtype, read_flag("rotate", rotate)
         state = np.zeros(fp8_kernels.STATE + history, np.float32)
         state[:2] = 1.0

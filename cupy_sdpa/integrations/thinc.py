@@ -8,7 +8,7 @@ from typing import Any
 from thinc.api import Model, registry
 from thinc.types import Ragged
 
-from ..attention import attention, attention_backward
+from ..attention_functions import attention, attention_backward
 from ..boundary.layouts import has_own_axes
 from ..boundary.options import read_positive
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..attention import attention as run_forward
-from ..attention import attention_backward
+from ..attention_functions import attention as run_forward
+from ..attention_functions import attention_backward
 from ..boundary.user_functions import kept_options
 
 

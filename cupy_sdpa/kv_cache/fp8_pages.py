@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import in_words
-from ..fp8.array import Fp8Array, made, one_of
+from ..fp8.array import Fp8Array, is_factor, made, one_of
 from ..fp8.quantize import SOURCES
 from ..kernels import cache_kernels, fp8_append, fp8_kernels
 from ..problem.tensor_spec import dtype_name
@@ -173,6 +172,6 @@ def _scales(name: str, given: Any, layers: int) -> list[float | None]:
     if len(found) != layers:
         raise ValueError(f"{name} has {len(found)} numbers; the cache has {layers} layers")
     for number in found:
-        if not (isinstance(number, (numbers.Real, np.generic)) and 0 < float(number) < math.inf):
-            raise ValueError(f"{name} is {given!r}; scales must be finite numbers above 0")
+        if not (isinstance(number, (numbers.Real, np.generic)) and is_factor(number)):
+            raise ValueError(f"{name} is {given!r}; scales must be above 0, and they and their inverses finite in float32")
     return [float(number) for number in found]

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..attention import attention
+from ..attention_functions import attention
 from ..boundary.argument import as_int32, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.conversion import OUTPUTS, convert

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..attention import attention
-from ..boundary.layouts import has_own_axes
+from ..attention_functions import attention, attention_backward
+from ..boundary.layouts import VECTORS, has_own_axes
+from ..replay.views import on_views
 from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
@@ -70,25 +71,25 @@ def dot_product_attention(
     >>> bool(np.allclose(alpha.sum(axis=0), 1))
     True
     """
-    _refuse(unknown)
-    (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
-    weights: Any = None
-    if fdrop is not None and not callable(fdrop):
+    if unknown:
+        _refuse(unknown)
+    arrays = {"q": q, "k": k, "v": v}
+    if fdrop is None:
+        y = _run(attention, arrays, bias, mask, nheads, compute_dtype, engine)
+        if not alpha:
+            return y, None
+    elif not callable(fdrop):
         raise TypeError(f"fdrop is {fdrop!r}; it must be a function of the weights")
+    batch = _batch_of(q, k, v)
+    q4, k4, v4 = (fold(x, nheads) for x in (q, k, v))
+    weights = dot_product_attention_scores(q4, k4, bias, fdrop=fdrop, mask=mask)
     if fdrop is not None:
-        weights = dot_product_attention_scores(q4, k4, bias, fdrop=fdrop, mask=mask)
         full = (k.shape[1], q.shape[1], nheads, q4.shape[3])
         check_array("the result of fdrop", weights)
         if weights.shape != full:
             raise ValueError(f"fdrop returned shape {weights.shape} for alpha of shape {full}; it must keep the shape")
-        y = weighted_sum(weights, v4)
-    else:
-        y = attention(q4, k4, v4, **_mask_options(q4, k4, bias, mask), **_compute_options(compute_dtype, engine, q))
-        if alpha:
-            weights = dot_product_attention_scores(q4, k4, bias, mask=mask)
-    if not alpha:
-        return unfold(y, batch), None
-    return unfold(y, batch), weights.reshape((*weights.shape[:3], *batch), order="F")
+        y = unfold(weighted_sum(weights, v4), batch)
+    return y, weights.reshape((*weights.shape[:3], *batch), order="F") if alpha else None
 
 
 @has_own_axes
@@ -119,23 +120,83 @@ def dot_product_attention_vjp(
     >>> [g.shape for g in pullback(np.ones_like(y))[:3]]
     [(8, 5, 2), (8, 5, 2), (8, 5, 2)]
     """
-    _refuse(unknown)
-    (q4, k4, v4), batch = _fold_all(q, k, v, nheads)
-    options = _mask_options(q4, k4, bias, mask) | _compute_options(compute_dtype, engine, q)
-    shape = (v.shape[0], *q.shape[1:])
-    out, vjp = attention_vjp(q4, k4, v4, **options, return_dbias=bias is not None)
+    if unknown:
+        _refuse(unknown)
+    arrays = {"q": q, "k": k, "v": v}
+    if compute_dtype is not None:
+        return _vjp_in(compute_dtype, arrays, bias, mask, nheads, engine)
+    y, stats = _run(attention, arrays, bias, mask, nheads, None, engine, return_stats=True)
 
     @has_own_axes
     def pullback(dy: Any) -> tuple[Any, ...]:
-        check_array("dy", dy)
-        if dy.shape != shape:
-            raise ValueError(f"dy is {dy.shape}; it must be {shape}, the shape of y")
-        check_features("dy", dy)
-        dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))
-        gradients = [unfold(g, batch) for g in (dq, dk, dv)]
-        return (*gradients, dbias[0].astype(bias.dtype, copy=False).reshape(bias.shape) if dbias else None)
+        passed = {"dout": dy, **arrays, "out": y, "stats": stats}
+        if bias is None:
+            return (*_run(attention_backward, passed, None, mask, nheads, None, engine), None)
+        gradients: tuple[Any, ...] = _run(attention_backward, passed, bias, mask, nheads, None, engine, return_dbias=True)
+        return gradients
 
-    return unfold(out, batch), pullback
+    return y, pullback
+
+
+def _run(
+    function: Callable[..., Any],
+    arrays: dict[str, Any],
+    bias: Any,
+    mask: Any,
+    nheads: int,
+    dtype: Any,
+    engine: Any,
+    **flags: bool,
+) -> Any:
+    """A function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned.
+
+    Args:
+        function: the function.
+        arrays: its arrays by name.
+        bias, mask, nheads, dtype, engine: as for :func:`dot_product_attention`.
+        flags: its other arguments.
+    """
+    kind: tuple[Any, ...] = ("nnlib", function.__name__, repr(nheads), *flags)
+    given = {"bias": bias, "mask": mask, "compute_dtype": dtype, "engine": engine}
+    if isinstance(mask, Mask):  # the array of the lengths itself, because repeated calls are recognized by its address
+        kind += (mask.shape, mask.causal)
+        given |= {"mask": None, "seq_lens_kv": mask.lengths}
+
+    def compute() -> Any:
+        batch = _batch_of(*(arrays[name] for name in "qkv"))
+        if "dout" in arrays:
+            _check_gradient(arrays["dout"], arrays["out"])
+        own = {name: fold(x, nheads) if name in VECTORS else x for name, x in arrays.items()}
+        if "dout" in arrays:
+            own["dout"] = own["dout"].astype(own["out"].dtype, copy=False)
+        options = _mask_options(own["q"], own["k"], bias, mask) | _compute_options(dtype, engine, own["q"])
+        found = function(**own, **options, **flags)
+        if not isinstance(found, tuple):
+            return unfold(found, batch)
+        vectors = 3 if "dout" in arrays else 1
+        others = [x.reshape(bias.shape) if "dout" in arrays else x for x in found[vectors:]]
+        return (*(unfold(x, batch) for x in found[:vectors]), *others)
+
+    return on_views(kind, arrays, given, compute)
+
+
+def _vjp_in(
+    dtype: Any, arrays: dict[str, Any], bias: Any, mask: Any, nheads: int, engine: Any
+) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """:func:`dot_product_attention_vjp` in another dtype, whose pullback keeps the converted arrays."""
+    batch = _batch_of(*arrays.values())
+    q, k, v = (fold(x, nheads) for x in arrays.values())
+    options = _mask_options(q, k, bias, mask) | _compute_options(dtype, engine, q)
+    out, vjp = attention_vjp(q, k, v, **options, return_dbias=bias is not None)
+    y = unfold(out, batch)
+
+    @has_own_axes
+    def pullback(dy: Any) -> tuple[Any, ...]:
+        _check_gradient(dy, y)
+        dq, dk, dv, *dbias = vjp(fold(dy, nheads).astype(out.dtype, copy=False))
+        return (*(unfold(g, batch) for g in (dq, dk, dv)), dbias[0].reshape(bias.shape) if dbias else None)
+
+    return y, pullback
 
 
 def _refuse(unknown: dict[str, Any]) -> None:
@@ -149,8 +210,8 @@ def _refuse(unknown: dict[str, Any]) -> None:
         )
 
 
-def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int, ...]]:
-    """Check q, k and v; returns them as ``(d, nheads, len, B)``, and their batch dimensions."""
+def _batch_of(q: Any, k: Any, v: Any) -> tuple[int, ...]:
+    """The batch dimensions of q, k and v, which are checked."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x)
     batch = q.shape[2:]
@@ -165,7 +226,15 @@ def _fold_all(q: Any, k: Any, v: Any, nheads: int) -> tuple[list[Any], tuple[int
         raise ValueError(f"q is {q.shape}, k is {k.shape}, v is {v.shape}; {rule}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_features(name, x)
-    return [fold(x, nheads) for x in (q, k, v)], batch
+    return batch  # type: ignore[no-any-return]
+
+
+def _check_gradient(dy: Any, y: Any) -> None:
+    """Raise an error if ``dy`` is no gradient of ``y``."""
+    check_array("dy", dy)
+    if dy.shape != y.shape:
+        raise ValueError(f"dy is {dy.shape}; it must be {y.shape}, the shape of y")
+    check_features("dy", dy)
 
 
 def _compute_options(dtype: Any, engine: Any, q: Any) -> dict[str, Any]:
@@ -204,5 +273,4 @@ def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]
     count = mask.lengths.shape[0]
     if count not in (1, batch):
         raise ValueError(f"the mask has {count} lengths; there are {batch} batch entries: pass one length for each, or one")
-    # the array of the mask itself, because repeated calls are recognized by its address
     return {"causal": mask.causal, "seq_lens_kv": mask.lengths if count == batch else mask.lengths.repeat(batch)}

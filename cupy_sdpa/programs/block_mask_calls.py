@@ -9,6 +9,7 @@ from ..block_masks.block_mask import BlockMask
 from ..block_masks.entries import Sizes
 from ..block_masks.intersection import within_band
 from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
+from ..boundary.argument import as_int32
 from ..boundary.arguments import read_shapes
 from ..boundary.engine import interpreted
 from ..boundary.layouts import other_layout, to_own
@@ -103,14 +104,14 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
             "mask_mod"
         )
     function = _WITHIN[mask.heads > 1, mask.batch > 1]
-    return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "attends": array}}
+    return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "_dense_block_mask": array}}
 
 
 def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
-    """A dense mask as a mask function."""
+    """A dense mask as a mask function; its array has a name that no array of the caller has."""
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
-        return attends[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, _dense_block_mask: Any) -> Any:
+        return _dense_block_mask[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
 
     return mask_mod
 
@@ -137,6 +138,8 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
     """Raise ValueError if a mask has other sizes than the scores of a call; arrays of wrong ranks are refused later."""
     queries, keys = (tuple(getattr(x, "shape", x)) for x in (q, k))
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
+    if hasattr(q, "dtype"):  # they are arrays or lists, not shapes
+        starts, table = as_int32("cu_seqlens_q", starts), as_int32("page_table", table)
     if len(queries) != (4 if starts is None else 3) or len(keys) != (3 if table is None and starts is not None else 4):
         return
     lengths, names = [*queries[2:3], *keys[2:3]], ["q has {} queries", "k {} keys"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -143,14 +143,23 @@ def read_key(
     return tuple(key), passed
 
 
-#: The shape, the dtype and the bytes of a result that a call creates.
-Created = tuple[tuple[int, ...], Any, int]
+#: The shape, the dtype, the bytes, the strides and the order of a result that a call creates; the strides are None if they
+#: follow from the order.
+Created = tuple[tuple[int, ...], Any, int, tuple[int, ...] | None, str]
+
+
+def created_like(array: Any) -> Created:
+    """How to create an array like a result."""
+    dense = array.flags.f_contiguous or array.flags.c_contiguous
+    order = "F" if array.flags.f_contiguous else "C"
+    return array.shape, array.dtype, array.nbytes, None if dense else array.strides, order
 
 
 def equal_runs(created: Sequence[Created]) -> list[slice]:
     """The runs of several results of equal sizes.
 
-    >>> equal_runs([((2, 3), "float16", 12), ((6,), "float16", 12), ((1,), "float16", 2)])
+    >>> import numpy as np
+    >>> equal_runs([created_like(np.zeros(shape, np.float16)) for shape in ((2, 3), (6,), (1,))])
     [slice(0, 2, None)]
     """
     runs, begin = [], 0
@@ -173,7 +182,7 @@ class Template:
         call: the call, after it ran.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
-        created: the names of the results that the call creates.
+        created: the results that the call creates, by name, as the caller gets them.
 
     Attributes:
         constants: the addresses of the inputs that were created for the call and never change, by name.
@@ -181,23 +190,25 @@ class Template:
 
     __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views", "constants")
 
-    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], created: Sequence[str]) -> None:
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], created: Mapping[str, Any]) -> None:
         self._call, self._names = call.on({}), [*names, *created]
         self._device = call.arrays["q"].data.device_id
         inputs = {name: call.arrays[name] for name in call.fills}
         self.constants = {name: array.data.ptr for name, array in inputs.items() if memory.is_constant(array)}
-        #: The position of each array of the call that the caller passed.
+        #: The position of each array of the call that the caller passed or gets.
         self._direct: list[tuple[str, int]] = []
         #: For views of these arrays: name, position, offset of the first element in bytes, shape, dtype and strides.
         self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
         where: dict[str, tuple[int, int]] = {}
-        for name, array, position in passed_arrays(call, names):
-            passed = arrays[position]
-            where[name] = position, array.data.ptr - passed.data.ptr
-            if array is passed:
+        every = [*arrays, *created.values()]
+        for name, array, position in (*passed_arrays(call, names), *created_arrays(call, created, len(arrays))):
+            offset = array.data.ptr - every[position].data.ptr
+            if position < len(arrays):
+                where[name] = position, offset
+            if array is every[position]:
                 self._direct.append((name, position))
             else:
-                self._views.append((name, *where[name], array.shape, array.dtype, array.strides))
+                self._views.append((name, position, offset, array.shape, array.dtype, array.strides))
         #: Position, offset, bits and their value: the alignments. Integers may have any.
         self._alignments = [
             (*where[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
@@ -224,10 +235,10 @@ class Template:
 
     def on(self, ndarray: Any, arrays: Sequence[Any], created: Sequence[Any]) -> Repeatable:
         """The call on the caller's arrays and the created results."""
-        found = {name: arrays[position] for name, position in self._direct}
-        found |= zip(self._names[len(arrays) :], created, strict=True)
+        every = [*arrays, *created]
+        found = {name: every[position] for name, position in self._direct}
         for name, position, offset, shape, dtype, strides in self._views:
-            found[name] = ndarray(shape, dtype, arrays[position].data + offset, strides)
+            found[name] = ndarray(shape, dtype, every[position].data + offset, strides)
         return self._call.on(found)
 
 
@@ -237,6 +248,25 @@ def passed_arrays(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str,
         source = tensor_name(call.captured[name].name) if name in call.captured else name
         if source in names:
             yield name, array, names.index(source)
+
+
+def created_arrays(call: Repeatable, created: Iterable[str], first: int) -> Iterator[tuple[str, Any, int]]:
+    """The results that a call creates: name, array and position, which are numbered from ``first``."""
+    for position, name in enumerate(created, first):
+        yield name, call.arrays[name], position
+
+
+def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str, Any]:
+    """The results of a call by name.
+
+    Args:
+        call: the call.
+        results: the results as the caller gets them, which are views of those of the call. Default None: those of the call.
+    """
+    if results is None:
+        return {name: call.arrays[name] for name in call.result_names}
+    every = [*results[:-1], *results[-1].values()] if call.gradients else results
+    return dict(zip(call.result_names, every, strict=True))
 
 
 def array_names(ndarray: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[str]:

@@ -54,9 +54,11 @@ from .call_key import (
     Template,
     address,
     array_names,
+    created_like,
     equal_runs,
     passed_arrays,
     read_key,
+    results_by_name,
 )
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
@@ -106,6 +108,7 @@ class CachedCall:
         cache: the plan cache that holds its plans.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
+        results: the results by name, as the caller gets them.
         forget: removes the call from the calls of its session; called when the call is closed.
 
     Attributes:
@@ -126,6 +129,7 @@ class CachedCall:
         cache: PlanCache,
         names: Sequence[str],
         arrays: Sequence[Any],
+        results: Mapping[str, Any],
         forget: Callable[[], object],
     ) -> None:
         assert call.launched
@@ -144,8 +148,8 @@ class CachedCall:
             self._positions = []
         #: Whether a result at a new address may overlap another array.
         self._may_overlap = max(self._positions, default=-1) >= 0
-        created = [name for name in call.result_names if name not in names]
-        self._created = [(x.shape, x.dtype, x.nbytes) for x in (call.arrays[name] for name in created)]
+        created = {name: array for name, array in results.items() if name not in names}
+        self._created = [created_like(array) for array in created.values()]
         self._runs = equal_runs(self._created)
         self._template = Template(call, names, arrays, created)
         self.accepts = self._template.accepts
@@ -178,7 +182,7 @@ class CachedCall:
         created: list[Any] = []
         if self._created:
             new = []
-            for _, _, size in self._created:
+            for _, _, size, _, _ in self._created:
                 new.append(runtime.alloc(size))
             # CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for
             # which a graph has been captured.
@@ -372,19 +376,41 @@ def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -
     return None if cached is None else cached.run(runtime, passed)
 
 
-def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable) -> None:
+def arguments_of(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
+    """The key and the arrays of a call; None if it is parsed every time, and for CuPy's arrays before a call is cached."""
+    if mode.get() is not USUAL:
+        return None
+    if type(arrays[0]) is np.ndarray:
+        return read_key(HOST, (kind, is_named()), arrays, options)
+    return None if _runtime is None else read_key(_runtime, kind, arrays, options)
+
+
+def cache_call(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    call: Repeatable,
+    results: Sequence[Any] | None = None,
+) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
+
+    The arrays of the call may be other views of those of the caller.
 
     Args:
         kind, arrays, options: the arguments of :func:`run_cached`.
         names: the names of ``arrays``.
         call: the call, after it ran.
+        results: the results as the caller gets them, views of those of the call. Default None: those of the call.
     """
     global _runtime
-    if mode.get() is not USUAL:
+    if (current := mode.get()) is not USUAL:
+        if current.noted is not None:
+            current.noted.append(call)
         return
+    by_name = results_by_name(call, results)
     if not call.on_gpu:
-        _cache_on_host(kind, names, arrays, options, call)
+        _cache_on_host(kind, names, arrays, options, call, by_name)
         return
     if call.problem.trivial:
         return
@@ -402,13 +428,18 @@ def cache_call(kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options
     passed_names = array_names(runtime.ndarray, names, arrays, options)
     try:
         addresses = [array.data.ptr for array in arguments[1]]
-        _cached(session, arguments, call, passed_names, addresses).validated(call, addresses)
+        _cached(session, arguments, call, passed_names, addresses, by_name).validated(call, addresses)
     except Exception as error:
         _warn(session.cache, error, stacklevel=4)
 
 
 def _cached(
-    session: Session, arguments: Arguments, call: Repeatable, names: Sequence[str], addresses: Sequence[int]
+    session: Session,
+    arguments: Arguments,
+    call: Repeatable,
+    names: Sequence[str],
+    addresses: Sequence[int],
+    results: Mapping[str, Any],
 ) -> CachedCall:
     """The call that is cached under a key, or this one, which is then cached."""
     key, arrays = arguments
@@ -424,7 +455,7 @@ def _cached(
         for _, old in oldest:
             old.remove()
     forget = functools.partial(session.cached_calls.pop, key, None)
-    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, forget)
+    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, results, forget)
     return new
 
 
@@ -438,29 +469,31 @@ class HostCall:
         call: the call, after it ran.
         names: the names of the arrays that the caller passed.
         arrays: these arrays.
+        results: the results by name, as the caller gets them.
     """
 
-    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_names", "_results", "_views")
+    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_results", "_returned", "_views")
 
-    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any]) -> None:
-        self._call, self._names = call.on({}), call.result_names
+    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], results: Mapping[str, Any]) -> None:
+        self._call = call.on({})
         self._direct: list[tuple[str, int]] = []
         #: For views of the caller's arrays: name, position and view.
         self._views: list[tuple[str, int, View]] = []
         for name, array, position in passed_arrays(call, names):
-            passed = arrays[position]
-            if array is passed:
+            if array is arrays[position]:
                 self._direct.append((name, position))
             else:
-                offset = array.__array_interface__["data"][0] - passed.__array_interface__["data"][0]
-                whole = View.of(names[position], array)
-                self._views.append((name, position, dataclasses.replace(whole, offset=offset)))
-        passed_names = {name for name, *_ in (*self._direct, *self._views)}
+                self._views.append((name, position, _view_of(array, arrays[position])))
         #: The results that the caller passed.
-        self._results = [name for name in self._names if name in passed_names]
+        self._results = [name for name in results if name in names]
         #: The shapes and dtypes of the other results.
-        self._created = [(name, call.arrays[name].shape, call.arrays[name].dtype) for name in self._names
-                         if name not in passed_names]  # fmt: skip
+        self._created = [(name, call.arrays[name].shape, call.arrays[name].dtype) for name in results if name not in names]
+        #: Each result: its name; its position among the caller's arrays, or -1; and what the caller gets if it is another view.
+        self._returned: list[tuple[str, int, View | None]] = []
+        for name, result in results.items():
+            own = call.arrays[name]
+            position = names.index(name) if name in names else -1
+            self._returned.append((name, position, None if position >= 0 or own is result else _view_of(result, own)))
         #: Computes the call, if it does nothing but evaluate a graph on the caller's arrays and the results.
         self._evaluate = self._call.evaluation()
 
@@ -485,12 +518,20 @@ class HostCall:
         for name, shape, dtype in self._created:
             found[name] = np.empty(shape, dtype, order="F")
         if self._evaluate is None:
-            return call.run()
-        self._evaluate(found)
+            call.run()
+        else:
+            self._evaluate(found)
         results = []
-        for name in self._names:
-            results.append(found[name])
-        return results
+        for name, position, seen in self._returned:
+            array = found[name] if position < 0 else arrays[position]
+            results.append(array if seen is None else on_host(seen, array))
+        return call.gradients.as_last(results) if call.gradients else results
+
+
+def _view_of(array: Any, whole: Any) -> View:
+    """An array as a view of another one that contains it."""
+    offset = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    return dataclasses.replace(View.of("", array), offset=offset)
 
 
 #: The latest calls of numpy arrays, by their keys; the oldest are removed first.
@@ -500,17 +541,22 @@ _host_lock = threading.Lock()
 
 def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
     """:func:`run_cached` for numpy arrays."""
-    arguments = read_key(HOST, (kind, is_named()), arrays, options) if mode.get() is USUAL else None
+    arguments = arguments_of(kind, arrays, options)
     if arguments is None or (cached := _on_host.get(arguments[0])) is None:
         return None
     return cached.run(arguments[1])
 
 
 def _cache_on_host(
-    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], call: Repeatable
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    call: Repeatable,
+    results: Mapping[str, Any],
 ) -> None:
     """:func:`cache_call` for numpy arrays."""
-    arguments = read_key(HOST, (kind, is_named()), arrays, options)
+    arguments = arguments_of(kind, arrays, options)
     if arguments is None or (call.identities and call.identities != function_identities(options)):
         return
     key, passed = arguments
@@ -519,7 +565,7 @@ def _cache_on_host(
         return
     if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
         return  # lengths of int64 are copied
-    new = HostCall(call, passed_names, passed)
+    new = HostCall(call, passed_names, passed, results)
     with _host_lock:
         _on_host[key] = new
         if len(_on_host) > MAX_CALLS:

@@ -106,7 +106,7 @@ def capturing() -> bool:
 
 
 def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Any]]:
-    """A function that creates arrays in Fortran order from tuples that begin with their shapes and dtypes, and memory pointers.
+    """A function that creates arrays from their shapes, dtypes, bytes, strides and orders, in tuples, and memory pointers.
 
     ``ndarray.__new__`` packs its arguments into a tuple and a dictionary, twice, and passes them on to ``_init``; this takes a
     third of the time. ``_init`` is therefore called directly, if CuPy has it.
@@ -119,12 +119,12 @@ def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequen
 
     def arrays(created: Sequence[tuple[Any, ...]], pointers: Sequence[Any]) -> list[Any]:
         made = []
-        for (shape, dtype, *_), pointer in zip(created, pointers):  # noqa: B905 - strict takes longer
+        for (shape, dtype, _, strides, order), pointer in zip(created, pointers):  # noqa: B905 - strict takes longer
             if direct:
                 array = new(ndarray)
-                array._init(shape, dtype, pointer, None, "F")
+                array._init(shape, dtype, pointer, strides, order)
             else:
-                array = ndarray(shape, dtype, pointer, None, "F")
+                array = ndarray(shape, dtype, pointer, strides, order)
             made.append(array)
         return made
 

@@ -153,6 +153,23 @@ def test_two_masks_beside_each_other(engine):
     np.testing.assert_allclose(engine.get(out), engine.get(wanted), atol=engine.tolerance)
 
 
+@pytest.mark.parametrize("name", ["attends", "block_mask", "mask"])
+def test_arrays_of_a_score_function_have_any_name(name, engine):
+    """An array of ``tensors=`` is read by the score function, whatever its name is, beside a dense mask and a block mask."""
+    mask = BlockMask.from_blocks(np.array([[1, 0, 1], [1, 1, 0], [1, 0, 1]], bool), N, N)
+    other = np.ones((N, N, 1, 1), bool, order="F")
+    other[5:9] = False
+    q, bias = engine.normal(0, 16, 2, N, 1), engine.normal(1, N, N, 1, 1, dtype="f4")
+    function = {
+        "attends": lambda s, b, h, i, j, attends: s + attends[j, i, 0, 0],
+        "block_mask": lambda s, b, h, i, j, block_mask: s + block_mask[j, i, 0, 0],
+        "mask": lambda s, b, h, i, j, mask: s + mask[j, i, 0, 0],
+    }[name]
+    out = attention(q, q, q, block_mask=mask, mask=engine.put(other), score_mod=function, tensors={name: bias})
+    wanted = attention(q, q, q, mask=engine.put(other & mask.to_dense()), bias=bias)
+    np.testing.assert_allclose(engine.get(out).astype("f4"), engine.get(wanted).astype("f4"), atol=engine.tolerance)
+
+
 def test_other_functions_compute_a_dense_mask(engine):
     """Prepared calls, sums of weights, derivatives and layouts in C order."""
     mask, q = partial(), engine.normal(0, 16, 2, N, 1)

@@ -3,9 +3,13 @@
 Refused calls are in the tables of mistakes.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
+from not_parsed import not_parsed
 
+import cupy_sdpa
 from cupy_sdpa import attention, get_plan_cache, layout, reference
 from cupy_sdpa.nnlib import (
     dot_product_attention,
@@ -267,3 +271,114 @@ def test_the_gradient_of_a_bias_keeps_its_dtype():
     assert dbias.dtype == np.float32
     assert np.isfinite(dbias).all()
     assert (dbias.astype("f2") != dbias).any()
+
+
+# Repeated calls
+
+#: Problems by name: the axes of a bias, and the mask of x, with lengths of 2 batch entries; the heads, and the batch dimensions.
+REPEATED = {
+    "plain": (None, None, 2, (2,)),
+    "bias": ("ki", None, 2, (2,)),
+    "bias of heads": ("kih", None, 2, (2, 1)),
+    "causal": (None, lambda x, lengths: make_causal_mask(x), 1, (2, 3)),
+    "padding": ("kihb", lambda x, lengths: make_padding_mask(lengths, x.shape[1]) & make_causal_mask(x), 2, (2,)),
+    "array": (None, lambda x, lengths: np.tri(x.shape[1], dtype=bool).T, 2, ()),
+}
+#: Problems of which an array is copied in every call.
+GAPS, OTHER_DTYPE, ONE_LENGTH, CONVERTED = COPIED = (
+    "gaps between batch entries", "another dtype of dy", "one length", "computed in another dtype",
+)  # fmt: skip
+
+
+def given_arrays(engine, name, seed):
+    """q, k, v and dy, arrays of numpy; the bias, the mask, and the options of a problem."""
+    axes, make, nheads, batch = REPEATED.get(name, (None, None, 2, (2, 2)))
+    rng = np.random.default_rng([seed, nheads, len(batch)])
+    sizes = {"k": 7, "i": 7, "h": nheads, "b": 2}
+    dtype = np.float32 if name == CONVERTED else engine.dtype
+
+    def normal(*shape):
+        return np.asfortranarray(rng.standard_normal(shape).astype(dtype))
+
+    q, k, v, dy = (normal(n * nheads, 7, *batch) for n in (16, 16, 8, 8))
+    bias = normal(*(sizes[axis] for axis in axes)) if axes else None
+    mask = make(q, rng.integers(1, 8, 2)) if make else None
+    if name == GAPS:  # its batch dimensions cannot be joined
+        k = normal(16 * nheads, 7, 3, 2)[:, :, :2]
+    elif name == OTHER_DTYPE:
+        dy = dy.astype(np.float64 if engine.name == "numpy" else np.float32)
+    elif name == ONE_LENGTH:
+        mask = make_padding_mask(np.array([5]), 7)
+    options = {"compute_dtype": "float16"} if name == CONVERTED else {}
+    return [q, k, v, dy], bias, mask, {"nheads": nheads, **options}
+
+
+def on_engine(engine, arrays, bias, mask):
+    """Arrays of the engine with the same strides, the bias and the mask."""
+    made = [engine.put(x) if x.base is None else engine.put(x.base)[:, :, : x.shape[2]] for x in arrays]
+    if hasattr(mask, "lengths"):
+        causal = make_causal_mask(made[0])
+        padding = mask if mask.lengths is None else make_padding_mask(engine.put(mask.lengths), mask.shape[0])
+        mask = causal if padding is mask else padding & causal if mask.causal else padding
+    return made, engine.put(bias), engine.put(mask)
+
+
+def of_split_heads(arrays, bias, mask, options):
+    """The results of attention on arrays of numpy with split heads."""
+    given = {name: x for name, x in options.items() if name != "nheads"}
+    nheads = options["nheads"]
+    q, k, v, dy = (x.reshape((x.shape[0] // nheads, nheads, 7, -1), order="F") for x in arrays)
+    if bias is not None:
+        given["bias"] = bias.reshape(bias.shape + (1,) * (4 - bias.ndim))
+    if mask is not None:
+        array = np.asarray(mask)
+        given["mask"] = array.reshape(array.shape + (1,) * (4 - array.ndim))
+    out, pullback = cupy_sdpa.attention_vjp(q, k, v, **given, return_dbias=bias is not None)
+    found = [out, *pullback(dy.astype(out.dtype))]
+    shapes = [arrays[3].shape, *(x.shape for x in arrays[:3]), *([bias.shape] if bias is not None else [])]
+    return [x.reshape(shape, order="F") for x, shape in zip(found, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("name", [*REPEATED, *COPIED])
+def test_repeated_calls_have_the_results_of_split_heads(name, engine):
+    """With other values, at other addresses; results are arrays of their own in Fortran order."""
+    kept = []
+    for seed in (0, 1, 2, 0, 1, 2, 3, 3):
+        arrays, bias, mask, options = given_arrays(engine, name, seed)
+        (q, k, v, dy), own_bias, own_mask = on_engine(engine, arrays, bias, mask)
+        y, _ = dot_product_attention(q, k, v, own_bias, mask=own_mask, **options)
+        again, pullback = dot_product_attention_vjp(q, k, v, own_bias, mask=own_mask, **options)
+        *gradients, dbias = pullback(dy)
+        assert (dbias is None) == (bias is None)
+        found = [again, *gradients, *([dbias] if bias is not None else [])]
+        wanted = of_split_heads(arrays, bias, mask, options)
+        np.testing.assert_array_equal(engine.get(y), engine.get(again))
+        for x, want, given in zip(found, wanted, (dy, q, k, v, own_bias), strict=False):
+            assert x.shape == given.shape
+            assert x.flags.f_contiguous
+            x, tolerance = engine.get(x), 4 * engine.tolerance
+            if engine.name == "numpy" and not hasattr(mask, "lengths"):
+                assert x.tobytes(order="F") == want.tobytes(order="F")
+            np.testing.assert_allclose(x, want, atol=tolerance, rtol=tolerance)
+        kept.append(([*found, y], engine.get((*found, y))))
+    for results, values in kept:  # later calls have not written to them
+        for x, value in zip(results, values, strict=True):
+            np.testing.assert_array_equal(engine.get(x), value)
+
+
+@pytest.mark.parametrize("name", [name for name in REPEATED if name != "array"])
+def test_repeated_calls_are_not_parsed(name, engine):
+    """Of both passes, with other arrays of the same shapes."""
+    _, bias, mask, options = given_arrays(engine, name, 0)
+
+    def run(seed):
+        values, *_ = given_arrays(engine, name, seed)
+        (q, k, v, dy), own_bias, own_mask = on_engine(engine, values, bias, mask)
+        y, pullback = dot_product_attention_vjp(q, k, v, own_bias, mask=own_mask, **options)
+        with contextlib.nullcontext() if seed < 5 else not_parsed():
+            found = (*dot_product_attention(q, k, v, own_bias, mask=own_mask, **options)[:1], *pullback(dy))
+        return engine.get((y, *[x for x in found if x is not None]))
+
+    for seed in range(7):
+        found = run(seed)
+        np.testing.assert_array_equal(found[0], found[1])

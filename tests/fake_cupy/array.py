@@ -109,6 +109,10 @@ class ndarray:  # noqa: N801
             return self._same_memory(made)
         return compute(lambda x: x.reshape(*shape, order=order), self)
 
+    def repeat(self, repeats: int) -> ndarray:
+        """The elements, each several times."""
+        return compute(lambda x: x.repeat(repeats), self)
+
     def ravel(self, order: str = "C") -> ndarray:
         """The array in one dimension."""
         return self.reshape(-1, order=order)

@@ -327,6 +327,6 @@ class WithInit(Direct):
 @pytest.mark.parametrize(("kind", "given"), [(Plain, ()), (WithInit, ("directly",))], ids=["constructor", "init"])
 def test_arrays_are_created_with_or_without_init(kind, given):
     """In Fortran order, and of the array type."""
-    (made,) = cupy_runtime.arrays_function(kind)([((2, 3), "f2", 12)], ["memory"])
+    (made,) = cupy_runtime.arrays_function(kind)([((2, 3), "f2", 12, None, "F")], ["memory"])
     assert type(made) is kind
     assert made.given == (*given, (2, 3), "f2", "memory", None, "F")

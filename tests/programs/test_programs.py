@@ -23,12 +23,13 @@ from cupy_sdpa import (
     attention_vjp,
     fp8,
     get_plan_cache,
+    nnlib,
     shared_prefix_attention,
     validate,
 )  # fmt: skip
 from cupy_sdpa.boundary.call import Mode, mode
 from cupy_sdpa.composed import explain_function
-from cupy_sdpa.prepare import prepare_function
+from cupy_sdpa.preparation import prepare_function
 from cupy_sdpa.programs import executor
 from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, run_program
@@ -222,7 +223,35 @@ def composed_calls(engine):
         arrays, given = pages(sq, **options)
         return lambda: call(*arrays, *others, **given)
 
+    def of_nnlib(*others, gradients=False, **options):
+        def make():
+            x = [engine.normal([1, n], 32, 24, 2) for n in range(3)]
+            pullback = nnlib.dot_product_attention_vjp(*x, *others, nheads=2, **options)[1]
+            if gradients:
+                return lambda: pullback(x[0])
+            return lambda: nnlib.dot_product_attention(*x, *others, nheads=2, **options)
+
+        return make
+
+    def without_batch():
+        x = [engine.normal([2, n], 16, 2, 24) for n in range(3)]
+        return lambda: attention(*x, causal=True)
+
+    def gradients_without_batch():
+        x = [engine.normal([2, n], 16, 2, 24) for n in range(3)]
+        out, stats = attention(*x, return_stats=True)
+        return lambda: attention_backward(out, *x, out, stats)
+
+    bias, padding = engine.normal(3, 24, 24, 2), nnlib.make_padding_mask(engine.put(np.array([20, 24])), 24)
     return {
+        "NNlib": of_nnlib(),
+        "NNlib with a bias and lengths": of_nnlib(bias, mask=padding),
+        "gradients of NNlib": of_nnlib(bias, gradients=True),
+        "no batch axis": without_batch,
+        "gradients without a batch axis": gradients_without_batch,
+        "layout": forward(None, 3, 2, 1, 0, layout="bshd", return_stats=True),
+        "layout bhsd": forward(None, 3, 1, 2, 0, layout="bhsd"),
+        "layout with a block mask": forward(None, 3, 2, 1, 0, layout="bshd", block_mask=mask),
         "block mask": forward(block_mask=mask),
         "gradients with a block mask": gradients(block_mask=mask),
         "gradients of tensors": gradients_of_tensors,
@@ -259,6 +288,11 @@ COMPOSED = (
     "conversion to FP8", "FP8", "FP8 and 16 bits", "FP8 and float32", "attention_vjp in FP8", "pullback in FP8",
     "split keys", "shared prefix", "shared prefix of several queries",
 )  # fmt: skip
+#: Those whose arrays and results are other views than those of the program.
+ON_VIEWS = (
+    "NNlib", "NNlib with a bias and lengths", "gradients of NNlib", "no batch axis", "gradients without a batch axis", "layout",
+    "layout bhsd", "layout with a block mask",
+)  # fmt: skip
 #: The most functions of the package that a repeated call enters, on the same addresses and on others.
 SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400
 
@@ -276,6 +310,27 @@ def test_host_work_of_repeated_calls(name, fake):
     other = make()
     assert functions_entered(other) <= OTHER_ADDRESSES
     del kept
+    fake.cuda.Device().synchronize()  # the plans are destroyed next
+
+
+@pytest.mark.parametrize("name", ON_VIEWS)
+def test_repeated_calls_create_no_views(name, fake, monkeypatch):
+    """They create their results, with the caller's axes, and enter no more functions than others."""
+    call = composed_calls(Engine("fake", fake))[name]()
+    for _ in range(10):
+        results = call()
+    results = results if isinstance(results, tuple) else (results,)
+    made = []
+    for method in ("_init", "_same_memory"):
+        own = getattr(fake.ndarray, method)
+        monkeypatch.setattr(fake.ndarray, method, lambda *given, own=own, **named: (made.append(own), own(*given, **named))[1])
+    call()
+    assert len(made) == sum(x is not None for x in results)
+    monkeypatch.undo()
+    again = call()
+    again = again if isinstance(again, tuple) else (again,)
+    assert [x is None or (x.shape, x.strides) for x in results] == [x is None or (x.shape, x.strides) for x in again]
+    assert min(functions_entered(call) for _ in range(4)) <= SAME_ADDRESSES
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 

@@ -23,8 +23,8 @@ LAYERS = (
     ("__init__",),
     ("composed", "nnlib", "store", "kv_cache", "parallel", "integrations"),
     ("vjp",),
-    ("explain", "prepare"),
-    ("attention", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
+    ("explanation", "preparation"),
+    ("attention_functions", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
     ("fp8",),
     ("offline",),
     ("programs",),
@@ -106,8 +106,8 @@ def dependencies():
 
 
 def is_function(names):
-    """Whether an import from the root is the public function, not the module or folder with the same name."""
-    return len(names) == 1 and names[0] in ("attention", "explain", "prepare", "problem")
+    """Whether an import from the root is the public function, not the folder with the same name."""
+    return names == ("problem",)
 
 
 def test_the_layers_list_every_unit_once():

@@ -38,18 +38,49 @@ def test_who_imports_what():
 HEAVY = {
     "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa.cudnn.library",
 }  # fmt: skip
-CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x); cupy_sdpa.explain(x, x, x)"
+#: What the import loads: names are imported on first use.
+LIGHT = {"cupy_sdpa", "cupy_sdpa._interrupt", "cupy_sdpa.problem", "cupy_sdpa.version", "__future__", "signal"}
+#: What a plain call does not load.
+OTHER_CALLS = {
+    "cupy_sdpa.composed", "cupy_sdpa.explanation", "cupy_sdpa.helpers", "cupy_sdpa.jvp", "cupy_sdpa.kv_cache",
+    "cupy_sdpa.nnlib", "cupy_sdpa.parallel", "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.rope",
+    "cupy_sdpa.store", "cupy_sdpa.tree", "cupy_sdpa.vjp", "cupy_sdpa.weights",
+}  # fmt: skip
+CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x)"
 
 
 def test_import_loads_neither_cupy_nor_cudnn(tmp_path):
-    """Nor does a call on numpy arrays; and the import loads no module that takes long."""
+    """Nor does a call on numpy arrays. The import loads almost nothing, and a call no module of another function."""
     code = "import sys, numpy; before = {*sys.modules}; import cupy_sdpa; print(*{*sys.modules} - before)"
-    done = python("-c", f"{code}; {CALL}; print(*sys.modules); import ml_dtypes; print(*sys.modules)", cwd=tmp_path)
-    loaded, after_a_call, after_another = (set(line.split()) for line in done.lines)
-    assert not (HEAVY | {"difflib", "hashlib", "html", "tempfile"}) & loaded
-    assert not HEAVY & after_a_call
-    assert "cupy_sdpa.attention" in after_a_call
-    assert "ml_dtypes" in after_another  # the test can fail
+    code += f"; {CALL}; print(*{{*sys.modules}} - before); cupy_sdpa.explain(x, x, x); print(*sys.modules)"
+    done = python("-c", f"{code}; import ml_dtypes; print(*sys.modules)", cwd=tmp_path)
+    loaded, after_a_call, after_explain, after_another = (set(line.split()) for line in done.lines)
+    assert loaded <= LIGHT
+    assert not (HEAVY | OTHER_CALLS | {"difflib", "hashlib", "html", "tempfile"}) & after_a_call
+    assert not HEAVY & after_explain
+    assert {"cupy_sdpa.attention_functions", "ml_dtypes"} <= after_another  # the test can fail
+
+
+def test_public_names():
+    """Each name that is imported on first use is found, listed, and known to type checkers as the same."""
+    found = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")))
+    lines = [x for x in found if isinstance(x, ast.ImportFrom) and x.level]
+    typed = {
+        alias.name: line.module for line in lines for alias in line.names if alias.name[0] != "_" or line.module == "version"
+    }
+    for name in dir(cupy_sdpa):
+        made = getattr(cupy_sdpa, name)
+        assert typed[name] is None or made is getattr(sys.modules[f"cupy_sdpa.{typed[name]}"], name)
+    assert {*dir(cupy_sdpa)} == {*typed}
+    assert {*cupy_sdpa.__all__} <= {*dir(cupy_sdpa)}
+
+
+@pytest.mark.parametrize("name", ["attention", "explain", "prepare", "problem"])
+def test_a_module_does_not_hide_a_function(name, tmp_path):
+    """Whatever is imported first, the name is the function, which can be pickled."""
+    code = "import cupy_sdpa.problem.band, cupy_sdpa.vjp, cupy_sdpa.composed, cupy_sdpa.store, pickle"
+    done = python("-c", f"{code}; x = cupy_sdpa.{name}; print(callable(x), pickle.loads(pickle.dumps(x)) is x)", cwd=tmp_path)
+    assert done.lines == ["True True"]
 
 
 @pytest.mark.slow

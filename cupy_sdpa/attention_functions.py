@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT, StatsT
-from .boundary.arguments import read_backward, read_forward
+from .boundary.arguments import check_order, read_backward, read_forward
 from .boundary.compute import read_compute_dtype
 from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
-from .boundary.layouts import other_layout, results_in
+from .boundary.layouts import other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import attend as attend_in_fp8
@@ -16,6 +17,7 @@ from .layout import default_layout
 from .programs.executor import compiled
 from .programs.passes import attend, attend_backward, blocks_of
 from .replay.replay_cache import cache_call, run_cached
+from .replay.views import on_views
 
 
 # fmt: off
@@ -110,7 +112,9 @@ def attention(
             return tuple(made) if len(made) > 1 else made[0]
         if needs_conversion(q, options):
             given = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
-            return convert(attention, given, options, OUTPUTS, return_stats=return_stats, deterministic=deterministic)
+            flags = {"return_stats": return_stats, "deterministic": deterministic}
+            compute = functools.partial(convert, attention, given, options, OUTPUTS, **flags)
+            return on_views(("converted forward", *map(repr, flags.values())), given, options, compute)
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
         mask, rest = blocks_of(q, k, options, return_stats=return_stats)
@@ -130,8 +134,6 @@ def attention(
         call = compiled(read)
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -221,10 +223,16 @@ def attention_backward(
             read_flag(name, value)
     if (type(q) not in OWN_TYPES or "layout" in options or "engine" in options or q.ndim == 3) and needs_conversion(q, options):
         passed = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
-        gradients: tuple[Any, ...] = convert(
-            attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), deterministic=deterministic,
-            return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors,
-        )  # fmt: skip
+        flags: dict[str, Any] = {
+            "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+            "return_dtensors": return_dtensors,
+        }  # fmt: skip
+
+        def converted() -> Any:
+            check_order(passed, other_layout(options))
+            return convert(attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), **flags)
+
+        gradients: tuple[Any, ...] = on_views(("converted backward", *map(repr, flags.values())), passed, options, converted)
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
@@ -257,7 +265,4 @@ def attention_backward(
         call = compiled(read)
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
-        given = {"dq": dq, "dk": dk, "dv": dv}
-        results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
-from .attention import attention, attention_backward
+from .attention_functions import attention, attention_backward
 from .block_masks.automatic import decide
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
