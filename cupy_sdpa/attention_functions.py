@@ -6,10 +6,10 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 from ._typing import Array, ArrayT, StatsT
-from .boundary.arguments import read_backward, read_forward
+from .boundary.arguments import check_order, read_backward, read_forward
 from .boundary.compute import read_compute_dtype
 from .boundary.conversion import OUTPUTS, OWN_TYPES, convert, gradient_names, needs_conversion
-from .boundary.layouts import other_layout, results_in
+from .boundary.layouts import other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import attend as attend_in_fp8
@@ -134,8 +134,6 @@ def attention(
         call = compiled(read)
         results = call.run()
         cache_call(kind, ("q", "k", "v", "out", "stats")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
-        results = results_in(layout, OUTPUTS, results, {"out": out, "stats": stats}, options)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -229,9 +227,12 @@ def attention_backward(
             "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
             "return_dtensors": return_dtensors,
         }  # fmt: skip
-        names = gradient_names(return_dbias, return_dsinks)
-        compute = functools.partial(convert, attention_backward, passed, options, names, **flags)
-        gradients: tuple[Any, ...] = on_views(("converted backward", *map(repr, flags.values())), passed, options, compute)
+
+        def converted() -> Any:
+            check_order(passed, other_layout(options))
+            return convert(attention_backward, passed, options, gradient_names(return_dbias, return_dsinks), **flags)
+
+        gradients: tuple[Any, ...] = on_views(("converted backward", *map(repr, flags.values())), passed, options, converted)
         return gradients
     dtype = read_compute_dtype(options.pop("compute_dtype"), q) if "compute_dtype" in options else None
     if dtype is not None or "block_mask" in options or "mask_mod" in options:
@@ -264,7 +265,4 @@ def attention_backward(
         call = compiled(read)
         results = call.run()
         cache_call(kind, ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")[: len(arrays)], arrays, options, call)
-    if "layout" in options and (layout := other_layout(options)):
-        given = {"dq": dq, "dk": dk, "dv": dv}
-        results = results_in(layout, gradient_names(return_dbias, return_dsinks), results, given, options)
     return tuple(results)

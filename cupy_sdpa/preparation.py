@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
@@ -9,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overlo
 from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
 from .boundary.call import in_mode
-from .boundary.conversion import OUTPUTS, OWN_TYPES, gradient_names, needs_conversion
-from .boundary.layouts import has_own_axes, other_layout, results_in
+from .boundary.layouts import has_own_axes
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.describe import program_of, report_of, with_missing
 from .programs.executor import ProgramCall
 from .replay.call_report import Report
-from .replay.replay_cache import cache_call, run_cached
+from .replay.replay_cache import run_cached
+from .replay.views import run_and_cache
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from .cudnn_engine.autotune import Tuning
@@ -203,21 +204,15 @@ class Prepared(Generic[ResultT]):
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
         kind = self._key, len(arrays)
         results = run_cached(kind, passed, merged)
-        given: dict[str, Any] = {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
         if results is None:
-            named = self._named(arrays, given)
+            named = self._named(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv})
             call = program_of(self._function, **named, **merged, **self._outputs)
             if _problems(call) != self._problems:
                 of_values = self._given, _in_words(named, merged)
                 raise ValueError(_difference(self.problem, _problem(call) or self.problem, *of_values))
-            if not _runs_alone(named["q"], merged):
-                return self._function(**named, **merged, **self._outputs)  # type: ignore[no-any-return]
-            results = call.run()
-            cache_call(kind, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged, call)
-        if layout := other_layout(merged):
-            backward = "dout" in self._inputs
-            flags = (bool(self._outputs.get(name)) for name in ("return_dbias", "return_dsinks"))
-            results = results_in(layout, gradient_names(*flags) if backward else OUTPUTS, results, given, merged)
+            compute = functools.partial(self._function, **named, **merged, **self._outputs)
+            names = (*self._inputs, *_RESULTS)[: len(passed)]
+            return run_and_cache(kind, names, passed, merged, compute)  # type: ignore[no-any-return]
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
 
@@ -268,11 +263,6 @@ def _problem(call: ProgramCall) -> Problem | None:
 def _problems(call: ProgramCall) -> tuple[Any, ...]:
     """What prepared calls have in common: the specs of the arrays, and the steps."""
     return call.problem, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)
-
-
-def _runs_alone(q: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the function does nothing but run the program; it does more with FP8 arrays and those of other libraries."""
-    return type(q) in OWN_TYPES and not needs_conversion(q, options)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import functools
 import gc
 import os
 import tempfile
+import time
 import zlib
+from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported; every worker process has a core
 
@@ -30,7 +32,7 @@ NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Compiling a kernel takes a second. The sweep compiles those of one test in this many; the nightly run compiles those of all tests.
 SHARE = 9
 #: The tests of each of these files share results that take long to compute, so they run in one process.
-TOGETHER = ("test_example_generation",)
+TOGETHER = ("test_example_generation", "test_layers")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
 LONG = ("test_tuning", "test_planning", "test_support")
 
@@ -43,15 +45,26 @@ def pytest_report_header(config):
 def pytest_configure(config):
     """Leave long sweeps out unless a marker expression asks for something; keep no plans in the user's cache folder.
 
-    The C++ libraries that stand in for CUDA kernels are compiled once for all worker processes.
+    The C++ libraries that stand in for CUDA kernels are compiled once for all worker processes, and kept in pytest's cache.
     """
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     if not hasattr(config, "workerinput"):  # a worker process of pytest-xdist inherits it
-        folder = tempfile.TemporaryDirectory()
-        config.add_cleanup(folder.cleanup)
-        os.environ["FAKE_CUPY_FOLDER"] = folder.name
+        os.environ["FAKE_CUPY_FOLDER"] = str(folder_of_kernels(config))
     if not config.option.markexpr:
         config.option.markexpr = "not sweep"
+
+
+def folder_of_kernels(config):
+    """The folder of compiled kernels in pytest's cache, without those that no run used for a week; else a temporary one."""
+    if not hasattr(config, "cache"):  # -p no:cacheprovider
+        temporary = tempfile.TemporaryDirectory()
+        config.add_cleanup(temporary.cleanup)
+        return temporary.name
+    folder = Path(config.cache.mkdir("fake_cupy"))
+    for path in folder.iterdir():
+        if path.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            path.unlink(missing_ok=True)
+    return folder
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

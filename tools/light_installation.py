@@ -12,8 +12,8 @@ The sizes of a download: ``pip download --no-deps -d FOLDER nvidia-cudnn-jit-cu1
 import argparse
 from pathlib import Path
 
+from cupy_sdpa.cli.support_problems import PROBES
 from cupy_sdpa.cudnn_engine.engines import knobs_text
-from cupy_sdpa.offline.probes import PROBES
 from cupy_sdpa.offline.remote_planner import Planner, load_target
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+import cupy_sdpa
+from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
 from cupy_sdpa.errors import CudnnError
-from cupy_sdpa.offline.probes import PROBES, problem_of_shapes, problem_of_sizes
 from cupy_sdpa.offline.remote_planner import Planner, load_target
 from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.subproblems import subproblems
@@ -77,7 +78,7 @@ def pair(first: str, second: str, *, backward: bool) -> Problem | None:
         return None
     options = {**OPTIONS[first], **OPTIONS[second], "backward": backward}
     if "packed" in (first, second):
-        return problem_of_shapes((128, 8, 2 * _SQ), (128, 2, 2 * _SKV), (128, 2, 2 * _SKV), "bfloat16", options)
+        return cupy_sdpa.problem((128, 8, 2 * _SQ), (128, 2, 2 * _SKV), (128, 2, 2 * _SKV), dtype="bfloat16", **options)
     return problem_of_sizes(hkv=2, sq=_SQ, skv=_SKV, **options)
 
 

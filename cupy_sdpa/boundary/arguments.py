@@ -73,7 +73,7 @@ def read_backward(
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
     arrays = {"q": q, "k": k, "v": v, **others}
-    _check_order(arrays, layouts.other_layout(options))
+    check_order(arrays)
     return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
 
 
@@ -81,7 +81,7 @@ def read_backward(
 _OF_BACKWARD = ("dout", "q", "k", "v", "out", "stats")
 
 
-def _check_order(arrays: Mapping[str, Any], layout: str | None) -> None:
+def check_order(arrays: Mapping[str, Any], layout: str | None = None) -> None:
     """Check that the arrays of a backward pass are not in another order, such as q, k, v, out, dout, stats.
 
     Raises:

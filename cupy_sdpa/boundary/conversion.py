@@ -1,8 +1,8 @@
-"""Calls whose arrays are converted: of other libraries, without a batch axis, with ``engine``, or with a layout where needed.
+"""Calls whose arrays are converted: of other libraries, without a batch axis, with ``engine``, or with ``layout``.
 
 A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
-opposite order. Most calls of arrays of numpy and CuPy with ``layout`` do not need one: their arrays are permuted where the call
-is parsed, so that repeated calls, which are not parsed, take little more time (:mod:`.layouts`).
+opposite order. Repeated calls of arrays of numpy and CuPy are cached with the caller's axes, so that nothing is permuted
+(:mod:`cupy_sdpa.replay.views`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
             OWN_TYPES.add(type(q))
     if "engine" in options or (getattr(q, "ndim", 0) == 3 and type(q) in OWN_TYPES and layouts.is_unbatched(q, options)):
         return True
-    return "layout" in options and ("block_mask" in options or "mask_mod" in options)  # their programs permute no axes
+    if options.get("layout") is None:
+        return False
+    layouts.check_layout(options["layout"])
+    return True
 
 
 class Conversion:

@@ -107,7 +107,7 @@ def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
     """Whether q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
-    if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht"):
+    if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht") or is_named():  # it was added to others
         return False
     for name in _OF_BATCHES:  # noqa: SIM110 - any() enters a function for each
         if options.get(name) is not None:

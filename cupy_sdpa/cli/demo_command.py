@@ -16,10 +16,10 @@ from ..attention_functions import attention
 from ..problem.tensor_spec import numpy_dtype
 from ..runtime import cupy_runtime
 from ..version import __version__
-from . import picture, text
+from . import demo_picture, demo_text
 from .console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
+from .demo_timing import measure
 from .devices import Placed, add_options, check_memory, place, plan_facts
-from .timing import measure
 
 Array = NDArray[Any]
 
@@ -106,7 +106,7 @@ def command(arguments: argparse.Namespace) -> int:
     with working("comparing with the reference"):
         out = cupy_runtime.cupy().asnumpy(timing.out) if placed.on_gpu else timing.out
         correct = _check(out, q, k, v, causal, placed)
-    positions = text.interesting(words, 3)
+    positions = demo_text.interesting(words, 3)
     _print_attention(words, q, k, positions, causal)
     with working("drawing"):
         _plot(arguments, words, q, k, positions[0])
@@ -123,13 +123,13 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     key_heads = arguments.kv_heads or (query_heads // 4 if query_heads % 4 == 0 else query_heads)
     if query_heads % key_heads:
         raise CommandError(f"--heads {query_heads} is not a multiple of --kv-heads {key_heads}")
-    if arguments.plot and not picture.importable():
+    if arguments.plot and not demo_picture.importable():
         raise CommandError("--plot needs matplotlib: pip install 'cupy-sdpa[plot]'")
-    tokens = text.tokens()
+    tokens = demo_text.tokens()
     count = arguments.seq or len(tokens)
     dtype = numpy_dtype(arguments.dtype)
     check_memory(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
-    q, k, v = (array.astype(dtype) for array in text.heads(tokens, count, query_heads, key_heads, head_dim))
+    q, k, v = (array.astype(dtype) for array in demo_text.heads(tokens, count, query_heads, key_heads, head_dim))
     return [tokens[i % len(tokens)] for i in range(count)], (q, k, v)
 
 
@@ -157,7 +157,7 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
     """Print the input, the engine and the call."""
     attended = "itself and earlier words" if causal else "all words"
     print_labeled("cupy_sdpa", f"{__version__}, self-attention over a text: every word attends to {attended}")
-    print_labeled("text", f"{text.title()}: {len(words)} tokens, {len(set(words))} different")
+    print_labeled("text", f"{demo_text.title()}: {len(words)} tokens, {len(set(words))} different")
     print_labeled("", "q, k and v are computed from the co-occurrence of words; nothing is trained")
     print_labeled("engine", str(placed))
     print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
@@ -217,17 +217,17 @@ def _for_rows(attend: Callable[..., Any], q: Array, k: Array, v: Array, rows: ND
 
 def _print_attention(words: list[str], q: Array, k: Array, positions: list[int], causal: bool) -> None:
     """Print the words that some words attend to most."""
-    rows = text.weights(q, k, 0, np.array(positions), causal)
+    rows = demo_text.weights(q, k, 0, np.array(positions), causal)
     facts = [
         {
             "word": words[i], "position": int(i), "itself": float(weight[i]),
-            "others": [{"word": word, "weight": float(share)} for word, share in text.strongest(weight, words, i, 3)],
+            "others": [{"word": word, "weight": float(share)} for word, share in demo_text.strongest(weight, words, i, 3)],
         }
         for i, weight in zip(positions, rows, strict=False)
     ]  # fmt: skip
     result(attention=facts, picture=None)
     for label, i, weight in zip(("attention", "(head 0)", ""), positions, rows, strict=False):
-        others = ", ".join(f"{word} {share:.3f}" for word, share in text.strongest(weight, words, i, 3))
+        others = ", ".join(f"{word} {share:.3f}" for word, share in demo_text.strongest(weight, words, i, 3))
         print_labeled(label, f"{words[i]!r} attends to {f'{others}, ' if others else ''}itself {weight[i]:.3f}")
 
 
@@ -235,14 +235,14 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
     """Draw the attention maps of a passage for two heads, the first one and one of the last key head."""
     if arguments.plot is None:
         return
-    passage = picture.window(len(words), position)
+    passage = demo_picture.window(len(words), position)
     heads = {0: "mostly words"}
     if k.shape[1] > 1:
         heads[q.shape[1] - q.shape[1] // k.shape[1]] = "mostly positions"
     maps = [
-        (f"head {head}: keys are {kind}", text.weights(q, k, head, passage, arguments.causal)[:, passage])
+        (f"head {head}: keys are {kind}", demo_text.weights(q, k, head, passage, arguments.causal)[:, passage])
         for head, kind in heads.items()
     ]
-    picture.draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {text.title()}")
+    demo_picture.draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {demo_text.title()}")
     print_labeled("picture", str(arguments.plot))
     result(picture=str(arguments.plot))

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..offline.probes import PROBES
 from ..problem.problem import Problem
 from ..support import gpus
 from ..support.known_bugs import BUGS, GUARDS, Bug
@@ -14,6 +13,7 @@ from ..support.rules import RULES
 from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
 from .console import CommandError, Help, add_json, print_wrapped, result
+from .support_problems import PROBES
 
 _EPILOG = f"""\
 examples:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .. import _workers
@@ -46,7 +45,7 @@ def load_target(gpu: str) -> Target:
     )
 
 
-class Planner:
+class Planner(_workers.Pool):
     """A pool of worker processes that plan. A worker that crashes is replaced.
 
     Args:
@@ -63,12 +62,12 @@ class Planner:
 
     def __init__(self, workers: int = 1, cudnn: str | None = None) -> None:
         self.environment = _workers.environment(**({} if cudnn is None else {OVERRIDE: cudnn}))
-        self._pool = _workers.Pool(workers, self._start)
-        self._threads = ThreadPoolExecutor(workers)
+        super().__init__(workers, lambda: _workers.Worker(_COMMAND, self.environment))
         try:
-            self.version = int(self._request(None))
+            self.version = int(self._answer(None))
         except BaseException:
-            self._kill()
+            self.kill()
+            self.close()
             raise
 
     def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
@@ -86,46 +85,26 @@ class Planner:
             CudnnError: cuDNN failed, or a worker cannot be started.
             RuntimeError: planning failed outside cuDNN; the message contains the traceback.
         """
-        result: PlanInfo | str = self._request((problem, target, disk_cache))
+        result: PlanInfo | str = self._answer((problem, target, disk_cache))
         return result
 
     def plan_all(
         self, problems: Iterable[tuple[Problem, Target]], disk_cache: Path | None
     ) -> Iterator[tuple[int, PlanInfo | str]]:
         """:meth:`plan` all problems in parallel; yields (index, result) in order of completion."""
-        jobs = {self._threads.submit(self.plan, *job, disk_cache): index for index, job in enumerate(problems)}
-        for job in as_completed(jobs):
-            yield jobs[job], job.result()
-
-    def close(self) -> None:
-        """Finish current requests and end the workers."""
-        self._threads.shutdown(cancel_futures=True)
-        self._pool.close()
-
-    def _kill(self) -> None:
-        """End the workers immediately."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._pool.kill()
-        self.close()
-
-    def __enter__(self) -> Planner:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._kill()
-
-    def _start(self) -> _workers.Worker:
+        threads = ThreadPoolExecutor(self.size)
         try:
-            return _workers.Worker(_COMMAND, self.environment)
+            jobs = {threads.submit(self.plan, *job, disk_cache): index for index, job in enumerate(problems)}
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # after an error the processes are killed
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            result = self.request(request)
         except OSError as error:
             raise CudnnError(f"a planning process cannot be started: {error}") from error
-
-    def _request(self, request: Any) -> Any:
-        try:
-            result = self._pool.request(request)
         except _workers.WorkerEnded as ended:
             status = ended.status
             if request is None:

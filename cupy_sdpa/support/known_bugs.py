@@ -8,8 +8,8 @@ To add a bug:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug is refused, a problem of ``PROBES`` in offline/probes.py or a pair of ``OPTIONS`` in tools/support_table.py must
-   be affected; add one.
+4. If the bug is refused, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in tools/support_table.py
+   must be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 

@@ -256,7 +256,7 @@ def test_every_form_of_a_derivative_is_planned_before_anything_is_written(engine
 def test_repeated_calls_of_masks(name, engine):
     """A repeated call is captured; masks of one shape have calls of their own; cached calls and graphs do not keep a mask."""
     arrays = arrays_of(engine)
-    for n in (0, 1, 2):
+    for n in (0, 1):
         mask, before = MASKS[name](n), get_plan_cache().recordings
         out, stats = attention(*arrays[:3], block_mask=mask, return_stats=True)
         results = [engine.xp.empty_like(x) for x in arrays[:3]]

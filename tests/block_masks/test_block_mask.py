@@ -231,8 +231,8 @@ def test_masks_are_read_only():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
 def test_a_copied_mask_is_used_after_the_original_is_freed(copied, engine):
     """Cached calls of the original are not calls of the copy."""
-    mask = block_mask(lambda b, h, i, j: (i >= j) & ((i + j) % 3 > 0), 300, 300)
-    x = engine.normal(0, 16, 1, 300, 1)
+    mask = block_mask(lambda b, h, i, j: (i >= j) & ((i + j) % 3 > 0), 140, 140)
+    x = engine.normal(0, 16, 1, 140, 1)
     for _ in range(2):
         expected = engine.get(attention(x, x, x, block_mask=mask))
     other = copied(mask)

@@ -10,7 +10,7 @@ from planner import plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, explain, get_plan_cache
-from cupy_sdpa.offline.probes import PROBES
+from cupy_sdpa.cli.support_problems import PROBES
 from cupy_sdpa.support import gpus, padding
 from cupy_sdpa.support.why_not import why_not
 from cupy_sdpa.version import RELEASES

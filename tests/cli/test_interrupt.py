@@ -63,19 +63,18 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-LATER = ("attention", "cli.main")
 
 
-@pytest.mark.parametrize("module", ["numpy", *(pytest.param(f"cupy_sdpa.{name}", marks=pytest.mark.slow) for name in LATER)])
+@pytest.mark.parametrize("module", ["cupy_sdpa.problem", pytest.param("cupy_sdpa.cli.main", marks=pytest.mark.slow)])
 def test_during_the_imports(module, folder):
     """The process ends without a traceback."""
     (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
     assert python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED=module) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.slow
-def test_during_the_import_of_a_command(folder):
+@pytest.mark.parametrize("module", ["numpy", pytest.param("cupy_sdpa.cli.support_problems", marks=pytest.mark.slow)])
+def test_during_the_import_of_a_command(module, folder):
     """One line and the status of an interrupted command."""
     (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
-    done = python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED="cupy_sdpa.offline.probes")
+    done = python("-m", "cupy_sdpa", "support", cwd=folder, path=[folder], INTERRUPTED=module)
     assert done == (130, "", "cupy_sdpa: interrupted\n")

@@ -216,28 +216,41 @@ def _folder() -> tuple[Path, Any]:
     assert compiler(), "no C++ compiler: the fixture skips"
     temporary = None if os.environ.get(FOLDER) else tempfile.TemporaryDirectory()
     folder = Path(temporary.name if temporary else os.environ[FOLDER])
-    header = folder / "fake_cuda.h"
+    header = folder / _header_name()
     if not header.exists():
-        _run(folder, _HEADER, ".gch", "-x", "c++-header").replace(folder / "fake_cuda.h.gch")
+        _run(folder, _HEADER, ".gch", "-x", "c++-header").replace(header.with_suffix(".h.gch"))
         written = folder / f"{os.getpid()}.h"
         written.write_text(_HEADER)
         written.replace(header)
+    for path in (header, header.with_suffix(".h.gch")):
+        os.utime(path)
     return folder, temporary
+
+
+@functools.cache
+def _header_name() -> str:
+    """The name of the header; it tells the compiler and all that a kernel is compiled with, because libraries are kept."""
+    version = subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
+    included = [path.read_text() for path in sorted(_INCLUDE.iterdir())]
+    words = "\0".join([version, *_OPTIONS, *_fused(), _HEADER, *included])
+    return f"fake_cuda_{hashlib.sha256(words.encode()).hexdigest()[:16]}.h"
 
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
     """Compile C++ source to a shared library; warnings that a CUDA compiler gives as errors are errors."""
     folder, _ = _folder()
+    source = f'#include "{_header_name()}"\n{source}'
     kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.so"
     if not kept.exists():
         # two runs: with the sanitizer's option the linker needs its library, of which the header has the only function
-        module = _run(folder, f'#include "fake_cuda.h"\n{source}', ".o", "-c")
+        module = _run(folder, source, ".o", "-c")
         target = module.with_suffix(".so")
         done = subprocess.run([str(compiler()), "-shared", "-o", target, module], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         module.unlink()
         target.replace(kept)
+    os.utime(kept)  # libraries that no run uses are removed
     return ctypes.CDLL(str(kept))
 
 

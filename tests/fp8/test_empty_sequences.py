@@ -31,7 +31,8 @@ def test_some_sequences_without_keys(engine):
 )
 def test_some_paged_sequences_without_keys(sq, splits, engine):
     """Their results are 0 and -inf, also if the keys are split: then most parts of short sequences have no keys."""
-    lengths = np.array([0, 200, 7, 0, 20, 1, 0, 3] * (1 if sq > 4 else 3), np.int32)
+    times = 3 if sq == 4 and engine.name == "cupy" else 1  # more tiles than a GPU has multiprocessors
+    lengths = np.array([0, 200, 7, 0, 20, 1, 0, 3] * times, np.int32)
     batch = len(lengths)
     q = fp8.quantize(engine.normal(1, 16, 9, sq, batch, dtype=np.float16))
     k, v = (fp8.quantize(engine.normal(n, 16, 9, 16, 13 * batch, dtype=np.float16)) for n in (2, 3))

@@ -258,7 +258,7 @@ def test_the_choice_of_the_method_is_explained(size, shape, keys, options, metho
 def test_all_members_choose_the_same_method(options):
     """The choice does not depend on the rank, though the bytes that are sent do."""
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(8):
         size, length, heads = int(rng.choice([2, 3, 4, 8])), int(rng.integers(1, 5000)), int(rng.choice([1, 2, 4, 8, 6]))
         chosen = set()
         for own in Loopback(size).members:

@@ -290,8 +290,8 @@ COMPOSED = (
 )  # fmt: skip
 #: Those whose arrays and results are other views than those of the program.
 ON_VIEWS = (
-    "NNlib", "NNlib with a bias and lengths", "gradients of NNlib", "no batch axis", "gradients without a batch axis",
-    "layout with a block mask",
+    "NNlib", "NNlib with a bias and lengths", "gradients of NNlib", "no batch axis", "gradients without a batch axis", "layout",
+    "layout bhsd", "layout with a block mask",
 )  # fmt: skip
 #: The most functions of the package that a repeated call enters, on the same addresses and on others.
 SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400

@@ -155,6 +155,7 @@ def test_figures(folder):
     assert drawn == again
 
 
+@pytest.mark.slow
 def test_figures_of_the_documentation(folder):
     """They show the recorded results. Other versions of matplotlib draw other files."""
     matplotlib = pytest.importorskip("matplotlib")

@@ -12,8 +12,8 @@ from planner import Died, child_environment, library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
+from cupy_sdpa.cli.support_problems import PROBES
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.offline.probes import PROBES
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.problem import Settings
 from cupy_sdpa.problem.tensor_spec import dense_spec, dense_strides
@@ -466,7 +466,7 @@ def test_a_refusal_for_a_bug_names_what_runs_the_problem(bug):
     """The problem has no reason against it with that version or on that GPU. A bug that was fixed names a version."""
     capability = bug.capabilities.start
     affected = [p for p in (PROBES | support_table.pairs()).values() if bug.affects(p, bug.first, capability)]
-    assert affected, "no problem of offline/probes.py or tools/support_table.py is affected by this bug"
+    assert affected, "no problem of cli/support_problems.py or tools/support_table.py is affected by this bug"
     lifts = []
     for problem in affected:
         (reason,) = [r for r in why_not(problem, bug.first, capability) if r.rule == bug.name]

@@ -1,4 +1,4 @@
-"""Named problems for the support table: a problem for each feature."""
+"""The problems of ``support``: a named problem for each feature."""
 
 from __future__ import annotations
 
@@ -7,21 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import read_shapes
+from ..explanation import problem
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dense_spec
-
-#: Arguments of :func:`cupy_sdpa.problem` that are not options of :func:`cupy_sdpa.attention`.
-_OUTPUTS = (
-    "return_stats",
-    "out_dtype",
-    "backward",
-    "deterministic",
-    "return_dbias",
-    "return_dsinks",
-    "return_dtensors",
-    "seq_lens",
-)
 
 
 def problem_of_sizes(
@@ -37,33 +25,23 @@ def problem_of_sizes(
     **options: Any,
 ) -> Problem:
     """The problem of dense arrays of the given sizes, with options of :func:`cupy_sdpa.problem`."""
-    return problem_of_shapes((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype, options)
+    return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
 
 
 def _packed(queries: int = 512, d: int = 128, dv: int | None = None, *, dtype: str = "bfloat16", **options: Any) -> Problem:
-    starts = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
-    return problem_of_shapes((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), dtype, starts | options)
+    starts: dict[str, Any] = {"cu_seqlens_q": (5,), "cu_seqlens_kv": (5,), "max_seqlen_q": queries, "max_seqlen_kv": 512}
+    return problem((d, 8, 4 * queries), (d, 2, 2048), (dv or d, 2, 2048), dtype=dtype, **(starts | options))
 
 
 def _paged(sq: int = 1, page: int = 16, *, dtype: str = "bfloat16", **options: Any) -> Problem:
     pages = (128, 2, page, 600)
-    return problem_of_shapes((128, 8, sq, 2), pages, pages, dtype, {"page_table": (4096 // page, 2), **options})
+    return problem((128, 8, sq, 2), pages, pages, dtype=dtype, page_table=(4096 // page, 2), **options)
 
 
 def _paged_with_packed_queries(queries: int, page: int = 16, **options: Any) -> Problem:
-    pages, packed = (128, 2, page, 600), {"cu_seqlens_q": (3,), "max_seqlen_q": queries}
-    return problem_of_shapes(
-        (128, 8, 2 * queries), pages, pages, "bfloat16", {"page_table": (4096 // page, 2), **packed, **options}
-    )
-
-
-def problem_of_shapes(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str, options: dict[str, Any]
-) -> Problem:
-    """The problem of shapes, as :func:`cupy_sdpa.problem` reads them."""
-    outputs = {name: options[name] for name in _OUTPUTS if name in options}
-    options = {name: value for name, value in options.items() if name not in outputs}
-    return read_shapes(q, k, v, options, dtype=dtype, **outputs)
+    pages, table = (128, 2, page, 600), (4096 // page, 2)
+    options |= {"page_table": table, "cu_seqlens_q": (3,), "max_seqlen_q": queries}
+    return problem((128, 8, 2 * queries), pages, pages, dtype="bfloat16", **options)
 
 
 #: A problem for each feature, by title.

@@ -1,4 +1,4 @@
-"""The time of a call."""
+"""The time of the demo's call."""
 
 from __future__ import annotations
 
