@@ -19,7 +19,7 @@ from cupy_sdpa.check.case import Case, Packed
 from cupy_sdpa.check.execute import CaseRunner
 from cupy_sdpa.check.saved import case_of
 from cupy_sdpa.cli.console import CommandError, one_line
-from cupy_sdpa.cli.timing import measure
+from cupy_sdpa.cli.demo_timing import measure
 
 from . import runner
 
