@@ -121,6 +121,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=order)
 
 
+def pytest_collection_finish():
+    """What the collection created stays: garbage collections of the tests, explicit ones too, do not visit it."""
+    gc.collect()
+    gc.freeze()
+
+
 def order(item):
     """Tests on a GPU first, before a module installs the fake CuPy; then those that take longest."""
     stem = item.path.stem

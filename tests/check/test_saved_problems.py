@@ -14,6 +14,7 @@ from command_line import python, run
 import cupy_sdpa
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import fp8, store, zoo
+from cupy_sdpa.check import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.functions import MASKS, SCORES, tensor_shape
@@ -270,6 +271,17 @@ def test_the_case_leads_to_the_same_problem(name):
     assert name == "packed" or (found.q, found.out) == (problem.q, problem.out)
     for option in ("mask", "bias", "sinks", "alibi_slopes", "seq_lens_kv", "page_table"):
         assert getattr(found, option) == getattr(problem, option)
+
+
+def test_the_chunks_of_split_keys_are_one_sequence():
+    """A problem of split keys has a batch entry for each chunk; the case has one for each sequence."""
+    options = {"paged": (16, "pages", "random", 3, "mixed", False, False), "causal": "bottom_right"}
+    case = Case("plan", "float16", b=2, hq=4, hkv=2, sq=1, skv=96, d=64, dv=64, options=options, gpu="h200")
+    split = [problem for problem in problems(case) if problem.settings.split]
+    assert split
+    for problem in split:
+        found = case_of(problem, "plan")
+        assert (found.b, found.hq, found.hkv) == (2, 2, 2)
 
 
 # The commands

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engines import one_in
 from planner import library_version, plan_problem
 
 import cupy_sdpa
@@ -27,7 +28,7 @@ POSITIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("name", one_in(2, POSITIONS))
 def test_positions_are_right(name, engine):
     """With more than 256 keys, computed or read from memory, as the bugs of cuDNN's version require."""
     engine.agrees(engine.case(d=16, dv=16, hq=HEADS, hkv=2, sq=1, skv=KEYS, b=BATCH, options=POSITIONS[name]))
@@ -43,7 +44,7 @@ BESIDE_SINKS = {
 }
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", one_in(2, [16, 1]))
 @pytest.mark.parametrize("name", BESIDE_SINKS)
 def test_sinks_of_grouped_heads_in_pages(name, page, engine):
     """Every head has its own sink, with and without the log-sum-exp and arrays for the results, also sequences without keys."""
