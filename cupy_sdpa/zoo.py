@@ -26,6 +26,13 @@ import numpy as np
 Function = Callable[..., Any]
 
 
+def _check_divisors(**values: int) -> None:
+    """Raise ValueError for a divisor below 1: numpy divides integers by 0 with a mere warning."""
+    for name, value in values.items():
+        if not value >= 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1, a number of positions or blocks")
+
+
 def softcap(cap: Any) -> Function:
     r""":math:`c \tanh(s / c)`; Gemma Team 2024, "Gemma 2", section 2."""
 
@@ -269,6 +276,7 @@ def causal_document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -
 
 def dilated(size: int, step: int) -> Function:
     """``0 <= i - j <= size`` and ``i - j`` is a multiple of ``step``; Beltagy et al. 2020, section 3.1, the causal half."""
+    _check_divisors(step=step)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -279,6 +287,7 @@ def dilated(size: int, step: int) -> Function:
 
 def chunked(size: int) -> Function:
     """``j <= i`` and in the same chunk of ``size`` positions: the local attention of Llama 4 (Meta 2025)."""
+    _check_divisors(size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx // size == kv_idx // size)
@@ -288,6 +297,7 @@ def chunked(size: int) -> Function:
 
 def block_sparse(size: int, every: int) -> Function:
     """The keys of the query's block of ``size`` positions, and of every ``every``-th block, earlier or later."""
+    _check_divisors(size=size, every=every)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
@@ -300,6 +310,7 @@ def fixed(size: int, count: int) -> Function:
 
     Child et al. 2019, "Sparse Transformers", section 4.3: both fixed patterns in one head, l = size, c = count.
     """
+    _check_divisors(size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx // size == kv_idx // size) | (kv_idx % size >= size - count))
@@ -309,6 +320,7 @@ def fixed(size: int, count: int) -> Function:
 
 def strided(size: int) -> Function:
     """``0 <= i - j <= size``, or ``i - j >= 0`` is a multiple of ``size``; Child et al. 2019, section 4.3, l = size."""
+    _check_divisors(size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | ((q_idx - kv_idx) % size == 0))
@@ -361,6 +373,7 @@ def image_window(width: int, reach: int) -> Function:
     Ramachandran et al. 2019, "Stand-Alone Self-Attention", section 3.1, k = 2 reach + 1. Pixel (y, x) is position
     ``width y + x``.
     """
+    _check_divisors(width=width)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across = q_idx % width - kv_idx % width
