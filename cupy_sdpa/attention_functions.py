@@ -126,7 +126,7 @@ def attention(
             return tuple(made) if len(made) > 1 else made[0]
         options = rest
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    kind = ("forward", return_stats if type(return_stats) is bool else str(return_stats), deterministic)
+    kind = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:

@@ -207,6 +207,8 @@ def apply_rope(
         raise TypeError(f"start is {start!r}; it must be a number of tokens, or int32 (B,)")
     if start is None or isinstance(start, (int, np.integer)):
         first, given["start"] = int(start or 0), None
+        if abs(first) >= 2**62:
+            raise ValueError(f"start is {first}; positions are integers of 64 bits: pass one below 2**62")
     array = read_array("x", x)
     others = {name: read_array(name, y) for name, y in given.items() if y is not None}
     on_gpu = arrays_on_gpu([array, *others.values()])

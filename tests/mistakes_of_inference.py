@@ -55,6 +55,7 @@ ROWS = [
     row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
     row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
     row("apply_rope", "start and end", applied(start=3, end=lambda x: x.lengths), ValueError, "start and end are both passed", "one of them"),
+    row("apply_rope", "a position beyond 64 bits", applied(start=2**63), ValueError, "start is 9223372036854775808", "below 2**62"),
     row("apply_rope", "lengths and offsets", applied(seq_lens=lambda x: x.lengths, cu_seqlens=lambda x: x.starts), ValueError,
         "seq_lens and cu_seqlens are both passed"),
     row("apply_rope", "offsets with a dense array", applied(cu_seqlens=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),

@@ -79,9 +79,9 @@ def overlapping_merge(x):
     return merge(outs, stats, out=outs[0])
 
 
-def new_cache(pages=6, layers=1, batch=3, **options):
+def new_cache(pages=6, layers=1, batch=3, dtype="float32", **options):
     """An empty cache of float32 arrays."""
-    return cupy_sdpa.KVCache(8, 2, pages=pages, batch=batch, page_size=4, dtype="float32", numpy=True, layers=layers, **options)
+    return cupy_sdpa.KVCache(8, 2, pages=pages, batch=batch, page_size=4, dtype=dtype, numpy=True, layers=layers, **options)
 
 
 def tokens(x, count=3, batch=3, dtype="f4"):
@@ -145,6 +145,11 @@ CACHE = [
         "integer"),
     row("KVCache", "integers as the dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="int8", numpy=True),
         TypeError, "int8", "float8_e4m3fn"),
+    row("KVCache", "None as the dtype, which numpy takes for float64", lambda x: new_cache(dtype=None), TypeError, "dtype is None",
+        "bfloat16"),
+    row("KVCache", "the layout of packed tokens", lambda x: new_cache(layout="thd"), ValueError, "layout is 'thd'", "'bshd'"),
+    row("KVCache", "a scale in an array without axes", lambda x: new_cache(dtype="float8_e4m3fn", k_scale=np.array(2.0)), TypeError,
+        "k_scale is a numpy.ndarray", "a number for each of the 1 layers"),
     row("KVCache", "a scale of a bfloat16 cache", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, k_scale=1.0, numpy=True),
         ValueError, "FP8 caches"),
     row("KVCache", "a scale for each head", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="float8_e4m3fn", numpy=True,

@@ -18,8 +18,8 @@ from ..runtime import cupy_runtime
 from ..version import __version__
 from . import demo_picture, demo_text
 from .console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
-from .demo_timing import measure
 from .devices import Placed, add_options, check_memory, place, plan_facts
+from .timing import measure
 
 Array = NDArray[Any]
 

@@ -146,7 +146,7 @@ def attend(
         options = dense_options(q if converts else q.data, k.data, options)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
-        "fp8", return_stats if type(return_stats) is bool else str(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
+        "fp8", return_stats if type(return_stats) is bool else repr(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
         k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None,
     )  # fmt: skip
     elements, descale = (q, None) if converts else (q.data, q.descale)

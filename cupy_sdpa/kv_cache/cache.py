@@ -108,6 +108,8 @@ class KVCache(CacheState):
         layout: Layout | None = None,
     ) -> None:
         check_layout(layout)
+        if layout == "thd":
+            raise ValueError("layout is 'thd', that of packed tokens alone; pass 'bshd', whose packed tokens are 'thd'")
         self.layout = other_layout({"layout": default_layout() if layout is None else layout})
         self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
         self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
@@ -117,7 +119,7 @@ class KVCache(CacheState):
         self.max_length = tokens if max_length is None else read_positive("max_length", max_length)
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
-        name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
+        name = dtype if isinstance(dtype, str) else "None" if dtype is None else dtype_name(np.dtype(dtype))
         if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
         self.dtype, numpy = numpy_dtype(name), read_flag("numpy", numpy)

@@ -167,7 +167,8 @@ def _scales(name: str, given: Any, layers: int) -> list[float | None]:
     if given is None:
         return [None] * layers
     found: Sequence[Any] = [given] * layers if isinstance(given, (numbers.Real, np.generic)) else given
-    if cupy_runtime.is_array(found) or not isinstance(found, (Sequence, np.ndarray)) or isinstance(found, str):
+    listed = found.ndim == 1 if isinstance(found, np.ndarray) else isinstance(found, Sequence) and not isinstance(found, str)
+    if not listed:
         raise TypeError(f"{name} is {in_words(given)}; pass a number, or a number for each of the {layers} layers")
     if len(found) != layers:
         raise ValueError(f"{name} has {len(found)} numbers; the cache has {layers} layers")

@@ -150,7 +150,7 @@ def attend(
         kept: whether q, k, v and out are also returned in this dtype, as the last results. Default False.
     """
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    statistics = return_stats if type(return_stats) is bool else str(return_stats)
+    statistics = return_stats if type(return_stats) is bool else repr(return_stats)
     kind = ("forward program", dtype, kept, statistics, deterministic, mask if mask is None else key_of(mask))
 
     def read(arrays: dict[str, Any]) -> Reading:

@@ -167,6 +167,16 @@ def test_numbers_of_options_are_part_of_the_key():
         assert len({*found}) == len(found)
 
 
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "float16"}], ids=["plain", "program"])
+def test_a_text_is_no_flag_after_a_flag_of_this_text(options):
+    """``return_stats`` may be np.True_ or 1; their texts are refused, also after these calls."""
+    q, k, v = arrays()
+    for flag in (np.True_, 1):
+        assert len(attention(q, k, v, return_stats=flag, **options)) == 2
+        with pytest.raises(ValueError, match=f"return_stats is '{flag}'"):
+            attention(q, k, v, return_stats=str(flag), **options)
+
+
 def test_a_layout_that_was_named_is_named_in_every_call():
     """A call without it is refused, as if it were the first."""
     x = [np.random.default_rng(0).standard_normal((2, 12, 2, 8), np.float32).transpose(3, 2, 1, 0) for _ in range(3)]

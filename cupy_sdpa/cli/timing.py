@@ -1,4 +1,4 @@
-"""The time of the demo's call."""
+"""The time of a call: for ``demo`` and ``benchmarks/saved.py``."""
 
 from __future__ import annotations
 
