@@ -72,7 +72,6 @@ MASKS = [
         "kv_indices float64"),
     row("BlockMask.from_kv_blocks", "full indices without full numbers", fields(full_kv_indices=np.zeros((1, 1, 2, 2), int)),
         ValueError, "only full_kv_indices is passed"),
-    row("zoo.chunked", "chunks of no position", lambda x: zoo.chunked(0), ValueError, "size is 0; it must be at least 1"),
     row("zoo.dilated", "a step of 0", lambda x: zoo.dilated(5, 0), ValueError, "step is 0"),
     row("zoo.block_sparse", "every 0th block", lambda x: zoo.block_sparse(2, 0), ValueError, "every is 0"),
     row("zoo.strided", "a negative stride", lambda x: zoo.strided(-1), ValueError, "size is -1"),

@@ -441,7 +441,7 @@ ZOO = [
     row("zoo.t5", "a table (Hq, buckets)", with_zoo(score_mod=zoo.t5(), table=np.zeros((4, 32))), IndexError, "32", "4"),
     row("zoo.swin", "the table of another window", with_zoo(score_mod=zoo.swin(2, 3), table=np.zeros((9, 4))), IndexError,
         "length 9", "from 0 to 14"),
-    row("zoo.chunked", "chunks of 0", with_zoo(zoo.chunked(0)), ZeroDivisionError, "divided by 0"),
+    row("zoo.chunked", "chunks of 0", lambda x: zoo.chunked(0), ValueError, "size is 0; it must be at least 1"),
 ]  # fmt: skip
 
 

@@ -450,8 +450,8 @@ def _cached(
         return cached
     if cached is not None:  # a plan was destroyed, or its arrays had another alignment or device
         cached.remove()
-    if len(session.cached_calls) >= MAX_CALLS:  # remove more than one, so that this search is rare
-        oldest = heapq.nsmallest(1 + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
+    if (excess := len(session.cached_calls) + 1 - MAX_CALLS) > 0:  # remove more than these, so that this search is rare
+        oldest = heapq.nsmallest(excess + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
         for _, old in oldest:
             old.remove()
     forget = functools.partial(session.cached_calls.pop, key, None)

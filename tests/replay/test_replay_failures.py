@@ -8,7 +8,7 @@ import pytest
 from fake_cupy import DEVICE, library
 from replayed_calls import OFTEN, REPLAY, functions_run
 
-from cupy_sdpa import attention, attention_backward, explain, get_plan_cache
+from cupy_sdpa import attention, attention_backward, explain, fp8, get_plan_cache
 from cupy_sdpa.replay import replay_cache
 
 pytestmark = [
@@ -175,7 +175,9 @@ def test_old_calls_and_addresses_are_forgotten(engine, call, cache, limits):
     """The least recently used call is removed with its graphs; of many addresses the least recent are counted anew."""
     for scale in (1.0, 2.0, 3.0):
         call(scale=scale)
-    cache.clear()  # these calls no longer count
+    for size in (8, 16, 24):
+        fp8.quantize(engine.normal(0, 16, 2, size, 2))  # calls without a plan are kept by clear()
+    cache.clear()  # the calls with a plan no longer count
     limits(MAX_CALLS=2, MAX_ADDRESS_SETS=3)
     for scale in (0.1, 0.2, 0.1, 0.3):
         for _ in range(4):
