@@ -51,7 +51,9 @@ def run_and_cache(
         return found  # a function changed while it was called
     results = list(found) if isinstance(found, tuple) else [found]
     every = array_names(type(passed[0]), names, arrays, options)
-    if len(noted) == 1 and _is_on_views(noted[0], every, passed, results):
+    # an automatic block mask is not in the key, and its tables end with it
+    automatic = "mask_mod" in options and any(len(call.program.constants) > len(call.program.kept) for call in noted)
+    if len(noted) == 1 and not automatic and _is_on_views(noted[0], every, passed, results):
         cache_call(kind, names, arrays, options, noted[0], results)
     else:
         _not_views[key] = None
