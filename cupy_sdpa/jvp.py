@@ -205,6 +205,7 @@ def jvp_problems(
         q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
         options = options_in_own(options, layout)
     mask, _, others = parts_of(resolved(q, k, options, automatic=False))
+    others |= {name: options[name] for name in ("compute_dtype",) if name in options}  # which is refused
     if mask is None:
         read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
     views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name, rounded
+from ..problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype, rounded
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
@@ -70,7 +70,7 @@ def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
         amax: uint32, one element for each block and array of the launches; None for numpy.
         dtype: the FP8 dtype.
     """
-    if amax is not None:
+    if cupy_runtime.is_array(conversions[0].factors):
         grid, arguments, source = _launch(conversions)
         for name in ("amax", "convert"):
             _kernel(source, dtype, name)(grid, (THREADS,), (arguments, amax))
@@ -78,13 +78,13 @@ def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
     for source, target, factors, rotation, lengths in conversions:
         values = rotated_values(source, rotation, lengths)
         scale, _ = _store(factors, np.abs(values).max(initial=0), dtype)
-        target[...] = elements_of(values, scale, dtype)
+        target.view(numpy_dtype(dtype))[...] = elements_of(values, scale, dtype)
 
 
 def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
     """``target = source * descale``, rotated back; both are dense in Fortran order, on the GPU head_dim is a multiple of 8."""
     if not cupy_runtime.is_array(target):
-        target[...] = rotate(source.astype(np.float32) * descale[0], rotation).astype(target.dtype)
+        target[...] = rotate(source.view(numpy_dtype(dtype)).astype(np.float32) * descale[0], rotation).astype(target.dtype)
     elif units := source.size // UNIT:
         grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
         arguments = (source, target, descale, np.int64(units), np.int64(rotation))
@@ -119,7 +119,7 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
         source, target, factors, rotation, lengths = conversion
         values = rotated_values(source, rotation, lengths)
         factors[:1], factors[FACTOR_STEP : FACTOR_STEP + 1] = state[:1], state[1:2]
-        target[...] = elements_of(values, state[:1], dtype)
+        target.view(numpy_dtype(dtype))[...] = elements_of(values, state[:1], dtype)
         update(state, np.abs(values).max(initial=0), dtype)
         return
     grid, arguments, source = _launch([conversion])

@@ -19,12 +19,13 @@ import numpy as np
 from ..boundary.call import Mode, in_mode, mode
 from ..errors import StepError
 from ..graph import graph_of
-from ..kernels import merge, paged
+from ..kernels import fp8_kernels, merge, paged
 from ..numpy_engine.interpreter import evaluate
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
 from ..problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime
+from ..runtime.interpreted_array import InterpretedArray
 from ..tolerance import DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
 from .program import Program
 from .steps import Scalar, Step
@@ -33,6 +34,8 @@ T = TypeVar("T")
 
 #: A kernel that is not compared: on numpy keys are not split.
 _NOT_COMPARED = (paged.split,)
+#: The position of an argument that only the launches of a kernel use. It is not compared: the numpy function does not write it.
+_SCRATCH = {fp8_kernels.quantize: 1}
 
 
 @contextlib.contextmanager
@@ -137,7 +140,8 @@ class Watcher:
         elif step.function is merge.merge and self._on_gpu and len(arguments) > 5 and arguments[5] is not None:
             return  # FP8: on numpy keys are not split
         else:
-            written = {view: array for view, array in pairs if view in step.writes}
+            scratch = arguments[_SCRATCH[step.function]] if step.function in _SCRATCH else None
+            written = {view: array for view, array in pairs if view in step.writes and array is not scratch}
             step.function(*copies.of(arguments))
             problems = (_difference(view.storage.name, _on_host(array), copies.of(array)) for view, array in written.items())
         for text in problems:
@@ -161,6 +165,8 @@ def _pairs(views: Any, bound: Any) -> Iterator[tuple[View, Any]]:
 
 def _on_host(array: Any) -> Any:
     """A copy of an array in memory of the host, in the same order."""
+    if isinstance(array, InterpretedArray):
+        array = array.array
     if not cupy_runtime.is_array(array):
         return array.copy("K")
     return array.get(order="F" if array.flags.f_contiguous else "C")

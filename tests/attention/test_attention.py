@@ -140,7 +140,11 @@ class OnDevice:
 
 def test_arrays_on_different_devices_raise(monkeypatch):
     """The message names the device of each array."""
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=OnDevice))
+    monkeypatch.setitem(
+        sys.modules,
+        "cupy",
+        SimpleNamespace(ndarray=OnDevice, cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))),
+    )
     with pytest.raises(ValueError, match=r"q on device 0, k on device 1, v on device 0"):
         attention(OnDevice(), OnDevice(1), OnDevice())
 
