@@ -188,8 +188,12 @@ def _add_lengths(data: Data, index: int) -> None:
 def packed_total(case: Case, side: int) -> int:
     """The length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
     packed = Packed(*case.options["packed"])
-    totals = [_packed_lengths(case, index)[side].sum() for index in (0, 1)]
-    return int(packed.before + max(totals) + packed.after)
+    lengths = [_packed_lengths(case, index)[side] for index in (0, 1)]
+    total = int(packed.before + max(x.sum() for x in lengths) + packed.after)
+    sums = [packed.before + (packed.before + np.cumsum(x)).sum() for x in lengths]
+    while packed.before and total in sums:  # offsets that add up to the total are refused, because they may be lengths
+        total += 1
+    return total
 
 
 def shape_of(case: Case, name: str) -> tuple[int, ...]:

@@ -296,3 +296,10 @@ def test_rows_masked_by_finite_values():
     assert wanted.exact["out"][:, :, 1].all()
     assert not wanted.truth.values["out"][:, :, 1].any()
     assert not wanted.truth.values["dq"][:, :, 1].any()
+
+
+def test_offsets_with_a_gap_are_not_taken_for_lengths():
+    """Offsets that add up to the total are refused, because they may be lengths; such problems get an unused position."""
+    case = Case(d=1, dv=1, sq=11, skv=1, options={"packed": ("some_zero", "zero", 7, 0, 0, "int64")}, seed=2301)
+    outcome = execute(case)
+    assert outcome.kind == "passed", outcome.message
