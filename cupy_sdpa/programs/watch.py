@@ -19,7 +19,7 @@ import numpy as np
 from ..boundary.call import Mode, in_mode, mode
 from ..errors import StepError
 from ..graph import graph_of
-from ..kernels import fp8_kernels, merge, paged
+from ..kernels import fp8_kernels, merge, paged, ragged
 from ..numpy_engine.interpreter import evaluate
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
 from ..problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
@@ -36,6 +36,8 @@ T = TypeVar("T")
 _NOT_COMPARED = (paged.split,)
 #: The position of an argument that only the launches of a kernel use. It is not compared: the numpy function does not write it.
 _SCRATCH = {fp8_kernels.quantize: 1}
+#: Kernels that add the elements of their first argument.
+_SUMS = (ragged.sum_over_scores,)
 
 
 @contextlib.contextmanager
@@ -142,8 +144,13 @@ class Watcher:
         else:
             scratch = arguments[_SCRATCH[step.function]] if step.function in _SCRATCH else None
             written = {view: array for view, array in pairs if view in step.writes and array is not scratch}
-            step.function(*copies.of(arguments))
-            problems = (_difference(view.storage.name, _on_host(array), copies.of(array)) for view, array in written.items())
+            own = copies.of(arguments)
+            step.function(*own)
+            largest = 0.0
+            if step.function in _SUMS:  # whose terms may be larger than the sum
+                largest = float(np.abs(own[0].astype(np.float32)).sum(axis=(0, 1)).max(initial=0))
+            found = ((view.storage.name, _on_host(array), copies.of(array)) for view, array in written.items())
+            problems = (_difference(*one, largest) for one in found)
         for text in problems:
             if text:
                 raise StepError(
@@ -190,8 +197,13 @@ class _HostCopies:
         return type(value)(map(self.of, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _difference(name: str, actual: Any, expected: Any) -> str:
-    """How the result of a kernel differs from that of its numpy function; empty if it does not, but for rounding."""
+def _difference(name: str, actual: Any, expected: Any, largest: float) -> str:
+    """How the result of a kernel differs from that of its numpy function; empty if it does not, but for rounding.
+
+    Args:
+        name, actual, expected: the name of the result, and both results.
+        largest: the largest sum of magnitudes, if it is a sum.
+    """
     if actual.dtype.kind in "biu":
         wrong = actual != expected
         if not wrong.any():
@@ -203,7 +215,7 @@ def _difference(name: str, actual: Any, expected: Any) -> str:
         actual, expected = actual.astype(np.float64), np.asarray(expected).astype(np.float64)
     actual = np.where(np.isnan(actual) & np.isnan(expected), 0, actual)  # memory that nothing wrote
     expected = np.where(np.isnan(expected) & (actual == 0), 0, expected)
-    floor = DEVIATIONS * max(unit, SINGLE) * _largest(expected)
+    floor = DEVIATIONS * max(unit, SINGLE) * max(_largest(expected), largest)
     return compare(name, actual, expected, expected, floor)
 
 

@@ -405,6 +405,13 @@ def test_a_wrong_plan_is_named(engine):
             watch.run(step, arrays, call.scalars, lambda: None)
 
 
+def test_sums_of_terms_that_cancel_are_right(fake):
+    """The gradient of a bias that is added at every key is near 0; rounding is that of its terms."""
+    engine, options = Engine("fake", fake), {"bias": ("1q11", "float32", "inf"), "return_dbias": True}
+    with validate():
+        engine.agrees(engine.case(dtype="bfloat16", d=16, dv=16, sq=83, skv=1128, b=2, backward=True, options=options, seed=1))
+
+
 def test_repeated_calls_are_validated(fake):
     """Graphs that were captured are not replayed within the block, and are after it."""
     call = composed_calls(Engine("fake", fake))["block mask"]()
