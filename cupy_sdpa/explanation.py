@@ -13,7 +13,6 @@ from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.engine import refuse_fp8
-from .boundary.layouts import other_layout
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported, in_words
 from .fp8.array import Fp8Array
@@ -155,8 +154,7 @@ def explain(
     if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
         refuse_fp8(options)
         _check_fp8(q, k, backward=backward, jvp=jvp)
-    copied = jvp or options.get("compute_dtype") is not None
-    if needs_conversion(q, options) or (copied and other_layout(options)):
+    if needs_conversion(q, options):
         conversion = Conversion(q, options)
         if conversion.engine == "cupy" and (gpu or cudnn):
             raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")

@@ -105,7 +105,7 @@ def attention_jvp(
         given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
     if (results := run_cached(kind, given, options)) is not None:
         return tuple(results)
-    if needs_conversion(q, options) or other_layout(options):
+    if needs_conversion(q, options):
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
         converted: tuple[Any, ...] = convert(
             attention_jvp, arrays, options, RESULTS, widened=widened, return_stats=return_stats,

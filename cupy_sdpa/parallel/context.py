@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
-from ..boundary.layouts import check_strides_of, has_own_axes, other_layout, takes_default
+from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
@@ -131,7 +131,7 @@ class ContextParallel:
         """
         return_stats = read_flag("return_stats", return_stats)
         flags: dict[str, Any] = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-        if needs_conversion(q, options) or other_layout(options):
+        if needs_conversion(q, options):
             return convert(self.attention, {"q": q, "k": k, "v": v}, options, OUTPUTS, **flags)
         of = Request(False, method, seqlen_q, seqlen_kv)
         out, stats = _run(self._agreement.call({"q": q, "k": k, "v": v}, options, of))
@@ -181,7 +181,7 @@ class ContextParallel:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         flags: dict[str, Any] = {"deterministic": deterministic, "return_dsinks": return_dsinks}
-        if needs_conversion(q, options) or other_layout(options):
+        if needs_conversion(q, options):
             names = gradient_names(False, return_dsinks)
             flags |= {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
             gradients: tuple[Any, ...] = convert(self.attention_backward, arrays, options, names, **flags)
@@ -227,7 +227,7 @@ class ContextParallel:
         Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
         :meth:`attention`.
         """
-        if needs_conversion(q, options) or other_layout(options):
+        if needs_conversion(q, options):
             conversion = Conversion(q, options)
             with conversion.stream():
                 own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}

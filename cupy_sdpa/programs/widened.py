@@ -8,7 +8,6 @@ from typing import Any, Unpack
 from .._typing import Array
 from ..boundary.compute import in_compute_dtype
 from ..boundary.conversion import Conversion, needs_conversion
-from ..boundary.layouts import other_layout
 from ..boundary.options import Options, check_names, takes_options
 from ..kernels.derivative_terms import Concatenation, Constant, concatenate
 from ..problem.view import View
@@ -60,7 +59,7 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
-    if needs_conversion(q, options) or other_layout(options):
+    if needs_conversion(q, options):
         conversion = Conversion(q, options)
         arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
         with conversion.stream():
