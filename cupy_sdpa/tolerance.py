@@ -21,6 +21,8 @@ FACTOR = 2.0
 DEVIATIONS = 4.0
 #: The relative spacing of float32.
 SINGLE = float(np.finfo(np.float32).eps)
+#: The relative error of a score from the approximate functions of a GPU, such as tanh.
+APPROXIMATE = 2.0**-10
 #: The error of a sum of FP8 products relative to the norms. Tensor cores truncate every addend to about 13 bits below the
 #: leading one of the largest (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2). The error of rows with one key
 #: is up to 1.2 of this for normal numbers; that of rows with many keys is much smaller.

@@ -20,14 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ..tolerance import DEVIATIONS, FP8_SUM, SINGLE, spacing
+from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
 from .data import FORMATS, FP8_SCALE, dtype_of
 from .functions import function_of
 from .inputs import Array, Inputs
 from .oracle import Results
 
-#: The relative error of a score from the approximate functions of the GPU, such as tanh.
-APPROXIMATE = 2.0**-10
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
 #: The largest magnitude of a score to which the error of approximate functions is relative.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engines import Engine, one_in
 from fake_cupy import DEVICE, driver
+from replayed_calls import OFTEN, REPLAY, functions_run
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_plan_cache
@@ -446,6 +447,35 @@ def test_two_gpus_share_nothing(cupy):
     np.testing.assert_array_equal(cupy.asnumpy(outs[0]), cupy.asnumpy(outs[1]))
     with pytest.raises(ValueError, match="different devices: q on device 0"):
         attention(outs[0], outs[1], outs[1])
+
+
+@pytest.mark.parametrize(
+    "engine", ["fake", pytest.param("cupy", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])], indirect=True
+)
+def test_two_gpus_have_their_own_graphs(engine, cache):
+    """The same call on both, whichever is current: it runs on the device of its arrays, captured in that context."""
+    xp, devices = engine.xp, [engine.xp.cuda.Device(number) for number in (0, 1)]
+    calls, wanted = [], []
+    for device in devices:
+        with device:
+            arrays = [engine.normal([seed, device.id], 64, 2, 100, 1) for seed in range(3)]
+            wanted.append(engine.get(attention(*arrays)))
+            calls.append(functools.partial(attention, *arrays, out=xp.empty_like(arrays[0])))
+    for _ in range(2 * OFTEN):
+        for current, device in itertools.product(devices, devices):
+            with current:
+                calls[device.id].keywords["out"].fill(np.nan)
+                got = calls[device.id]()
+                assert got.device == device
+                np.testing.assert_array_equal(engine.get(got), wanted[device.id])
+    for device in devices:
+        with device:
+            for _ in range(OFTEN):  # the memory of these calls has one address
+                calls[device.id]()
+            assert functions_run(calls[device.id]) <= REPLAY
+            assert get_plan_cache().recordings > 0
+            get_plan_cache().clear()
+            xp.cuda.Device().synchronize()
 
 
 def test_the_fake_notices_wrong_programs(fake):

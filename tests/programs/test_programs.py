@@ -405,6 +405,25 @@ def test_a_wrong_plan_is_named(engine):
             watch.run(step, arrays, call.scalars, lambda: None)
 
 
+def test_functions_of_scores_are_approximate(fake):
+    """A GPU's tanh has a relative error of 2^-11, and the log-sum-exp that of the scores."""
+    x = [Engine("fake", fake).normal(n, 16, 2, 40, 1) for n in range(3)]
+
+    def validate_wrong_stats(**options):
+        call = program_of(attention, *x, return_stats=True, **options)
+        call.create_results()
+        for _, arrays in call.bound():
+            call.execute(0)
+            arrays["stats"] += np.float32(2e-4)
+            Watcher(call.program, Mode(validate=True), on_gpu=True).run(
+                call.program.steps[0], arrays, call.scalars, lambda: None
+            )
+
+    validate_wrong_stats(softcap=3.0)
+    with pytest.raises(StepError, match="stats has an error of"):
+        validate_wrong_stats()
+
+
 def test_sums_of_terms_that_cancel_are_right(fake):
     """The gradient of a bias that is added at every key is near 0; rounding is that of its terms."""
     engine, options = Engine("fake", fake), {"bias": ("1q11", "float32", "inf"), "return_dbias": True}

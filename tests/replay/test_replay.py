@@ -354,30 +354,6 @@ def test_a_paged_query_needs_no_other_launch(options, launches, engine):
     assert count == launches
 
 
-@pytest.mark.multi_gpu
-def test_two_gpus_have_their_own_graphs(engine):
-    """The same call on both, whichever is current: it runs on the device of its arrays, captured in that context."""
-    xp, devices = engine.xp, [engine.xp.cuda.Device(number) for number in (0, 1)]
-    given, wanted = [], []
-    for device in devices:
-        with device:
-            arrays = [engine.normal([seed, device.id], 64, 2, 100, 1) for seed in range(3)]
-            given.append(arrays)
-            wanted.append(engine.get(attention(*arrays)))
-    for _ in range(2 * OFTEN):
-        for current, device in itertools.product(devices, devices):
-            with current:
-                got = attention(*given[device.id])
-                assert got.device == device
-                np.testing.assert_array_equal(engine.get(got), wanted[device.id])
-    for device in devices:
-        with device:
-            assert functions_run(attention, *given[device.id]) <= REPLAY
-            assert get_plan_cache().recordings == 1
-            get_plan_cache().clear()
-            xp.cuda.Device().synchronize()
-
-
 def test_pending_calls_outlive_their_plans(engine, cache):
     """Replays that were enqueued before the plan cache is cleared still run."""
     q, k, v = (engine.normal(seed, 16, 2, 20, 1) for seed in range(3))
