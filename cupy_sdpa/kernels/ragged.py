@@ -223,14 +223,14 @@ def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
     if not copy.size:
         return
     rows = memory.rows_of(array, 2)
-    if rows is None or rows.address % 16 or rows.pitch % 16:
+    if rows is None or array.data.ptr % 16 or rows.pitch % 16:
         copy[...] = array
-        rows = memory.rows_of(copy, 2)
+        array, rows = copy, memory.rows_of(copy, 2)
     assert rows is not None
     position = rows.width // array.shape[2]
     blocks = min(-(-rows.width // (16 * 256)), 1024)
-    arguments = (rows.address, copy, lengths, np.int64(rows.pitch // 16), np.int64(rows.width // 16), np.int64(position // 16))
-    _zero_padded_kernel()((blocks, array.shape[3]), (256,), arguments)
+    sizes = (np.int64(x // 16) for x in (rows.pitch, rows.width, position))
+    _zero_padded_kernel()((blocks, array.shape[3]), (256,), (array.data.ptr, copy, lengths, *sizes))
 
 
 @cuda_kernel

@@ -16,17 +16,6 @@ ALIGNMENT = 256
 TAG_BYTES = ALIGNMENT
 
 
-def copy(target: Any, source: Any) -> None:
-    """Copy an array into another one of the same shape and dtype; at memory speed if both consist of evenly spaced rows."""
-    if cupy_runtime.is_array(target) and target.dtype == source.dtype and target.size:
-        for axis in reversed(range(target.ndim)):
-            to, of = memory.rows_of(target, axis), memory.rows_of(source, axis)
-            if to and of and to.number == of.number:
-                memory.resize(target, source, (axis,))
-                return
-    target[...] = source
-
-
 def _tag_of(flat: Any) -> Any:
     """The tag of a message, an int32 array ``(1,)``."""
     return flat[flat.size - TAG_BYTES :][:4].view(np.int32)

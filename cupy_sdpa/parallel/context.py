@@ -14,9 +14,9 @@ from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
 from ..programs.executor import Inputs, ProgramCall, Signature
 from ..programs.program import Builder
-from ..runtime import cupy_runtime
+from ..runtime import cupy_runtime, memory
 from .agreement import Agreement, own_options
-from .channel import Channel, copy
+from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
 from .group_arguments import listed, packed_lengths, read_length
@@ -265,7 +265,7 @@ class ContextParallel:
         shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
         own = _new_like(x, shape)
         for local, positions in layout.slices(self.rank):
-            copy(own[_slices(along, local)], x[_slices(along, positions)])
+            memory.copy(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:

@@ -14,9 +14,10 @@ from ..problem.view import View
 from ..programs import passes
 from ..programs.block_mask_steps import Gradients
 from ..programs.program import Builder, Program
-from .channel import ALIGNMENT, TAG_BYTES, Channel, copy
+from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer
+from .parts import copy
 
 
 class Message(NamedTuple):
@@ -43,9 +44,8 @@ class MemberSteps:
         self.builder, self.rank, self.size, self._channel = builder, channel.rank, channel.size, channel
 
     def copy(self, target: View, source: View) -> None:
-        """Copy an array into another one of the same dtype."""
-        if target.size:
-            self.builder.run(copy, target, source, writes=(target,))
+        """Copy an array into another one of the same shape."""
+        copy(self.builder, target, source)
 
     def message(self, specs: Sequence[Spec]) -> Message:
         """A message for arrays of these shapes and dtypes."""

@@ -14,9 +14,17 @@ from ..problem.band import Band
 from ..problem.view import View
 from ..programs.program import Builder
 from ..programs.steps import Constant
-from .channel import copy
+from ..runtime import memory
 from .shards import Interval, Layout
 from .tile_counts import Tile, tiles
+
+
+def copy(builder: Builder, target: View, source: View) -> None:
+    """Add a copy of an array into another one of the same shape. If both consist of rows, the rows are found here, once."""
+    if rows := memory.common_rows(target, source):
+        builder.run(memory.copy_rows, target, source, rows, writes=(target,))
+    else:
+        builder.copy(target, source)
 
 
 class Selection:
@@ -47,7 +55,7 @@ class Selection:
     def write(self, builder: Builder, target: View, x: View, axis: int) -> None:
         """Write elements into an array along an axis."""
         if len(self.ranges) <= 1:
-            builder.run(copy, self._range(target, axis), x, writes=(self._range(target, axis),))
+            copy(builder, self._range(target, axis), x)
         else:
             builder.run(put, target, x, builder.constant(self._indices, keep=True), writes=(target,))
 

@@ -18,14 +18,13 @@ UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
 class Rows(NamedTuple):
     """The memory of an array as evenly spaced rows; in bytes."""
 
-    address: int
     pitch: int
     width: int
     number: int
 
 
 def rows_of(array: Any, axis: int) -> Rows | None:
-    """The rows of an array; None if its memory is not evenly spaced rows.
+    """The rows of an array or a view; None if its memory is not evenly spaced rows.
 
     A row spans the axes up to ``axis``, along which the array must be dense. The rows must be evenly spaced.
     """
@@ -41,7 +40,38 @@ def rows_of(array: Any, axis: int) -> Rows | None:
             if stride != pitch * count or pitch < width:
                 return None
             count *= length
-    return Rows(array.data.ptr, pitch, width, count)
+    return Rows(pitch, width, count)
+
+
+def common_rows(target: Any, source: Any) -> tuple[Rows, Rows] | None:
+    """The longest rows by which an array or a view can be copied into one of the same shape; None if there are none."""
+    if target.dtype != source.dtype or not target.size:
+        return None
+    for axis in reversed(range(target.ndim)):
+        to, of = rows_of(target, axis), rows_of(source, axis)
+        if to and of and to.number == of.number:
+            return to, of
+    return None
+
+
+def copy(target: Any, source: Any) -> None:
+    """Copy an array into another one of the same shape; CuPy's at memory speed if they have :func:`common_rows`."""
+    rows = common_rows(target, source) if is_array(target) else None
+    if rows:
+        copy_rows(target, source, rows)
+    else:
+        target[...] = source
+
+
+def copy_rows(target: Any, source: Any, rows: tuple[Rows, Rows]) -> None:
+    """Copy an array into another one, given their :func:`common_rows`."""
+    if not is_array(target):
+        target[...] = source
+        return
+    to, of = rows
+    runtime = cupy().cuda.runtime
+    kind = runtime.memcpyDeviceToDevice
+    runtime.memcpy2DAsync(target.data.ptr, to.pitch, source.data.ptr, of.pitch, to.width, to.number, kind, stream())
 
 
 def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
@@ -62,10 +92,10 @@ def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
     runtime = cupy().cuda.runtime
     if width:
         kind = runtime.memcpyDeviceToDevice
-        runtime.memcpy2DAsync(to.address, to.pitch, of.address, of.pitch, width, to.number, kind, stream())
+        runtime.memcpy2DAsync(target.data.ptr, to.pitch, source.data.ptr, of.pitch, width, to.number, kind, stream())
     if width < to.width:
-        padding = to.width - width
-        driver.check(driver.bindings().cuMemsetD2D8Async(to.address + width, to.pitch, 0, padding, to.number, stream()))
+        padding, end = to.width - width, target.data.ptr + width
+        driver.check(driver.bindings().cuMemsetD2D8Async(end, to.pitch, 0, padding, to.number, stream()))
 
 
 def clear(array: Any, value: float) -> None:
