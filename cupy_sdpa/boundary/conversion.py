@@ -125,6 +125,7 @@ class Conversion:
             function: takes the arrays by name.
             arrays: the caller's arrays by name; the results among them are written to.
             results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
+                Further results remain as they are.
 
         Returns:
             The results of the function in the caller's form.
@@ -134,7 +135,7 @@ class Conversion:
             if not isinstance(found, tuple):
                 return self.back(results[0], found, arrays.get(results[0]))
             pairs = zip(results, found, strict=False)
-            return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
+            return *(self.back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]
 
     def _option(self, name: str, value: Any) -> Any:
         if value is None:

@@ -124,7 +124,7 @@ def with_batch(name: str, array: Any, layout: str | None) -> Any:
     axes = 3 if name in VECTORS else 2
     if name in SCORE_INPUTS:
         return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
-    if not hasattr(array, "ndim"):
+    if name not in (*VECTORS, *ROW_STATS) or not hasattr(array, "ndim"):
         return array
     if array.ndim != axes:
         raise ValueError(

@@ -14,7 +14,6 @@ from ..block_masks.block_mask import BlockMask
 from ..block_masks.intersection import within_band
 from ..boundary.call import Call
 from ..boundary.compute import read_compute_dtype
-from ..boundary.layouts import of_caller, other_layout, results_in
 from ..boundary.options import read_band
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..problem.bucket import read_bucket
@@ -104,39 +103,26 @@ def call_program(
     arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     read: Callable[[dict[str, Any]], Reading | Call],
-    outputs: Sequence[str],
 ) -> list[Any]:
     """Run a call: one that is repeated as it was cached, any other after its arguments have been read.
 
     Args:
-        kind, names, arrays, options: as for :func:`.cache_call`.
-        read: reads the arrays, by name: a call of one problem, or one of several steps. The errors that it and the builder
-            raise have the axes of the caller.
-        outputs: the names of the results that the caller gets in its layout; further results remain as they are.
+        kind, names, arrays, options: as for :func:`.cache_call`, in the form of this package.
+        read: reads the arrays, by name: a call of one problem, or one of several steps.
     """
     results = run_cached(kind, arrays, options)
-    if results is None:
-        named = dict(zip(names, arrays, strict=True))
-        like = next((array for array in arrays if array is not None), None)
-        with cupy_runtime.device_context(like), of_caller(named, options):
-            found = read(named)
-        if isinstance(found, Call):
-            call = compiled(found)
-            results = call.run()
-            cache_call(kind, names, arrays, options, call)
-        else:
+    if results is not None:
+        return results
+    like = next((array for array in arrays if array is not None), None)
+    with cupy_runtime.device_context(like):
+        found = read(dict(zip(names, arrays, strict=True)))
+        if not isinstance(found, Call):
             inputs, wanted, build, gradients = found
-
-            def build_of_caller(builder: Builder) -> None:
-                with of_caller(named, options):
-                    build(builder)
-
-            with cupy_runtime.device_context(like):
-                add_results(inputs, like, wanted)
-                results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
-    if "layout" in options and (layout := other_layout(options)):
-        given = dict(zip(names, arrays, strict=True))
-        results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
+            add_results(inputs, like, wanted)
+            return run_program(kind, names, arrays, options, inputs, list(wanted), build, gradients)
+    call = compiled(found)
+    results = call.run()
+    cache_call(kind, names, arrays, options, call)
     return results
 
 
