@@ -12,7 +12,7 @@ from ._typing import Array, ArrayT
 from .block_masks.method import check as check_mask
 from .boundary.arguments import read_shapes, views_of_shapes
 from .boundary.compute import check_converted
-from .boundary.layouts import options_in_own, other_layout, to_own
+from .boundary.layouts import in_own_layout
 from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
@@ -213,9 +213,8 @@ def jvp_problems(
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
-    if layout := other_layout(options):
-        q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
-        options = options_in_own(options, layout)
+    arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
+    q, k, v = (arrays[name] for name in "qkv")
     mask, _, others = parts_of(resolved(q, k, options, automatic=False))
     others |= {name: options[name] for name in ("compute_dtype",) if name in options}  # which is refused
     if mask is None:

@@ -355,11 +355,8 @@ def call_of_shapes(
     """The call of views of arrays, or of dense arrays of some shapes in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
-    if layout := layouts.other_layout(options):
-        q, k, v = (layouts.to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
-        options = layouts.options_in_own(options, layout)
-    device = 0 if on_gpu else None
-    views, given = views_of_shapes(q, k, v, options, dtype=dtype, seq_lens=seq_lens, device=device)
+    own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
+    views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens, device=0 if on_gpu else None)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
