@@ -160,7 +160,7 @@ def attend(
         of_call = {"dtype": k.dtype, "rotated": k.rotated, "return_stats": return_stats, "return_amax": return_amax}
 
         def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-            others = dense_options(*own[:2], others)
+            others = dense_options(own[0], own[1], others)
             read = functools.partial(_read, others, converts=converts, out_dtype=of_out, **of_call)
             return call_program(kind, _NAMES, own, others, read)
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.intersection import within_band
-from ..boundary.call import Call
+from ..boundary.argument import read_array
+from ..boundary.arguments import read_forward
+from ..boundary.call import Call, mode
 from ..boundary.compute import read_compute_dtype
 from ..boundary.options import read_band
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..problem.bucket import read_bucket
+from ..problem.problem import row_stats_shape
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
@@ -115,7 +120,7 @@ def call_program(
         return results
     like = next((array for array in arrays if array is not None), None)
     with cupy_runtime.device_context(like):
-        found = read(dict(zip(names, arrays, strict=True)))
+        found = read(_with_missing(dict(zip(names, arrays, strict=True))))
         if not isinstance(found, Call):
             inputs, wanted, build, gradients = found
             add_results(inputs, like, wanted)
@@ -124,6 +129,20 @@ def call_program(
     results = call.run()
     cache_call(kind, names, arrays, options, call)
     return results
+
+
+def _with_missing(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a call; if it is described, with arrays in place of those that are missing: no element of them is read."""
+    description = mode.get().description
+    likes = {name: like for name, like in description.missing.items() if arrays[name] is None} if description else {}
+    if not likes:
+        return arrays
+    q, k, v = (read_array(name, arrays[name]).array for name in "qkv")
+    if not all(x.ndim in (3, 4) for x in (q, k, v)):
+        read_forward(q, k, v, {})  # raises
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
+    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(np.float32)}
+    return arrays | {name: cupy_runtime.new_result(q, shapes[like], dtypes[like]) for name, like in likes.items()}
 
 
 def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
