@@ -7,7 +7,7 @@ import math
 
 import fake_libraries
 import numpy as np
-from mistakes import causal, output, row
+from mistakes import causal, output, read_only, row
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -94,6 +94,9 @@ ARGUMENTS = [
     row("attention", "objects", lambda x: attention(x.q.astype(object), x.k, x.v), TypeError, "object", ".astype("),
     row("attention", "numbers of the other byte order", lambda x: attention(*(a.astype(">f4") for a in x.qkv)),
         lambda x: output(*x.qkv)),
+    row("attention", "slopes of the other byte order in tensors", lambda x: attention(x.q, x.k, x.v, score_mod=zoo.alibi,
+        tensors={"slopes": np.float32([0.1, 0.2, 0.3, 0.4]).astype(">f4")}), lambda x: output(*x.qkv,
+        bias=-abs(np.arange(7)[:, None] - np.arange(6))[:, :, None, None] * np.float64([0.1, 0.2, 0.3, 0.4])[:, None])),
     row("attention", "one array of the other byte order", lambda x: attention(x.q, x.k.astype(">f4"), x.v), dense_of()),
     row("attention", "a head dim of 0", lambda x: attention(x.q[:0], x.k[:0], x.v), ValueError, "head dim 0"),
     row("attention", "heads reversed by a negative stride",
@@ -334,13 +337,6 @@ def a_problem():
 def cache(x, **options):
     """An empty cache with three sequences."""
     return cupy_sdpa.KVCache(8, 2, pages=6, batch=3, page_size=4, head_dim_v=16, dtype="float32", numpy=True, **options)
-
-
-def read_only(array):
-    """A copy that cannot be written to."""
-    copy = array.copy(order="F")
-    copy.flags.writeable = False
-    return copy
 
 
 def with_torch(x, name):
