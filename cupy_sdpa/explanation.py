@@ -11,7 +11,6 @@ from .attention_functions import attention, attention_backward
 from .block_masks.automatic import decide
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
-from .boundary.engine import refuse_fp8
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported
 from .fp8.array import Fp8Array
@@ -155,7 +154,6 @@ def explain(
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     if backward and (isinstance(q, Fp8Array) or isinstance(k, Fp8Array)):
-        refuse_fp8(options)
         raise Unsupported(NO_FP8_GRADIENTS)
     arrays = {"q": q, "k": k, "v": v, **results}
     function, of_function, missing = _function_of(arrays, jvp=jvp, backward=backward)
@@ -184,8 +182,6 @@ def explain(
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
-    if isinstance(k, Fp8Array):
-        own = {**own, "k": k}
     converted, blocks = _notes(own, options, report, on_gpu=bool(gpu or cudnn), **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
@@ -282,7 +278,7 @@ def _notes(
     rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype", "layout", "engine")}
     if (mask := options.get("block_mask")) is not None:
         reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-        if reasons := [*["FP8 arrays"] * isinstance(k, Fp8Array), *reasons]:
+        if reasons := [*["FP8 arrays"] * ("descale_k" in arrays), *reasons]:
             return conversion, dense_description(mask, reasons)
         mask, *_ = parts_of({**rest, "block_mask": mask})
     if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):

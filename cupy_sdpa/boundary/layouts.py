@@ -261,20 +261,17 @@ def named() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[None]:
+def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
     """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
 
     Args:
-        arrays, options: of the caller.
-
-    Raises:
-        ValueError: the layout is unknown.
+        layout: that of the caller.
+        shapes: as for :func:`described`.
     """
-    check_layout(options.get("layout"))
     with contextlib.ExitStack() as stack:
-        if layout := other_layout(options):
-            stack.enter_context(described(layout, shapes_of(arrays, options)))
-        if options.get("layout") is not None:
+        if other := other_layout({"layout": layout}):
+            stack.enter_context(described(other, shapes))
+        if layout is not None:
             stack.enter_context(named())
         yield
 

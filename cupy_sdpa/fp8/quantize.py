@@ -10,7 +10,16 @@ import numpy as np
 
 from .._typing import Array, Layout
 from ..boundary.arguments import check_counts
-from ..boundary.layouts import check_strides_of, from_own, of_caller, other_layout, takes_default, to_own
+from ..boundary.layouts import (
+    check_layout,
+    check_strides_of,
+    from_own,
+    of_caller,
+    other_layout,
+    shapes_of,
+    takes_default,
+    to_own,
+)
 from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
@@ -255,14 +264,13 @@ class DelayedScaling:
 
 def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], layout: str) -> list[Fp8Array]:
     """Convert arrays of a layout; the results are views with its axes, of which head_dim is the last in C order."""
-    given = dict(zip(_NAMES, arrays, strict=False))
-    other = other_layout({"layout": layout})
-    with of_caller(given, {"layout": layout}):
+    check_layout(layout)
+    given, other = dict(zip(_NAMES, arrays, strict=False)), other_layout({"layout": layout})
+    with of_caller(layout, shapes_of(given, {})):
         if other is None:
             return convert(*arrays)
         found = convert(*(to_own(name, x, other) for name, x in given.items()))
-    made = zip(found, (from_own(name, x.data, other) for name, x in zip(given, found, strict=True)), strict=True)
-    return [x._with_elements(data, data.ndim - 1 if x.rotated else 0) for x, data in made]
+    return [from_own(name, x, other) for name, x in zip(given, found, strict=True)]
 
 
 def check_source(x: Any, lengths: Any) -> None:
