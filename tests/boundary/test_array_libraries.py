@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_cupy import DEVICE
 
-from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, prepare, shared_prefix_attention
 
 ON_CPU = ["torch", "jax", "another"]
 ON_GPU = ["torch", "jax", "numba", "another"]
@@ -43,11 +43,19 @@ def test_on_the_cpu(name, dtype, libraries):
     wanted += [stats, *attention_backward(host[3], *host[:3], out, stats, layout="bshd")]
     found += attention_jvp(*theirs[:3], theirs[3], layout="bshd")
     wanted += attention_jvp(*host[:3], host[3], layout="bshd")
+    table, lengths = np.array([[0, 1], [0, 1]], np.int32), np.array([32, 30], np.int32)
+    pages = {"layout": "bshd", "page_table": table, "seq_lens_kv": lengths}
+    found.append(shared_prefix_attention(*theirs[:3], 16, **pages | {"page_table": kind(table), "seq_lens_kv": kind(lengths)}))
+    wanted.append(shared_prefix_attention(*host[:3], 16, **pages))
     for x, y in zip(found, wanted, strict=True):
         assert type(x) is kind
         assert x.inside.dtype == y.dtype
         np.testing.assert_array_equal(x.inside, y)
-    assert explain(*theirs[:3], layout="bshd").problem == explain(*host[:3], layout="bshd").problem
+    for flags in ({}, {"backward": True}, {"jvp": True}):
+        reports = [explain(*x[:3], layout="bshd", **flags) for x in (theirs, host)]
+        assert reports[0].problem == reports[1].problem
+    found, wanted = (prepare(*x[:3], layout="bshd", backward=True).problem for x in (theirs, host))
+    assert found == wanted
 
 
 def test_gradients_of_tensors(libraries):
