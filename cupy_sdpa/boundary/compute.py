@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ..problem.tensor_spec import dtype_name, numpy_dtype
-from ..runtime import cupy_runtime
 from .argument import arrays_on_gpu, read_array
 from .layouts import VECTORS, check_strides_of
 from .libraries import check_one_library
@@ -74,27 +73,6 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
             raise TypeError(
                 f"{name} is {dtype_name(x.dtype)} and q is {dtype_name(own)}; the dtypes must be equal: convert one of them"
             )
-
-
-def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays in the dtype to compute in, and the options without it: for calls that are not programs.
-
-    Args:
-        arrays: q and other arrays of numpy or CuPy by name, in the layout of this package; all but q may be None.
-        options: with ``compute_dtype``.
-
-    Raises:
-        TypeError, ValueError: the option or an array is invalid.
-    """
-    given = {**options}
-    dtype = read_compute_dtype(given.pop("compute_dtype", None), arrays["q"])
-    if dtype is None:
-        return {**arrays}, given
-    check_converted(arrays)
-    converted = {
-        name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
-    }
-    return converted, given
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:

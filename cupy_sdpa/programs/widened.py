@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from .._typing import Array
-from ..boundary.compute import in_compute_dtype
+from ..boundary.compute import cast, check_converted
 from ..boundary.conversion import Conversion, needs_conversion
 from ..boundary.options import Options, check_names, takes_options
 from ..kernels.derivative_terms import Concatenation, Constant, concatenate
@@ -65,11 +65,12 @@ def widen(
         with conversion.stream():
             own = {name: conversion.into(name, array) for name, array in arrays.items()}
             return widen(**own, deterministic=deterministic, **conversion.options)
-    if options.get("compute_dtype") is not None:
-        converted, rest = in_compute_dtype({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}, options)
-        return widen(**converted, deterministic=deterministic, **rest)
-    mask, _, others = parts_of(resolved(q, k, options, automatic=False))
+    mask, dtype, others = parts_of(resolved(q, k, options, automatic=False))
     check_names(others)
+    if dtype is not None:
+        check_converted({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv})
+        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in (q, k, v, dq, dk, dv))
+        q, k, v, dq, dk, dv = rounded
     form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
