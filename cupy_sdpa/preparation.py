@@ -206,6 +206,7 @@ class Prepared(Generic[ResultT]):
         results = run_cached(kind, passed, merged)
         if results is None:
             named = self._named(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv})
+            merged = kept_options(named["q"], merged)  # as in prepare: a recorded function may read its arrays in another order
             call = program_of(self._function, **named, **merged, **self._outputs)
             if _problems(call) != self._problems:
                 of_values = self._given, _in_words(named, merged)

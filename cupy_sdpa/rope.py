@@ -13,13 +13,17 @@ from ._typing import Array, ArrayT, Layout
 from .boundary.argument import Argument, arrays_on_gpu, as_int32, read_array
 from .boundary.arguments import check_counts, check_offsets
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
-from .boundary.options import read_count, read_flag
+from .boundary.options import as_float, read_count, read_flag
 from .kernels import rope_kernel as kernels
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
 from .runtime import cupy_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
+
+
+#: The largest frequency of a rotation, in radians per position: turns are computed as float64 times 2^64.
+_FASTEST = 1e150
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Rope:
             raise ValueError(f"dim is {dim}; it must be even, and at most {2 * kernels.MAX_PAIRS}")
         if given is None:
             base = _number("base", 10_000.0 if base is None else base)
-            if base <= 0:
-                raise ValueError(f"base is {base}; it must be above 0")
+            if base < 1 / _FASTEST:
+                raise ValueError(f"base is {base}; it must be above 0, at least {1 / _FASTEST}; usual is 10000 or more")
             found = [base ** (-2 * i / dim) for i in range(dim // 2)]
         elif base is not None:
             raise ValueError(f"base is {base} and frequencies are passed; pass one of them")
@@ -93,8 +97,8 @@ class Rope:
             if array.shape != (dim // 2,):
                 raise ValueError(f"frequencies have shape {array.shape}; dim is {dim}, so pass {dim // 2} numbers")
             found = array.tolist()
-            if not all(map(math.isfinite, found)):
-                raise ValueError(f"frequencies are {found}; they must be finite")
+            if not all(abs(frequency) <= _FASTEST for frequency in found):  # false of NaN too
+                raise ValueError(f"frequencies are {found}; they must be finite, and at most {_FASTEST} radians per position")
         factor = _number("factor", self.factor)
         if not 0 < factor <= float(np.finfo(np.float32).max):
             raise ValueError(f"factor is {factor}; it must be above 0, and a number of float32")
@@ -123,9 +127,9 @@ def _number(name: str, value: Any) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be finite")
-    return float(value)
+    if not math.isfinite(found := as_float(value)):
+        raise ValueError(f"{name} is {found}; it must be finite")
+    return found
 
 
 def read_rope(rope: Any, head_dim: int) -> Any:

@@ -23,7 +23,7 @@ def page_table_from_lists(
     .. math:: T_{p, b} = \text{indices}[\text{indptr}_b + p], \qquad n_b = s\, (P_b - 1) + \text{last}_b
 
     for the :math:`P_b = \text{indptr}_{b+1} - \text{indptr}_b > 0` pages of sequence b, with page size s. An empty list gives
-    length 0, and the table has 0 after each list. On the GPU one kernel runs on CuPy's current stream, without synchronization.
+    length 0. On the GPU one kernel runs on CuPy's current stream, without synchronization.
 
     Block tables of vLLM, ``(B, P)``, need no conversion: they are ``page_table=`` with a layout in C order, and their transpose
     without a layout.
@@ -32,7 +32,8 @@ def page_table_from_lists(
         indptr: int32 ``(B+1,)``, where the list of each sequence begins in ``indices``. On the CPU the three may be lists.
         indices: int32 ``(n,)``, the pages of all sequences.
         last_page_len: int32 ``(B,)``, the number of tokens in the last page of each sequence.
-        page_size: tokens per page, axis 2 of the keys and values.
+        page_size: tokens per page, axis 2 of the keys and values. With a smaller number ``seq_lens_kv`` is too short, and the
+            last keys are not attended to: neither this function, which has no keys, nor a call can tell.
         max_pages: P, the number of rows of the table. Keys in further pages are not attended to. Default None: as many as the
             longest list has; on the GPU the host does not know it, so that it must be passed.
 
@@ -119,14 +120,15 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
       ``S * b + padding[b]`` and lengths ``S - padding[b]``.
 
     Args:
-        starts: int32 ``(B,)``, where each sequence begins among the packed positions; increasing.
+        starts: int32 ``(B,)``, where each sequence begins among the packed positions; from 0 or more,
+            increasing.
         lengths: int32 ``(B,)``, the length of each sequence.
 
     Returns:
         int32 ``(2 B,)``: the offsets of 2 B - 1 sequences.
 
     Raises:
-        TypeError, ValueError: an array has the wrong dtype or shape, or on the CPU sequences overlap.
+        TypeError, ValueError: an array has the wrong dtype or shape, or on the CPU sequences overlap, or begin before 0.
 
     >>> cu_seqlens_with_gaps(np.int32([0, 8]), np.int32([5, 6]))
     array([ 0,  5,  8, 14], dtype=int32)
@@ -141,7 +143,11 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
         found[::2] = starts
         found[1::2] = starts + lengths  # type: ignore[operator]
     if not cupy_runtime.is_array(starts):
-        for place in np.flatnonzero(np.diff(found) < 0).tolist():
+        if found[0] < 0:
+            raise ValueError(f"starts begins with {found[0]}; positions are counted from 0: it must be 0 or more")
+        if (last := int(starts[-1]) + int(lengths[-1])) >= 2**31:
+            raise ValueError(f"the last sequence ends at {last}; offsets are int32: it must end below 2**31")
+        for place in np.flatnonzero(np.diff(found.astype(np.int64)) < 0).tolist():
             b = place // 2
             if place % 2:
                 raise ValueError(

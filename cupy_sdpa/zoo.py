@@ -18,6 +18,7 @@ True
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +27,20 @@ import numpy as np
 Function = Callable[..., Any]
 
 
-def _check_divisors(**values: int) -> None:
-    """Raise ValueError for a divisor below 1: numpy divides integers by 0 with a mere warning."""
+#: The range of positive numbers of float32, in which GPUs compute, and the largest number of positions.
+_SMALLEST, _LARGEST, _POSITIONS = 2.0**-126, (2 - 2**-23) * 2.0**127, 2**31 - 1
+
+
+def _check(least: float, most: float = _POSITIONS, **values: Any) -> None:
+    """Raise ValueError for a number out of range, with which scores would be NaN; traced values are not checked."""
     for name, value in values.items():
-        if not value >= 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1, a number of positions or blocks")
+        if isinstance(value, numbers.Real) and not least <= float(value) <= most:
+            raise ValueError(f"{name} is {value}; it must be a number from {least} to {most}")
 
 
 def softcap(cap: Any) -> Function:
     r""":math:`c \tanh(s / c)`; Gemma Team 2024, "Gemma 2", section 2."""
+    _check(_SMALLEST, _LARGEST, cap=cap)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * np.tanh(score / cap)
@@ -54,6 +60,7 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> A
 
 def alibi_by_index(heads: int) -> Function:
     """:func:`alibi` without an array: the slopes are ``2^(-8 (h + 1) / Hq)``, the usual ones if Hq is a power of two."""
+    _check(1, heads=heads)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return add_linear_bias(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
@@ -125,6 +132,7 @@ def swin(height: int, width: int) -> Function:
 
     Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
     """
+    _check(1, height=height, width=width)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
         down = q_idx // width - kv_idx // width + (height - 1)
@@ -151,6 +159,7 @@ def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature
 
 def length_scaled(factor: float) -> Function:
     """``s a log(i + 1)``, i + 1 is the number of keys of a causal mask; Nakanishi 2025, "Scalable-Softmax", section 2."""
+    _check(-_LARGEST, _LARGEST, factor=factor)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * (factor * np.log(q_idx + 1.0))
@@ -165,6 +174,7 @@ def kerple(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, r1: Any, r2: Any
 
 def gaussian(sigma: float) -> Function:
     """``s - (i - j)^2 / (2 sigma^2)``: a soft window; Guo et al. 2019, "Gaussian Transformer", section 3, with b = 0."""
+    _check(_SMALLEST**0.5, _LARGEST**0.5, sigma=sigma)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -175,6 +185,7 @@ def gaussian(sigma: float) -> Function:
 
 def decayed(rate: float) -> Function:
     """``s exp(-rate |i - j|)``: the decay of Sun et al. 2023, "Retentive Network", section 2, which has no softmax."""
+    _check(0, _LARGEST, rate=rate)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * np.exp(abs(q_idx - kv_idx) * -rate)
@@ -184,6 +195,7 @@ def decayed(rate: float) -> Function:
 
 def periodic(theta: float) -> Function:
     """``s cos((i - j) theta)``: periodic in the distance."""
+    _check(-_LARGEST, _LARGEST, theta=theta)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * np.cos((q_idx - kv_idx) * theta)
@@ -193,6 +205,7 @@ def periodic(theta: float) -> Function:
 
 def clipped(low: float, high: float) -> Function:
     """``min(max(s, low), high)``."""
+    _check(-np.inf, np.inf, low=low, high=high)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return np.clip(score, low, high)
@@ -207,6 +220,7 @@ def softsign(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def quadratic(factor: float) -> Function:
     """``s + a s^2``."""
+    _check(-_LARGEST, _LARGEST, factor=factor)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + factor * score * score
@@ -226,6 +240,7 @@ def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def same_segment(bonus: float) -> Function:
     """``s + bonus`` where query and key are in the same segment; ``segment`` (B, Sq), for Sq = Skv."""
+    _check(-np.inf, _LARGEST, bonus=bonus)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, segment: Any) -> Any:
         return score + np.where(segment[b, q_idx] == segment[b, kv_idx], bonus, 0.0)
@@ -243,6 +258,7 @@ def sliding_window(size: int) -> Function:
 
     For a window of W keys with the query's own, pass ``W - 1``.
     """
+    _check(0, size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx - kv_idx <= size)
@@ -252,6 +268,7 @@ def sliding_window(size: int) -> Function:
 
 def nearby(size: int) -> Function:
     """``|i - j| <= size``: ``2 size + 1`` keys; Beltagy et al. 2020, "Longformer", section 3.1, with w = 2 size."""
+    _check(0, size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return abs(q_idx - kv_idx) <= size
@@ -276,7 +293,8 @@ def causal_document(b: Any, h: Any, q_idx: Any, kv_idx: Any, document_id: Any) -
 
 def dilated(size: int, step: int) -> Function:
     """``0 <= i - j <= size`` and ``i - j`` is a multiple of ``step``; Beltagy et al. 2020, section 3.1, the causal half."""
-    _check_divisors(step=step)
+    _check(0, size=size)
+    _check(1, step=step)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -287,7 +305,7 @@ def dilated(size: int, step: int) -> Function:
 
 def chunked(size: int) -> Function:
     """``j <= i`` and in the same chunk of ``size`` positions: the local attention of Llama 4 (Meta 2025)."""
-    _check_divisors(size=size)
+    _check(1, size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx // size == kv_idx // size)
@@ -297,7 +315,7 @@ def chunked(size: int) -> Function:
 
 def block_sparse(size: int, every: int) -> Function:
     """The keys of the query's block of ``size`` positions, and of every ``every``-th block, earlier or later."""
-    _check_divisors(size=size, every=every)
+    _check(1, size=size, every=every)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
@@ -310,7 +328,8 @@ def fixed(size: int, count: int) -> Function:
 
     Child et al. 2019, "Sparse Transformers", section 4.3: both fixed patterns in one head, l = size, c = count.
     """
-    _check_divisors(size=size)
+    _check(1, size=size)
+    _check(0, count=count)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx // size == kv_idx // size) | (kv_idx % size >= size - count))
@@ -320,7 +339,7 @@ def fixed(size: int, count: int) -> Function:
 
 def strided(size: int) -> Function:
     """``0 <= i - j <= size``, or ``i - j >= 0`` is a multiple of ``size``; Child et al. 2019, section 4.3, l = size."""
-    _check_divisors(size=size)
+    _check(1, size=size)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | ((q_idx - kv_idx) % size == 0))
@@ -373,7 +392,8 @@ def image_window(width: int, reach: int) -> Function:
     Ramachandran et al. 2019, "Stand-Alone Self-Attention", section 3.1, k = 2 reach + 1. Pixel (y, x) is position
     ``width y + x``.
     """
-    _check_divisors(width=width)
+    _check(1, width=width)
+    _check(0, reach=reach)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         across = q_idx % width - kv_idx % width
@@ -385,6 +405,7 @@ def image_window(width: int, reach: int) -> Function:
 
 def with_global(size: int, count: int) -> Function:
     """``|i - j| <= size``, or query or key among the first ``count``; Beltagy et al. 2020, section 3.1."""
+    _check(0, size=size, count=count)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (abs(q_idx - kv_idx) <= size) | (kv_idx < count) | (q_idx < count)
@@ -395,6 +416,7 @@ def with_global(size: int, count: int) -> Function:
 def streaming(size: int, count: int) -> Function:
     """``0 <= i - j <= size``, ``size + 1`` keys, and the first ``count`` keys up to i; Xiao et al. 2024, "Attention Sinks",
     section 3."""
+    _check(0, size=size, count=count)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= size) | (kv_idx < count))

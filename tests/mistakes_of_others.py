@@ -440,7 +440,21 @@ ZOO = [
     row("zoo.t5", "a table (Hq, buckets)", with_zoo(score_mod=zoo.t5(), table=np.zeros((4, 32))), IndexError, "32", "4"),
     row("zoo.swin", "the table of another window", with_zoo(score_mod=zoo.swin(2, 3), table=np.zeros((9, 4))), IndexError,
         "length 9", "from 0 to 14"),
-    row("zoo.chunked", "chunks of 0", lambda x: zoo.chunked(0), ValueError, "size is 0; it must be at least 1"),
+    row("zoo.chunked", "chunks of 0", lambda x: zoo.chunked(0), ValueError, "size is 0; it must be a number from 1"),
+] + [
+    row(f"zoo.{name}", f"{value} as {parameter}", lambda x, name=name, given={**others, parameter: value}: getattr(zoo, name)(**given),
+        ValueError, f"{parameter} is {value}; it must be a number from {least}")
+    for name, parameter, values, least, others in [
+        ("softcap", "cap", (0, np.inf, -2, np.nan), "1.17", {}), ("alibi_by_index", "heads", (0, -4), 1, {}),
+        ("length_scaled", "factor", (np.nan, np.inf), "-3.4", {}), ("gaussian", "sigma", (0, -1.0, np.nan, 1e-30), "1.08", {}),
+        ("decayed", "rate", (-100, np.nan, np.inf), 0, {}), ("periodic", "theta", (np.nan, np.inf), "-3.4", {}),
+        ("clipped", "low", (np.nan,), "-inf", {"high": 1.0}), ("quadratic", "factor", (np.nan,), "-3.4", {}),
+        ("same_segment", "bonus", (np.nan, np.inf), "-inf", {}), ("sliding_window", "size", (-1, np.nan, 2**31), 0, {}),
+        ("nearby", "size", (-1,), 0, {}), ("with_global", "count", (-1,), 0, {"size": 3}), ("streaming", "size", (-3,), 0, {"count": 1}),
+        ("dilated", "size", (-1,), 0, {"step": 2}), ("fixed", "count", (-1,), 0, {"size": 4}), ("swin", "width", (0,), 1, {"height": 2}),
+        ("image_window", "reach", (-1,), 0, {"width": 2}), ("strided", "size", (0,), 1, {}), ("block_sparse", "every", (0,), 1, {"size": 4}),
+    ]
+    for value in values
 ]  # fmt: skip
 
 

@@ -411,13 +411,13 @@ def read_scale(scale: Any, head_dim: int) -> float:
         return default
     if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
         raise TypeError(f"scale is {in_words(scale)}; it must be a number: convert an array with float(...)")
-    value = _as_float(scale)
+    value = as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
     return value
 
 
-def _as_float(number: Any) -> float:
+def as_float(number: Any) -> float:
     """A number as a Python float; infinite if it is too large."""
     try:
         return float(number)
@@ -431,7 +431,7 @@ def read_softcap(softcap: Any) -> float | None:
         return None
     if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
         raise TypeError(f"softcap is {in_words(softcap)}; it must be a number, or None for no cap")
-    if not SMALLEST_SCALE <= _as_float(softcap) <= LARGEST_SCALE:
+    if not SMALLEST_SCALE <= as_float(softcap) <= LARGEST_SCALE:
         raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
     return float(softcap)
 

@@ -13,6 +13,7 @@ from ..kernels.table_reads import TableRead
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
 from ..problem.subproblems import score_derivatives
+from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
@@ -148,10 +149,10 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
     for name, array in tensors.items():
-        if str(array.dtype) not in CAPTURED_DTYPES:
+        if dtype_name(array.dtype) not in CAPTURED_DTYPES:  # of any byte order
             allowed = ", ".join(CAPTURED_DTYPES)
             raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {allowed}: convert with .astype(...)")
-        if str(array.dtype) == "int64" and cupy_runtime.is_array(array):
+        if dtype_name(array.dtype) == "int64" and cupy_runtime.is_array(array):
             raise TypeError(
                 f"tensors[{name!r}] is int64; on the GPU functions compute with 32-bit integers: convert with .astype('int32')"
             )
@@ -236,7 +237,7 @@ def requested_gradients(
     if return_dtensors is not True and not isinstance(return_dtensors, (str, list, tuple, set, frozenset)):
         raise TypeError(f"return_dtensors is {return_dtensors!r}; it must be True, False, a name in tensors, or several")
     arrays = dict(tensors or {})
-    floating = [name for name, array in arrays.items() if "float" in str(array.dtype)]
+    floating = [name for name, array in arrays.items() if "float" in dtype_name(array.dtype)]
     if return_dtensors is True:
         names = floating
     else:

@@ -255,7 +255,8 @@ class KVCache(CacheState):
             counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
                 every sequence; packed arrays need counts.
             rope: rotates the keys by their positions in the cache while they are written; :func:`cupy_sdpa.apply_rope` with
-                ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are.
+                ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are,
+                also after others that were rotated: rotate them by their positions before, as those of a tree of drafts.
 
         Raises:
             TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; ``rope`` is not that of

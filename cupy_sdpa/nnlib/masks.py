@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..boundary.options import read_count
 from ..runtime import cupy_runtime
 from .nnlib_arrays import check_array, to_four_axes
 
@@ -91,9 +92,7 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
            [False, False,  True]])
     """
     check_array("x", x)
-    if not isinstance(dims, numbers.Integral):
-        raise TypeError(f"dims is {dims!r}; it must be an integer")
-    if not 1 <= dims <= x.ndim:
+    if not 1 <= read_count("dims", dims) <= x.ndim:
         raise ValueError(f"dims is {dims}; x has {x.ndim} dimensions, counted from 1")
     length = x.shape[dims - 1]
     return Mask(cupy_runtime.array_module(x), length, length, causal=True)
@@ -118,6 +117,6 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     check_array("lengths", lengths)
     if len(lengths.shape) != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; it must be (B,) integers")
-    if not isinstance(kv_len, numbers.Integral) or kv_len < 0:
+    if not isinstance(kv_len, numbers.Integral) or isinstance(kv_len, bool) or kv_len < 0:
         raise ValueError(f"kv_len is {kv_len!r}; it must be a number of keys, 0 or more")
     return Mask(cupy_runtime.array_module(lengths), kv_len, 1, lengths=lengths.clip(0, kv_len).astype(np.int32))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
+from ..boundary.options import read_count
 from ..errors import in_words
 from ..problem.tensor_spec import hides_c_order
 
@@ -26,9 +26,7 @@ def split_heads(x: Any, nheads: int) -> Any:
 
 
 def _head_dim(n: int, nheads: int) -> int:
-    if not isinstance(nheads, numbers.Integral):
-        raise TypeError(f"nheads is {nheads!r}; it must be an integer")
-    if nheads < 1 or n % nheads:
+    if read_count("nheads", nheads) < 1 or n % nheads:
         raise ValueError(f"the first dimension is {n}; it must be a multiple of nheads, which is {nheads}")
     return n // nheads
 

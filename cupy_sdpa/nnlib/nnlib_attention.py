@@ -9,6 +9,7 @@ import numpy as np
 
 from ..attention_functions import attention, attention_backward
 from ..boundary.layouts import VECTORS, has_own_axes
+from ..boundary.options import read_flag
 from ..replay.views import on_views
 from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN
@@ -61,7 +62,8 @@ def dot_product_attention(
 
     Raises:
         ValueError: dimensions do not match.
-        TypeError: a dtype is not supported, such as float32 on a GPU without ``compute_dtype`` or ``engine``.
+        TypeError: an argument has another type, or a dtype is not supported, such as float32 on a GPU without
+            ``compute_dtype`` or ``engine``.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))
@@ -73,7 +75,7 @@ def dot_product_attention(
     """
     if unknown:
         _refuse(unknown)
-    arrays = {"q": q, "k": k, "v": v}
+    arrays, alpha = {"q": q, "k": k, "v": v}, read_flag("alpha", alpha)
     if fdrop is None:
         y = _run(attention, arrays, bias, mask, nheads, compute_dtype, engine)
         if not alpha:

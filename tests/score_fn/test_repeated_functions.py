@@ -270,6 +270,18 @@ def test_prepared_calls_with_functions(engine):
     np.testing.assert_array_equal(engine.get(call(q, k, v, score_mod=zoo.softcap(2.0))), other)
 
 
+def test_prepared_calls_take_their_options_again(engine):
+    """Functions that read arrays before other operations are equal to those that were prepared; other arrays are used."""
+    q, k, v, _ = Problem(engine).arrays
+    one, other = ({"slopes": engine.normal(seed, 4, dtype=np.float32)} for seed in (8, 9))
+    call = prepare(q, k, v, score_mod=zoo.alibi, tensors=one)
+    np.testing.assert_array_equal(engine.get(call(q, k, v, score_mod=zoo.alibi, tensors=one)), engine.get(call(q, k, v)))
+    expected = engine.get(attention(q, k, v, score_mod=zoo.alibi, tensors=other))
+    np.testing.assert_array_equal(engine.get(call(q, k, v, score_mod=zoo.alibi, tensors=other)), expected)
+    with pytest.raises(ValueError, match="differs from the prepared one"):
+        call(q, k, v, score_mod=zoo.head_bias, tensors={"bias": one["slopes"]})
+
+
 class Parameters:
     """Parameters of the functions below, which are changed at random."""
 
