@@ -1,11 +1,15 @@
 """What the tables of mistakes are made of: a row, arrays for it, and dense attention in float64 to compare with."""
 
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from cupy_sdpa import store
 
 
 class Row(NamedTuple):
@@ -41,6 +45,18 @@ def read_only(array):
     copy = array.copy(order="F")
     copy.flags.writeable = False
     return copy
+
+
+def read_from(text):
+    """The problems of a file with a text."""
+
+    def make(x):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "problems.jsonl")
+            path.write_text(text, encoding="utf-8")
+            return store.read_problems(path)
+
+    return make
 
 
 class Arrays:

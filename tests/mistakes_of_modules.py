@@ -4,13 +4,11 @@
 # (most mistakes are type errors)
 
 import importlib
-import tempfile
-from pathlib import Path
 
 import fake_libraries
 import ml_dtypes
 import numpy as np
-from mistakes import output, row
+from mistakes import output, read_from, row
 from mistakes_of_others import fails, tokens
 
 import cupy_sdpa
@@ -295,24 +293,12 @@ def group_backward(x, cp, dout, change=lambda stats: stats, **options):
     return cp.attention_backward(dout, own, own, own, out, change(stats), seqlen_q=6, **options)
 
 
-def written(text):
-    """The problems of a file with a text."""
-
-    def make(x):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "problems.jsonl")
-            path.write_text(text, encoding="utf-8")
-            return store.read_problems(path)
-
-    return make
-
-
 STORE = [
     row("store.build", "an unknown GPU", lambda x: store.build([], "RTX9090", "/nowhere"), ValueError, "RTX9090"),
     row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
     row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "'Problem' object is not iterable"),
-    row("store.read_problems", "numbers in place of problems", written("1"), ValueError, "line 1 is not a problem"),
+    row("store.read_problems", "numbers in place of problems", read_from("1"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.jsonl"),
         FileNotFoundError, "problems.jsonl"),
     row("store.kept", "an argument", lambda x: store.kept(1), TypeError, "positional"),

@@ -4,10 +4,9 @@
 # (most mistakes are type errors)
 
 import tempfile
-from pathlib import Path
 
 import numpy as np
-from mistakes import row
+from mistakes import read_from, row
 
 import cupy_sdpa
 from cupy_sdpa import prepare, problem, store
@@ -19,18 +18,6 @@ SHAPE = (64, 2, 6, 1)
 def posed(q=SHAPE, k=SHAPE, v=SHAPE, **options):
     """What poses a problem of shapes."""
     return lambda x: problem(q, k, v, **{"dtype": "float16", **options})
-
-
-def read(text):
-    """What reads a file of problems."""
-
-    def call(x):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "problems.jsonl")
-            path.write_text(text)
-            return store.read_problems(path)
-
-    return call
 
 
 def within_validate(x):
@@ -51,8 +38,8 @@ ROWS = [
     row("problem", "an unknown corner", posed(causal="middle"), ValueError, "middle"),
     row("problem", "sinks of other heads", posed(sinks=np.zeros(7, "f4")), ValueError, "sinks", "(7,)"),
     row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
-    row("store.read_problems", "a TOML file", read("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
-    row("store.read_problems", "an empty file", read(""), ValueError, "problems.jsonl has no problem"),
+    row("store.read_problems", "a TOML file", read_from("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
+    row("store.read_problems", "an empty file", read_from(""), ValueError, "problems.jsonl has no problem"),
     row("store.save_problems", "a folder", lambda x: store.save_problems(tempfile.gettempdir()), OSError, tempfile.gettempdir()),
     row("prepare", "settings of knobs", lambda x: prepare(*x.qkv, autotune="knobs"), TypeError, "autotune is 'knobs'", "True or False"),
     row("Prepared", "the output of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(

@@ -213,12 +213,13 @@ def test_infinite_and_nan_statistics_spread(engine):
     np.testing.assert_array_equal(rows[0, :, 0], sinks)
 
 
-def test_float64_parts_merge_exactly():
+@pytest.mark.parametrize("ends", [[40], [15, 40]], ids=["one", "two"])
+def test_float64_parts_merge_exactly(ends):
     """Float64 parts with float64 statistics are merged, and differentiated, with the accuracy of float64."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, n, 1))) for n in (5, 40, 40, 5))
     parts = []
-    for part in (slice(15), slice(15, 40)):
+    for part in map(slice, [0, *ends], ends):
         stats = np.full((5, 2, 1), np.nan, order="F")
         parts.append(attention(q, k[:, :, part], v[:, :, part], stats=stats))
     out, stats = cupy_sdpa.merge(*zip(*parts, strict=True), return_stats=True)
