@@ -33,6 +33,11 @@ def read(text):
     return call
 
 
+def built(problems=(), gpu="h200", **options):
+    """What builds plans."""
+    return lambda x: store.build(problems, gpu, Path(tempfile.gettempdir(), "plans of mistakes"), **options)
+
+
 def within_validate(x):
     with cupy_sdpa.validate():
         cupy_sdpa.attention(x.q, x.k[:4], x.v)
@@ -53,6 +58,10 @@ ROWS = [
     row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
     row("store.read_problems", "a TOML file", read("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "an empty file", read(""), ValueError, "problems.jsonl has no problem"),
+    row("store.build", "a number as the GPU", built(gpu=90), TypeError, "gpu is 90", "'h200'"),
+    row("store.build", "a path that does not exist", built(gpu=Path("h300.json")), ValueError, "no GPU named 'h300.json'", "info --describe"),
+    row("store.build", "a version as a number", built(cudnn=9.28), TypeError, "cudnn is 9.28", "'9.19'"),
+    row("store.build", "0 workers", built(workers=0), ValueError, "workers is 0", "1 or more"),
     row("store.save_problems", "a folder", lambda x: store.save_problems(tempfile.gettempdir()), OSError, tempfile.gettempdir()),
     row("prepare", "settings of knobs", lambda x: prepare(*x.qkv, autotune="knobs"), TypeError, "autotune is 'knobs'", "True or False"),
     row("Prepared", "the output of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(
