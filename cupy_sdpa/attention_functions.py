@@ -102,7 +102,7 @@ def attention(
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
-        results = run_forward(attention, kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
+        results = run_forward(kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -196,7 +196,7 @@ def attention_backward(
     results = run_cached(kind, arrays, options)
     if results is None:
         results = run_backward(
-            attention_backward, kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias,
-            return_dsinks=return_dsinks, return_dtensors=return_dtensors,
+            kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias, return_dsinks=return_dsinks,
+            return_dtensors=return_dtensors,
         )  # fmt: skip
     return tuple(results)

@@ -11,10 +11,8 @@ from .attention_functions import attention, attention_backward
 from .block_masks.automatic import decide
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
-from .boundary.conversion import Conversion, needs_conversion
-from .boundary.engine import refuse_fp8
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
-from .errors import CudnnError, Unsupported, in_words
+from .errors import CudnnError, Unsupported
 from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import attention_jvp
@@ -25,9 +23,11 @@ from .programs.block_mask_calls import dense_description, description, reasons_f
 from .programs.calls import parts_of
 from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
-from .programs.describe import program_of, report_of, with_missing
+from .programs.describe import OF_FORWARD, program_of, report_of
+from .programs.executor import ProgramCall
 from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report
 from .runtime import cupy_runtime, driver
+from .runtime.interpreted_array import InterpretedArray
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
@@ -151,28 +151,17 @@ def explain(
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
-    if isinstance(q, Fp8Array) or isinstance(k, Fp8Array):
-        refuse_fp8(options)
-        _check_fp8(q, k, backward=backward, jvp=jvp)
-    if needs_conversion(q, options):
-        conversion = Conversion(q, options)
-        if conversion.engine == "cupy" and (gpu or cudnn):
-            raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
-        with conversion.stream():
-            own: dict[str, Any] = {
-                name: conversion.into(name, array) for name, array in {"q": q, "k": k, "v": v, **results}.items()
-            }
-            return explain(**own, **conversion.options, **flags, **outputs, gpu=gpu, cudnn=cudnn)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
+    if backward and (isinstance(q, Fp8Array) or isinstance(k, Fp8Array)):
+        raise Unsupported(NO_FP8_GRADIENTS)
     arrays = {"q": q, "k": k, "v": v, **results}
-    function, own = _function_of(arrays, options, jvp=jvp, backward=backward)
+    function, of_function, missing = _function_of(arrays, jvp=jvp, backward=backward)
     given = {**flags, **outputs} if backward else flags
     names = ("deterministic", *outputs) if backward else ("deterministic", "return_stats")
+    of_function |= {name: given[name] for name in names}
     try:
-        report = explain_function(
-            function, **own, **{name: given[name] for name in names}, **options, gpu=gpu, cudnn=cudnn
-        )  # fmt: skip
+        call, report = _described(function, (), {**of_function, **options}, gpu, cudnn, missing)
     except Unsupported as error:
         if options.get("batch_invariant"):
             rest: dict[str, Any] = {**flags, **outputs, **results, **options, "batch_invariant": False}
@@ -185,14 +174,15 @@ def explain(
         forward = explain_function(attention, q, k, v, **options, gpu=gpu, cudnn=cudnn)
         note = "the steps are those of the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
+    own = call.arrays
     if jvp and report.reasons:
-        given_tangents = tuple(own[name] is not None for name in TANGENTS)
+        given_tangents = tuple(name in own for name in TANGENTS)
         form = form_of(own["q"].shape[0], own["v"].shape[0], given_tangents, options, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
-    converted, blocks = _notes(arrays, options, report, on_gpu=bool(gpu or cudnn), **requested)
+    converted, blocks = _notes(own, options, report, on_gpu=bool(gpu or cudnn), **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
 
@@ -222,8 +212,22 @@ def explain_function(
     >>> bool(report), len(report.steps) > 1
     (True, True)
     """
+    _, report = _described(function, arguments, options, gpu, cudnn)
+    return report
+
+
+def _described(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    gpu: str | None,
+    cudnn: str | None,
+    missing: Mapping[str, str] | None = None,
+) -> tuple[ProgramCall, Report]:
+    """The call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.program_of`."""
     if gpu is None and cudnn is None:
-        return report_of(program_of(function, *arguments, **options))
+        call = program_of(function, *arguments, **options, missing=missing)
+        return call, report_of(call)
 
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
@@ -231,34 +235,23 @@ def explain_function(
     def is_supported(problem: Problem) -> bool:
         return bool(explain_for(problem))
 
-    call = program_of(function, *arguments, for_gpu=True, is_supported=is_supported, **options)
-    return report_of(call, explain_for)
-
-
-def _check_fp8(q: Any, k: Any, *, backward: bool, jvp: bool) -> None:
-    """Refuse gradients and derivatives of FP8 arrays."""
-    if jvp:
-        raise TypeError(f"q is {in_words(q)} and k {in_words(k)}; {Fp8Array.not_an_array}")
-    if backward:
-        raise Unsupported(NO_FP8_GRADIENTS)
+    call = program_of(function, *arguments, for_gpu=True, is_supported=is_supported, missing=missing, **options)
+    if isinstance(call.arrays["q"], InterpretedArray):
+        raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
+    return call, report_of(call, explain_for)
 
 
 def _function_of(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], *, jvp: bool, backward: bool
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that is explained, and its arrays; those that are not passed are assumed to be dense."""
-    inputs = {name: arrays[name] for name in "qkv"}
+    arrays: Mapping[str, Any], *, jvp: bool, backward: bool
+) -> tuple[Callable[..., Any], dict[str, Any], Mapping[str, str]]:
+    """The function that is explained, its arrays, and those that are assumed to be dense if they are not passed."""
     if jvp:
-        tangents = {name: arrays[name] for name in TANGENTS}
-        missing = {} if any(x is not None for x in tangents.values()) else {name: name[1:] for name in TANGENTS}
-        return attention_jvp, with_missing({**inputs, **tangents}, missing, options)
-    if not backward:
-        return attention, {**inputs, "out": arrays["out"], "stats": arrays["stats"]}
-    needed = {"dout": "out", "out": "out", "stats": "stats"}
-    made = with_missing(arrays, needed, options)
-    if any(made[name] is None for name in needed):  # q, k or v is refused
-        return attention, inputs
-    return attention_backward, made
+        given = any(arrays[name] is not None for name in TANGENTS)
+        missing = {} if given else {name: name[1:] for name in TANGENTS}
+        return attention_jvp, {name: arrays[name] for name in ("q", "k", "v", *TANGENTS)}, missing
+    if backward:
+        return attention_backward, {**arrays}, OF_FORWARD
+    return attention, {name: arrays[name] for name in ("q", "k", "v", "out", "stats")}, {}
 
 
 def _notes(
@@ -285,11 +278,11 @@ def _notes(
     rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype", "layout", "engine")}
     if (mask := options.get("block_mask")) is not None:
         reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-        if reasons := [*["FP8 arrays"] * isinstance(k, Fp8Array), *reasons]:
+        if reasons := [*["FP8 arrays"] * ("descale_k" in arrays), *reasons]:
             return conversion, dense_description(mask, reasons)
         mask, *_ = parts_of({**rest, "block_mask": mask})
     if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
-        decision = decide(q.shape, k.shape, {name: x for name, x in options.items() if name != "compute_dtype"})
+        decision = decide(q.shape, k.shape, rest)
         mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask
         text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
     if mask is not None:

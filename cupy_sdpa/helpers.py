@@ -11,7 +11,7 @@ import numpy as np
 from ._typing import Array, ArrayT, Engine, Layout
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
-from .boundary.conversion import OUTPUTS, Conversion
+from .boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
@@ -22,7 +22,6 @@ from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays
 from .programs.executor import compiled
 from .runtime import cupy_runtime
-from .runtime.interpreted_array import plain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -101,18 +100,15 @@ def dropout_mask(
     options = {
         "dropout_p": dropout_p, "seed": seed, "offset": offset, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "bucket": bucket, "layout": layout,
+        **({} if engine is None else {"engine": engine}),
     }  # fmt: skip
     if bucket is not None and cu_seqlens_q is not None:
         raise ValueError(
             f"bucket is {bucket!r} and cu_seqlens_q is passed; round max_seqlen_q and max_seqlen_kv up, as the call does, and "
             "pass them without bucket="
         )
-    if engine is not None:
-        conversion = Conversion(q, {**options, "engine": engine})
-        if conversion.engine == "cupy":
-            with conversion.stream():
-                kept = dropout_mask(conversion.into("q", q), conversion.into("k", k), **conversion.options)
-            return plain(kept.T if other_layout(options) else kept)
+    if needs_conversion(q, options):
+        return convert(dropout_mask, {"q": q, "k": k}, options, ("mask",))
     call = read_forward(q, k, k, options, return_kept=True)
     if dropout_p:
         with cupy_runtime.device_context(q):
@@ -123,7 +119,7 @@ def dropout_mask(
     else:  # the graph draws no random numbers
         kept = cupy_runtime.new_result(q, call.problem.results[-1].shape, np.dtype(bool))
         kept.fill(True)
-    return kept.T if other_layout(options) else kept
+    return kept
 
 
 # fmt: off
@@ -211,7 +207,9 @@ def merge(
             return merge(*own, sinks=sinks, out=out, return_stats=return_stats)
 
         parts = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
-        return Conversion(outs[0], {"engine": engine}).run(of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS)
+        return Conversion(outs[0], {"engine": engine, "layout": "dht"}).run(
+            of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS
+        )
     _check_parts(outs, stats, sinks, out)
     like, packed = outs[0], outs[0].ndim == 3
     groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,8 +12,7 @@ from ._typing import Array, ArrayT
 from .block_masks.method import check as check_mask
 from .boundary.arguments import read_shapes, views_of_shapes
 from .boundary.compute import check_converted
-from .boundary.conversion import convert, needs_conversion
-from .boundary.layouts import options_in_own, other_layout, to_own
+from .boundary.layouts import in_own_layout
 from .boundary.options import PAGES, Options, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
@@ -28,6 +27,7 @@ from .programs.derivative_form import Form, Widened, form_of
 from .programs.executor import Inputs
 from .programs.program import Builder
 from .replay.replay_cache import run_cached
+from .replay.views import on_own_arrays
 from .runtime import cupy_runtime
 
 
@@ -97,24 +97,36 @@ def attention_jvp(
     for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
         if type(value) is not bool:
             read_flag(name, value)
-    given: tuple[Any, ...] = (q, k, v, dq, dk, dv, out, dout, stats)
-    names: tuple[str, ...] = ARRAYS
+    arrays = (q, k, v, dq, dk, dv, out, dout, stats)
     kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic))
+    wide: tuple[Any, ...] = ()
     if widened is not None:
         check_widened(widened)
-        given, names, kind = (*given, *widened[:-1]), (*ARRAYS, *WIDENED), (*kind, widened.form)
-    if (results := run_cached(kind, given, options)) is not None:
-        return tuple(results)
-    if needs_conversion(q, options):
-        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv, "out": out, "dout": dout, "stats": stats}
-        converted: tuple[Any, ...] = convert(
-            attention_jvp, arrays, options, RESULTS, widened=widened, return_stats=return_stats,
-            deterministic=deterministic,
-        )  # fmt: skip
-        return converted
-    of_call, forms = resolved(q, k, options, automatic=False), list[Form]()
+        wide, kind = widened[:-1], (*kind, widened.form)
+    results = run_cached(kind, (*arrays, *wide), options)
+    if results is None:
+        compute = functools.partial(_run, kind, widened, return_stats=return_stats, deterministic=bool(deterministic))
+        results = on_own_arrays(kind, ARRAYS, arrays, options, compute, RESULTS)
+    return tuple(results)
+
+
+def _run(
+    kind: Any,
+    widened: Widened | None,
+    given: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    return_stats: bool,
+    deterministic: bool,
+) -> list[Any]:
+    """:func:`attention_jvp` of arrays of numpy or CuPy, those of :data:`.ARRAYS`; ``kind`` is as for :func:`.run_cached`."""
+    of_call, forms = resolved(given[0], given[1], options, automatic=False), list[Form]()
+    names: tuple[str, ...] = ARRAYS
+    if widened is not None:
+        given, names = (*given, *widened[:-1]), (*ARRAYS, *WIDENED)
 
     def read(arrays: dict[str, Any]) -> Reading:
+        q, v = arrays["q"], arrays["v"]
         mask, dtype, others = parts_of(of_call)
         own = {name: arrays[name] for name in ARRAYS}
         if dtype is not None:
@@ -124,17 +136,17 @@ def attention_jvp(
         tangents = own["dq"], own["dk"], own["dv"]
         form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
         forms.append(form)
-        check_results(out, dout, stats, q, v)
+        check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v)
         wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
         wanted["dout"] = wanted["out"]
-        if return_stats or stats is not None:
+        if return_stats or arrays["stats"] is not None:
             wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
         inputs = Inputs(arrays, kept_options(q, others))
-        of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": bool(deterministic)}
+        of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
         return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
 
     try:
-        return tuple(call_program(kind, names, given, of_call, read, RESULTS))
+        return call_program(kind, names, given, of_call, read)
     except Unsupported as error:
         if (step := getattr(error, "step", None)) is None or not forms:
             raise  # an option is refused, not a pass
@@ -201,9 +213,8 @@ def jvp_problems(
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
-    if layout := other_layout(options):
-        q, k, v = (to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
-        options = options_in_own(options, layout)
+    arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
+    q, k, v = (arrays[name] for name in "qkv")
     mask, _, others = parts_of(resolved(q, k, options, automatic=False))
     others |= {name: options[name] for name in ("compute_dtype",) if name in options}  # which is refused
     if mask is None:

@@ -14,7 +14,7 @@ from .boundary.layouts import has_own_axes
 from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
-from .programs.describe import program_of, report_of, with_missing
+from .programs.describe import OF_FORWARD, program_of, report_of
 from .programs.executor import ProgramCall
 from .replay.call_report import Report
 from .replay.replay_cache import run_cached
@@ -102,18 +102,11 @@ def prepare(
     function: Callable[..., Any]
     if backward:
         outputs |= {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-        function, arrays = (
-            attention_backward,
-            with_missing({"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}, _OF_FORWARD, given),
-        )
+        function, arrays = attention_backward, {"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}
     else:
         outputs["return_stats"] = return_stats
         function, arrays = attention, {"q": q, "k": k, "v": v}
     return prepare_function(function, arrays, given, outputs, autotune=read_flag("autotune", autotune))
-
-
-#: The arrays of the backward pass that are results of the forward pass, or like one.
-_OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
 
 
 def prepare_function(
@@ -128,12 +121,13 @@ def prepare_function(
 
     Args:
         function: the function.
-        arrays: its arrays, by name in the order of its arguments.
+        arrays: its arrays, by name in the order of its arguments; of a backward pass dout, out and stats may be None.
         options: its options, which the prepared call may replace.
         outputs: its other arguments, which the prepared call may not replace.
         autotune: as for :func:`prepare`.
     """
-    call = program_of(function, **arrays, **options, **outputs)
+    missing = OF_FORWARD if "dout" in arrays else None
+    call = program_of(function, **arrays, **options, **outputs, missing=missing)
     report = report_of(call)
     if report.reasons:
         raise report.error("\n".join(report.reasons))
@@ -146,7 +140,7 @@ def prepare_function(
             own["dout"] = own["out"]
         with in_mode(tunings=tunings):
             function(**own, **options, **outputs)
-        report = report_of(program_of(function, **arrays, **options, **outputs))
+        report = report_of(program_of(function, **arrays, **options, **outputs, missing=missing))
     tuning = tunings[0] if tunings else None
     return Prepared(function, tuple(arrays), call, options, outputs, report, tuning, _in_words(arrays, options))
 
@@ -246,7 +240,8 @@ def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -
     if one == other:
         one, other = str(prepared), str(passed)
     if one == other:
-        names = [name for name in {**given[0], **given[1]} if given[0].get(name) != given[1].get(name)]
+        assumed = OF_FORWARD.keys() - given[0].keys()
+        names = [name for name in {**given[0], **given[1]} if given[0].get(name) != given[1].get(name) and name not in assumed]
         one, other = (", ".join(f"{name} {x.get(name)}" for name in names) for x in given)
     values = f"Prepared: {one}. Passed: {other}." if one else "Their functions, or the blocks of their masks, differ."
     return f"the arguments define a problem that differs from the prepared one. {values} Prepare a call for each problem"

@@ -9,6 +9,7 @@ from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
 from .boundary.compute import COMPUTE_DTYPES
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
+from .boundary.engine import refuse_fp8
 from .boundary.layouts import has_own_axes
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .boundary.user_functions import kept_options
@@ -96,16 +97,10 @@ def attention_vjp(
             raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
-    if (kind := options.get("compute_dtype")) in FP8_LARGEST:
-        rest: Any = {**(dense_options(q, k, kept) if "block_mask" in kept else kept)}
-        del rest["compute_dtype"]
-        out, stats, *in_fp8 = forward_in_fp8(q, k, v, kind, rest)
-
-        def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, kind, rest, **outputs))
-
-        return out, Pullback(backward, (*in_fp8[:3], out, stats), rest, outputs)
-    if isinstance(kind, str) and kind not in COMPUTE_DTYPES:
+    kind = options.get("compute_dtype")
+    if kind in FP8_LARGEST:
+        refuse_fp8(options)
+    elif isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
@@ -128,6 +123,15 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
     """
     q, k, v = given
     rest: Any = {**options}
+    if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
+        rest = {**dense_options(q, k, options)}
+        del rest["compute_dtype"]
+        out, stats, *in_fp8 = forward_in_fp8(q, k, v, dtype, rest)
+
+        def fp8_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, dtype, rest, **outputs))
+
+        return out, Pullback(fp8_backward, (*in_fp8[:3], out, stats), rest, outputs)
     if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
         raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
     of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else resolved(q, k, rest)

@@ -102,7 +102,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
 
         return Reading(inputs, wanted, build)
 
-    return call_program(("weight sums", per_kv_head), ("q", "k"), (q, k), others, read, ())[0]
+    return call_program(("weight sums", per_kv_head), ("q", "k"), (q, k), others, read)[0]
 
 
 @takes_options(without=(*_NOT_TAKEN, "engine"))

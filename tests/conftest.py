@@ -216,6 +216,15 @@ def folder(tmp_path):
         yield tmp_path
 
 
+@pytest.fixture
+def libraries():
+    """Stand-ins of other array libraries, see :mod:`fake_libraries`."""
+    import fake_libraries
+
+    with fake_libraries.installed() as made:
+        yield made
+
+
 @pytest.fixture(params=["numpy", "fake", pytest.param("cupy", marks=pytest.mark.gpu)])
 def engine(request):
     """Each engine in turn, see :class:`engines.Engine`."""

@@ -22,12 +22,15 @@ from cupy_sdpa.cudnn.library import library
 SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
 #: The names of the engines in cases of ``check``.
 CASES = {"numpy": "cpu", "fake": "gpu", "interpreted": "cupy", "cupy": "gpu"}
-#: Runs a test on every engine.
+#: Runs a test on every engine; ``engine="cupy"``, which compiles most, with one in two combinations.
 every_engine = pytest.mark.parametrize(
     "engine",
-    ["numpy", "fake", pytest.param("interpreted", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)],
+    [
+        "numpy", "fake", pytest.param("interpreted", marks=[pytest.mark.slow, pytest.mark.in_turn(2)]),
+        pytest.param("cupy", marks=pytest.mark.gpu),
+    ],
     indirect=True,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,13 @@ def row(name, mistake, make, outcome, *words, engine="numpy"):
     return Row(name, mistake, make, outcome, words, engine)
 
 
+def read_only(array):
+    """A copy that cannot be written to."""
+    copy = array.copy(order="F")
+    copy.flags.writeable = False
+    return copy
+
+
 class Arrays:
     """Random arrays whose axes all have different lengths, so that a wrong order of axes is a wrong shape.
 

@@ -6,7 +6,7 @@
 import math
 
 import numpy as np
-from mistakes import row
+from mistakes import read_only, row
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -75,16 +75,10 @@ OPTIONS += [
     *(row("explain", f"a problem and {name}", lambda x, n=name, v=value: explain(
         cupy_sdpa.problem(x.s, x.s, x.s), **{n: v}, gpu="H200", cudnn="9.19"), TypeError, f"a problem is given, and {name}")
       for name, value in (("backward", True), ("k", np.ones(1)))),
-    row("explain", "a read-only out", lambda x: explain(x.s, x.s, x.s, out=_read_only(x.s)), ValueError, "out is read-only"),
+    row("explain", "a read-only out", lambda x: explain(x.s, x.s, x.s, out=read_only(x.s)), ValueError, "out is read-only"),
     row("explain", "q passed twice", lambda x: explain(x.s, x.s, x.s, q=x.s), TypeError, "multiple values for argument 'q'"),
     row("composed.widen", "a mask by position", lambda x: widen(x.s, x.s, x.s, np.ones((6, 6, 1, 1), bool)), TypeError, "dq is bool", "mask="),
 ]  # fmt: skip
-
-
-def _read_only(array):
-    copy = array.copy(order="F")
-    copy.flags.writeable = False
-    return copy
 
 
 def backward(x, change=lambda name, array: array, **options):

@@ -7,7 +7,7 @@ import math
 
 import fake_libraries
 import numpy as np
-from mistakes import causal, output, row
+from mistakes import causal, output, read_only, row
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -349,13 +349,6 @@ def a_problem():
 def cache(x, **options):
     """An empty cache with three sequences."""
     return cupy_sdpa.KVCache(8, 2, pages=6, batch=3, page_size=4, head_dim_v=16, dtype="float32", numpy=True, **options)
-
-
-def read_only(array):
-    """A copy that cannot be written to."""
-    copy = array.copy(order="F")
-    copy.flags.writeable = False
-    return copy
 
 
 def with_torch(x, name):

@@ -6,8 +6,7 @@
 import pickle
 
 import numpy as np
-from mistakes import causal, output, row
-from mistakes_of_calls import read_only
+from mistakes import causal, output, read_only, row
 
 import cupy_sdpa
 from cupy_sdpa import (

@@ -1,6 +1,7 @@
 """Both passes of problems of ``check``, to be called again and again, and how a call ran."""
 
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -98,10 +99,12 @@ def functions_run(call, *arguments, **options):
         count += event == "call" and name.startswith(PACKAGE) and not name.startswith(CHECK)
 
     before = sys.getprofile()
+    gc.disable()  # the finalizers of other tests' objects would be counted
     sys.setprofile(note)
     try:
         call(*arguments, **options)
     finally:
         sys.setprofile(before)
+        gc.enable()
     assert count, "the profiler saw no function, not even the public one"
     return count

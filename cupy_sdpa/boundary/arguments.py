@@ -49,7 +49,7 @@ def read_forward(
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
     outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept, out_dtype=out_dtype)
     deterministic = read_flag("deterministic", deterministic)
-    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic=deterministic)
+    return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic)
 
 
 def read_backward(
@@ -72,9 +72,7 @@ def read_backward(
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
-    arrays = {"q": q, "k": k, "v": v, **others}
-    check_order(arrays)
-    return _read(arrays, options, outputs, deterministic=deterministic, return_dtensors=return_dtensors)
+    return _read({"q": q, "k": k, "v": v, **others}, options, outputs, deterministic, return_dtensors)
 
 
 #: The arrays of a backward pass in the order of its arguments.
@@ -115,27 +113,20 @@ def _read(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     outputs: RequestedOutputs,
-    *,
-    deterministic: bool = False,
+    deterministic: bool,
     return_dtensors: Any = False,
 ) -> Call:
-    """Validate the arguments of either pass, in any layout; the order of the checks decides which error is raised first."""
+    """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
     check_names(options)
-    layout = layouts.other_layout(options)
-    if layout is None:
-        call = _read_own(arrays, options, outputs, deterministic, return_dtensors)
-        layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
-        return call
-    own = {name: layouts.to_own(name, array, layout) for name, array in arrays.items()}
-    with layouts.described(layout, layouts.shapes_of(arrays, options)):
-        options = layouts.options_in_own(options, layout)
-        return _read_own(own, options, outputs, deterministic, return_dtensors)
+    call = _read_specs(arrays, options, outputs, deterministic, return_dtensors)
+    layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
+    return call
 
 
-def _read_own(
+def _read_specs(
     arrays: Mapping[str, Any], options: Mapping[str, Any], outputs: RequestedOutputs, deterministic: bool, return_dtensors: Any
 ) -> Call:
-    """Validate the arguments of either pass in the layout of this package."""
+    """:func:`_read` without the checks of names and of strides, which are not for shapes."""
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
     passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
@@ -364,16 +355,13 @@ def call_of_shapes(
     """The call of views of arrays, or of dense arrays of some shapes in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
-    if layout := layouts.other_layout(options):
-        q, k, v = (layouts.to_own(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v)))
-        options = layouts.options_in_own(options, layout)
-    device = 0 if on_gpu else None
-    views, given = views_of_shapes(q, k, v, options, dtype=dtype, seq_lens=seq_lens, device=device)
+    own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
+    views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens, device=0 if on_gpu else None)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    return _read_own(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
+    return _read_specs(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
 
 
 def views_of_shapes(

@@ -10,7 +10,7 @@ import numpy as np
 from ..problem.tensor_spec import dtype_name, numpy_dtype
 from ..runtime import cupy_runtime
 from .argument import arrays_on_gpu, read_array
-from .layouts import VECTORS, check_strides_of, of_caller
+from .layouts import VECTORS, check_strides_of
 from .libraries import check_one_library
 
 #: The dtypes to compute in.
@@ -90,8 +90,7 @@ def in_compute_dtype(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> t
     dtype = read_compute_dtype(given.pop("compute_dtype", None), arrays["q"])
     if dtype is None:
         return {**arrays}, given
-    with of_caller(arrays, options):
-        check_converted(arrays)
+    check_converted(arrays)
     converted = {
         name: cast(x, dtype, cupy_runtime.temporary) if x is not None and name in VECTORS else x for name, x in arrays.items()
     }

@@ -59,10 +59,9 @@ class Conversion:
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        layout = given.pop("layout", None)
-        layouts.check_layout(layout)
+        self._named: str | None = given.pop("layout", None)
+        layouts.check_layout(self._named)
         engine = given.pop("engine", None)
-        self._is_named = layout is not None
         self._layout = layouts.other_layout(options)
         self._is_unbatched = layouts.is_unbatched(q, options)
         self._library: Library | None = library_of(q)
@@ -112,10 +111,7 @@ class Conversion:
                 stack.enter_context(on_stream_of(self._library, self._device))
             elif self.engine == "cupy":
                 stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
-            if self._layout is not None:
-                stack.enter_context(layouts.described(self._layout, self._shapes))
-            if self._is_named:
-                stack.enter_context(layouts.named())
+            stack.enter_context(layouts.of_caller(self._named, self._shapes))
             yield
 
     def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str]) -> Any:
@@ -125,6 +121,7 @@ class Conversion:
             function: takes the arrays by name.
             arrays: the caller's arrays by name; the results among them are written to.
             results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
+                Further results remain as they are.
 
         Returns:
             The results of the function in the caller's form.
@@ -134,7 +131,7 @@ class Conversion:
             if not isinstance(found, tuple):
                 return self.back(results[0], found, arrays.get(results[0]))
             pairs = zip(results, found, strict=False)
-            return tuple(self.back(name, array, arrays.get(name)) for name, array in pairs)
+            return *(self.back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]
 
     def _option(self, name: str, value: Any) -> Any:
         if value is None:

@@ -124,7 +124,7 @@ def with_batch(name: str, array: Any, layout: str | None) -> Any:
     axes = 3 if name in VECTORS else 2
     if name in SCORE_INPUTS:
         return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
-    if not hasattr(array, "ndim"):
+    if name not in (*VECTORS, *ROW_STATS) or not hasattr(array, "ndim"):
         return array
     if array.ndim != axes:
         raise ValueError(
@@ -197,21 +197,18 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 
 
-def options_in_own(options: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """The options without ``layout``, with their arrays in the layout of this package."""
-    return {name: option_to_own(name, value, layout) for name, value in options.items() if name != "layout"}
-
-
 def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a call in the layout of this package, and the options without ``layout``.
+    """Arrays or shapes in the layout of this package, and the options without ``layout``.
 
     Raises:
         TypeError, ValueError: the layout is unknown, or an array has another number of axes.
     """
     check_layout(options.get("layout"))
-    if layout := other_layout(options):
-        return {name: to_own(name, x, layout) for name, x in arrays.items()}, options_in_own(options, layout)
-    return {**arrays}, {name: value for name, value in options.items() if name != "layout"}
+    own, rest, layout = {**arrays}, {name: value for name, value in options.items() if name != "layout"}, other_layout(options)
+    if layout:
+        own = {name: to_own(name, x, layout) for name, x in own.items()}
+        rest = {name: option_to_own(name, value, layout) for name, value in rest.items()}
+    return own, rest
 
 
 def option_to_own(name: str, value: Any, layout: str) -> Any:
@@ -219,25 +216,6 @@ def option_to_own(name: str, value: Any, layout: str) -> Any:
     if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
         value = as_int32(name, value)  # rows of pages; a shape is a tuple of integers
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
-
-
-def results_in(
-    layout: str, names: Sequence[str], results: Sequence[Any], given: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[Any]:
-    """The results of a call in the caller's layout.
-
-    Args:
-        layout: the caller's.
-        names, results: of the call.
-        given: the arrays that the caller passed; a result that is written into one of them is that array.
-        options: the caller's options.
-    """
-    made = []
-    for name, result in zip(names, results, strict=False):
-        target = given.get(name)
-        axes = options["bias"].ndim if name == "dbias" else None
-        made.append(from_own(name, result, layout, axes) if target is None else target)
-    return made
 
 
 @contextlib.contextmanager
@@ -283,20 +261,17 @@ def named() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of_caller(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[None]:
+def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
     """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
 
     Args:
-        arrays, options: of the caller.
-
-    Raises:
-        ValueError: the layout is unknown.
+        layout: that of the caller.
+        shapes: as for :func:`described`.
     """
-    check_layout(options.get("layout"))
     with contextlib.ExitStack() as stack:
-        if layout := other_layout(options):
-            stack.enter_context(described(layout, shapes_of(arrays, options)))
-        if options.get("layout") is not None:
+        if other := other_layout({"layout": layout}):
+            stack.enter_context(described(other, shapes))
+        if layout is not None:
             stack.enter_context(named())
         yield
 

@@ -11,11 +11,11 @@ import numpy as np
 from .._typing import Array
 from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
-from ..boundary.conversion import OUTPUTS, gradient_names
+from ..boundary.conversion import OUTPUTS
 from ..boundary.engine import refuse_fp8
-from ..boundary.layouts import in_own_layout, other_layout
+from ..boundary.layouts import other_layout
 from ..boundary.libraries import check_one_library
-from ..boundary.options import Options, read_flag, special_call, takes_options
+from ..boundary.options import Options, check_names, read_flag, special_call, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
@@ -26,6 +26,8 @@ from ..programs.block_mask_calls import dense_options
 from ..programs.calls import Reading, call_program
 from ..programs.executor import Inputs
 from ..programs.passes import wanted_results
+from ..replay.replay_cache import run_cached
+from ..replay.views import on_own_arrays
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
 from .array import Fp8Array, descales, factor, made
@@ -143,8 +145,6 @@ def attend(
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     if not type(k) is type(v) is Fp8Array:
         _refuse_others(q, k, v)
-    if "block_mask" in options:
-        options = dense_options(q if converts else q.data, k.data, options)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
         "fp8", return_stats if type(return_stats) is bool else repr(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
@@ -152,9 +152,20 @@ def attend(
     )  # fmt: skip
     elements, factors = (q, [None, *descales((k, v))]) if converts else (q.data, descales((q, k, v)))
     arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, out, stats)
-    of_call = {"return_stats": return_stats, "return_amax": return_amax, "out_dtype": out_dtype, "out_scale": out_scale}
-    read = functools.partial(_read, q, k, v, options, **of_call)
-    results = call_program(kind, _NAMES, arrays, options, read, OUTPUTS)
+    results = run_cached(kind, arrays, options)
+    if results is None:
+        refuse_fp8(options)
+        check_names({**options, "block_mask": None})  # which becomes a dense mask
+        of_out = _check(q, k, v, options, out_dtype, out_scale)
+        of_call = {"dtype": k.dtype, "rotated": k.rotated, "return_stats": return_stats, "return_amax": return_amax}
+
+        def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
+            others = dense_options(own[0], own[1], others)
+            read = functools.partial(_read, others, converts=converts, out_dtype=of_out, **of_call)
+            return call_program(kind, _NAMES, own, others, read)
+
+        count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
+        results = on_own_arrays(kind, _NAMES, arrays, options, compute, OUTPUTS[:count])
     last = [results.pop()] if return_amax else []
     if not converts and out_dtype is None:
         if hasattr(out_scale, "dtype"):  # the caller may change the array
@@ -164,40 +175,44 @@ def attend(
 
 
 def _read(
-    q: Any,
-    k: Any,
-    v: Any,
     options: Mapping[str, Any],
     named: Mapping[str, Any],
     *,
+    converts: bool,
+    dtype: str,
+    rotated: bool,
+    out_dtype: str | None,
     return_stats: Any,
     return_amax: bool,
-    out_dtype: Any,
-    out_scale: Any,
 ) -> Reading:
-    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`."""
-    refuse_fp8(options)
-    out_dtype, converts = _check(q, k, v, options, out_dtype, out_scale), type(q) is not Fp8Array
+    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`.
+
+    Args:
+        options, named: of the call, in the form of this package.
+        converts: whether q is converted to FP8.
+        dtype, rotated: of k.
+        out_dtype: the dtype of the output; None for FP8.
+        return_stats, return_amax: as for :func:`attention`.
+    """
     inputs = _inputs(named, options)
     if converts:
-        check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"), options.get("layout"))
-    of_call: dict[str, Any] = {"options": inputs.options, "dtype": k.dtype, "return_stats": return_stats}
-    writes = _writes(out_dtype, k.data, converts=converts)
+        check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
+    of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": return_stats}
+    writes = _writes(out_dtype, named["k"], converts=converts)
     inner = {name: view for name, view in inputs.views.items() if name != "out"}
     call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-    wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or k.dtype, cupy_runtime.is_array(k.data)))
+    wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or dtype, cupy_runtime.is_array(named["k"])))
     amax = {"amax_out": wanted.pop("amax_out")}
     wanted |= amax if return_amax else {}  # the last one
-    of_call |= {"views": inputs.views, "rotated": k.rotated, "out_dtype": out_dtype, "writes_out": writes}
+    of_call |= {"views": inputs.views, "rotated": rotated, "out_dtype": out_dtype, "writes_out": writes}
     return Reading(inputs, wanted, functools.partial(forward, **of_call))
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
-    """The arrays and options of a call in the layout of this package."""
-    own, rest = in_own_layout(named, options)
-    check_one_library(own)
-    arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
-    return Inputs(own, kept_options(own["q"], rest))
+    """The arrays and options of a call."""
+    check_one_library(named)
+    arrays_on_gpu([read_array(name, x) for name, x in named.items() if x is not None])
+    return Inputs(named, kept_options(named["q"], options))
 
 
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
@@ -218,8 +233,8 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         options: of the call.
 
     Returns:
-        The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, in the layout
-        of this package, and their factors.
+        The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, and their
+        factors.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
@@ -227,7 +242,6 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     names = ("q", "k", "v")
 
     def read(named: dict[str, Any]) -> Reading:
-        refuse_fp8(options)
         allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
         if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
             raise TypeError(
@@ -236,7 +250,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         check_alike(q, k, v)
         inputs = _inputs(named, options)
         for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
-            check_source(inputs.arrays[x], inputs.arrays.get(lengths), options.get("layout"))
+            check_source(inputs.arrays[x], inputs.arrays.get(lengths))
         storage = storage_dtype(dtype, cupy_runtime.is_array(q))
         shapes = {x: inputs.arrays[x].shape for x in names}
         elements = {x: View.dense(x, shape, storage, inputs.device) for x, shape in shapes.items()}
@@ -249,7 +263,7 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
         return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
 
-    return call_program(("forward in fp8", dtype), names, (q, k, v), options, read, OUTPUTS[:2])
+    return call_program(("forward in fp8", dtype), names, (q, k, v), options, read)
 
 
 def gradients_in_fp8(
@@ -270,10 +284,8 @@ def gradients_in_fp8(
         out = named["out"]
         if named["dout"] is None:
             raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-        own, rest = in_own_layout({name: named[name] for name in names[:6]}, options)
-        arrays_on_gpu([read_array(name, x) for name, x in own.items() if x is not None])
-        own |= {name: named[name] for name in names[6:]}
-        inputs = Inputs(own, kept_options(out, rest))
+        arrays_on_gpu([read_array(name, named[name]) for name in names[:6] if named[name] is not None])
+        inputs = Inputs(named, kept_options(out, options))
         views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
         for name in ("q", "k", "v"):
             views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
@@ -281,9 +293,7 @@ def gradients_in_fp8(
         build = functools.partial(backward, views=inputs.views, options=inputs.options, dtype=dtype, **outputs)
         return Reading(inputs, wanted_results(call, inputs.views, out.dtype), build, call.gradients)
 
-    kind = ("backward in fp8", dtype, *map(repr, outputs.values()))
-    results = gradient_names(outputs["return_dbias"], outputs["return_dsinks"])
-    return call_program(kind, names, (*arrays, *kept), options, read, results)
+    return call_program(("backward in fp8", dtype, *map(repr, outputs.values())), names, (*arrays, *kept), options, read)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._typing import Array, Layout
 from ..boundary.arguments import check_counts
-from ..boundary.layouts import check_layout, check_strides_of, from_own, in_own_layout, other_layout, takes_default, to_own
+from ..boundary.layouts import (
+    check_layout,
+    check_strides_of,
+    from_own,
+    of_caller,
+    other_layout,
+    shapes_of,
+    takes_default,
+    to_own,
+)
 from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
@@ -83,14 +92,15 @@ def quantize_all(
     if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
-    options = {} if layout is None else {"layout": layout}
+    if layout is not None:
+        return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths), arrays, layout)
 
     def read(named: dict[str, Any]) -> Reading:
-        own, _ = in_own_layout({name: named[name] for name in names}, options)
+        own = {name: named[name] for name in names}
         for name, x in zip(of_lengths, own.values(), strict=True):
-            check_source(x, named[name], layout)
+            check_source(x, named[name])
         parts = [fp8_kernels.rotation_of(len(x)) if turn else 1 for x, turn in zip(own.values(), rotations, strict=True)]
-        inputs, storage = Inputs({**named, **own}, {}), storage_dtype(dtype, cupy_runtime.is_array(own["q"]))
+        inputs, storage = Inputs(named, {}), storage_dtype(dtype, cupy_runtime.is_array(own["q"]))
         wanted = {f"{name} in fp8": (x.shape, storage) for name, x in own.items()}
         wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
 
@@ -101,15 +111,13 @@ def quantize_all(
         return Reading(inputs, wanted, build)
 
     kind = ("quantize", dtype, *rotations)
-    *made, factors = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), options, read, ())
-    found = [
+    *made, factors = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), {}, read)
+    return [
         of_factors(
             data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1
         )
         for place, (data, turn) in enumerate(zip(made, rotations, strict=True))
     ]
-    other = other_layout(options)
-    return [_in_layout(name, x, other) for name, x in zip(names, found, strict=True)] if other else found
 
 
 @takes_default
@@ -224,11 +232,10 @@ class DelayedScaling:
     @takes_default
     def quantize(self, x: Array, *, lengths: Any = None, layout: Layout | None = None) -> Fp8Array:
         """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
-        check_layout(layout)
-        if other := other_layout({"layout": layout}):
-            return _in_layout("q", self.quantize(to_own("q", x, other), lengths=lengths), other)
+        if layout is not None:
+            return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
-        check_source(x, lengths, layout)
+        check_source(x, lengths)
         if isinstance(lengths, np.ndarray):
             check_counts("lengths", lengths, x.shape[2])
         part = fp8_kernels.rotation_of(x.shape[0]) if self.rotate else 1
@@ -255,14 +262,19 @@ class DelayedScaling:
             )
 
 
-def _in_layout(name: str, x: Fp8Array, layout: str) -> Fp8Array:
-    """An FP8 array with the axes of a layout in C order, whose last axis is head_dim; a view."""
-    data = from_own(name, x.data, layout)
-    return x._with_elements(data, data.ndim - 1 if x.rotated else 0)
+def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], layout: str) -> list[Fp8Array]:
+    """Convert arrays of a layout; the results are views with its axes, of which head_dim is the last in C order."""
+    check_layout(layout)
+    given, other = dict(zip(_NAMES, arrays, strict=False)), other_layout({"layout": layout})
+    with of_caller(layout, shapes_of(given, {})):
+        if other is None:
+            return convert(*arrays)
+        found = convert(*(to_own(name, x, other) for name, x in given.items()))
+    return [from_own(name, x, other) for name, x in zip(given, found, strict=True)]
 
 
-def check_source(x: Any, lengths: Any, layout: Any) -> None:
-    """Check an array to convert, in the layout of this package, and the kind of its lengths; ``layout`` is the caller's."""
+def check_source(x: Any, lengths: Any) -> None:
+    """Check an array to convert, in the layout of this package, and the kind of its lengths."""
     on_gpu = cupy_runtime.is_array(x)
     if not on_gpu and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
@@ -282,8 +294,7 @@ def check_source(x: Any, lengths: Any, layout: Any) -> None:
         raise ValueError(
             f"x has shape {x.shape}, {x.size} elements; quantize converts at most {fp8_kernels.UNIT * 2**32 - 1}: split it"
         )
-    if on_gpu or layout is None:
-        check_strides_of("x", x, required=on_gpu)
+    check_strides_of("x", x, required=on_gpu)
     if lengths is None:
         return
     if not hasattr(lengths, "shape"):

@@ -12,8 +12,7 @@ import numpy as np
 from .._typing import Array
 from ..boundary.argument import as_int32, read_array
 from ..boundary.arguments import check_lengths, read_forward
-from ..boundary.conversion import OUTPUTS, convert
-from ..boundary.layouts import in_own_layout
+from ..boundary.conversion import OUTPUTS
 from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
@@ -25,6 +24,8 @@ from ..programs.executor import Inputs
 from ..programs.passes import wanted_results
 from ..programs.program import Builder
 from ..programs.steps import Check
+from ..replay.replay_cache import run_cached
+from ..replay.views import on_own_arrays
 
 #: The options that it takes.
 _TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
@@ -82,39 +83,43 @@ def shared_prefix_attention(
     >>> cache.shared_prefix(), bool(np.allclose(out, cupy_sdpa.attention(q, cache.keys(), cache.values(), **pages), atol=1e-6))
     (4, True)
     """
-    if "engine" in options:
-        _refuse(options)
-        arrays = {"q": q, "k": k, "v": v, "out": out}
-        flags: dict[str, Any] = {"shared_prefix": shared_prefix, "return_stats": return_stats}
-        return convert(shared_prefix_attention, arrays, options, OUTPUTS, **flags)
     if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
+    kind, names, arrays = ("shared prefix", repr(shared_prefix), bool(return_stats)), ("q", "k", "v", "out"), (q, k, v, out)
+    results = run_cached(kind, arrays, options)
+    if results is None:
+        _refuse(options)
 
-    def read(named: dict[str, Any]) -> Reading:
-        own, rest = in_own_layout(named, options)
-        rest |= {name: as_int32(name, rest[name]) for name in ("page_table", "seq_lens_kv") if rest.get(name) is not None}
-        _check(own["q"], own["k"], shared_prefix, rest)
-        call = read_forward(**own, options=rest, return_stats=return_stats)
-        inputs, page = Inputs(own, rest), call.problem.k.shape[2]
-        # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
-        hidden = call.problem.q.shape[2] - 1 if rest.get("causal") else 0
-        pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
-        check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
+        def compute(given: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
+            read = functools.partial(_read, others, shared_prefix, return_stats=return_stats)
+            return call_program(kind, names, given, others, read)
 
-        def build(builder: Builder) -> None:
-            views = inputs.views
-            builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
-            if pages and call.problem.q.shape[3]:
-                _add_steps(builder, inputs, pages)
-            else:
-                results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
-                builder.attend("attention", views["q"], views["k"], views["v"], inputs.options, **results)
-
-        return Reading(inputs, wanted_results(call, inputs.views, call.arrays["q"].dtype), build)
-
-    kind = ("shared prefix", repr(shared_prefix), bool(return_stats))
-    results = call_program(kind, ("q", "k", "v", "out"), (q, k, v, out), options, read, OUTPUTS)
+        results = on_own_arrays(kind, names, arrays, options, compute, OUTPUTS)
     return tuple(results) if return_stats else results[0]
+
+
+def _read(options: Mapping[str, Any], shared_prefix: int, own: dict[str, Any], *, return_stats: bool) -> Reading:
+    """Read the arguments of :func:`shared_prefix_attention`, whose arrays are ``own``, in the form of this package."""
+    rest = {**options}
+    rest |= {name: as_int32(name, rest[name]) for name in ("page_table", "seq_lens_kv") if rest.get(name) is not None}
+    _check(own["q"], own["k"], shared_prefix, rest)
+    call = read_forward(**own, options=rest, return_stats=return_stats)
+    inputs, page = Inputs(own, rest), call.problem.k.shape[2]
+    # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
+    hidden = call.problem.q.shape[2] - 1 if rest.get("causal") else 0
+    pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
+    check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
+
+    def build(builder: Builder) -> None:
+        views = inputs.views
+        builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
+        if pages and call.problem.q.shape[3]:
+            _add_steps(builder, inputs, pages)
+        else:
+            results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
+            builder.attend("attention", views["q"], views["k"], views["v"], inputs.options, **results)
+
+    return Reading(inputs, wanted_results(call, inputs.views, call.arrays["q"].dtype), build)
 
 
 def _add_steps(builder: Builder, inputs: Inputs, pages: int) -> None:
@@ -175,7 +180,6 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
             "pages once for each sequence"
         )
     check_names({name: value for name, value in options.items() if name != "compute_dtype"})
-    _refuse(options)
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..boundary.arguments import check_lengths
 from ..boundary.compute import check_converted, read_compute_dtype
-from ..boundary.layouts import of_caller
 from ..boundary.options import is_one_of
 from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
@@ -170,8 +169,7 @@ def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     rest = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(rest.pop("compute_dtype", None), arrays["q"])
     if dtype is not None:
-        with of_caller(arrays, options):
-            check_converted(arrays)
+        check_converted(arrays)
     return rest, dtype
 
 

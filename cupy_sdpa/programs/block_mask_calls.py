@@ -11,7 +11,6 @@ from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed,
 from ..boundary.argument import as_int32
 from ..boundary.arguments import read_shapes
 from ..boundary.engine import interpreted
-from ..boundary.layouts import other_layout, to_own
 from ..boundary.options import check_spelling, is_one_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
@@ -53,9 +52,7 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
     The array is created by the first call, and belongs to the block mask.
     """
     check_spelling(options)
-    array, layout = _dense(q, mask), other_layout(options)
-    if layout is not None:
-        q, k, array = to_own("q", q, layout), to_own("k", k, layout), array.T
+    array = _dense(q, mask)
     if k is not None:
         _check_sizes(q, k, mask, options)
     if options.get("mask") is None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.intersection import within_band
-from ..boundary.call import Call
+from ..boundary.argument import read_array
+from ..boundary.arguments import read_forward
+from ..boundary.call import Call, mode
 from ..boundary.compute import read_compute_dtype
-from ..boundary.layouts import of_caller, other_layout, results_in
 from ..boundary.options import read_band
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..problem.bucket import read_bucket
+from ..problem.problem import row_stats_shape
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
@@ -104,40 +108,41 @@ def call_program(
     arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     read: Callable[[dict[str, Any]], Reading | Call],
-    outputs: Sequence[str],
 ) -> list[Any]:
     """Run a call: one that is repeated as it was cached, any other after its arguments have been read.
 
     Args:
-        kind, names, arrays, options: as for :func:`.cache_call`.
-        read: reads the arrays, by name: a call of one problem, or one of several steps. The errors that it and the builder
-            raise have the axes of the caller.
-        outputs: the names of the results that the caller gets in its layout; further results remain as they are.
+        kind, names, arrays, options: as for :func:`.cache_call`, in the form of this package.
+        read: reads the arrays, by name: a call of one problem, or one of several steps.
     """
     results = run_cached(kind, arrays, options)
-    if results is None:
-        named = dict(zip(names, arrays, strict=True))
-        like = next((array for array in arrays if array is not None), None)
-        with cupy_runtime.device_context(like), of_caller(named, options):
-            found = read(named)
-        if isinstance(found, Call):
-            call = compiled(found)
-            results = call.run()
-            cache_call(kind, names, arrays, options, call)
-        else:
+    if results is not None:
+        return results
+    like = next((array for array in arrays if array is not None), None)
+    with cupy_runtime.device_context(like):
+        found = read(_with_missing(dict(zip(names, arrays, strict=True))))
+        if not isinstance(found, Call):
             inputs, wanted, build, gradients = found
-
-            def build_of_caller(builder: Builder) -> None:
-                with of_caller(named, options):
-                    build(builder)
-
-            with cupy_runtime.device_context(like):
-                add_results(inputs, like, wanted)
-                results = run_program(kind, names, arrays, options, inputs, list(wanted), build_of_caller, gradients)
-    if "layout" in options and (layout := other_layout(options)):
-        given = dict(zip(names, arrays, strict=True))
-        results = results_in(layout, outputs, results, given, options) + results[len(outputs) :]
+            add_results(inputs, like, wanted)
+            return run_program(kind, names, arrays, options, inputs, list(wanted), build, gradients)
+    call = compiled(found)
+    results = call.run()
+    cache_call(kind, names, arrays, options, call)
     return results
+
+
+def _with_missing(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a call; if it is described, with arrays in place of those that are missing: no element of them is read."""
+    description = mode.get().description
+    likes = {name: like for name, like in description.missing.items() if arrays[name] is None} if description else {}
+    if not likes:
+        return arrays
+    q, k, v = (read_array(name, arrays[name]).array for name in "qkv")
+    if not all(x.ndim in (3, 4) for x in (q, k, v)):
+        read_forward(q, k, v, {})  # raises
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
+    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(np.float32)}
+    return arrays | {name: cupy_runtime.new_result(q, shapes[like], dtypes[like]) for name, like in likes.items()}
 
 
 def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:

@@ -9,12 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..boundary.call import Description, Found, in_mode
-from ..boundary.layouts import from_own, is_unbatched, other_layout, to_own, with_batch, without_batch
 from ..graph import graph_of
-from ..problem.problem import Problem, row_stats_shape
+from ..problem.problem import Problem
 from ..replay.call_report import Report, explain_on_device, joined
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
@@ -23,12 +20,16 @@ from ..support.why_not import workarounds
 from .block_mask_calls import without_keys
 from .executor import ProgramCall
 
+#: The arrays of a backward pass that are results of the forward pass, or like one.
+OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
+
 
 def program_of(
     function: Callable[..., Any],
     *arguments: Any,
     for_gpu: bool = False,
     is_supported: Callable[[Problem], bool] | None = None,
+    missing: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ProgramCall:
     """The call of a program that a function of this package makes; nothing is planned or launched.
@@ -38,40 +39,18 @@ def program_of(
         arguments, options: its arguments. Results that are not passed may be allocated.
         for_gpu: whether the program is that of a GPU, also for numpy arrays. Default False.
         is_supported: whether that GPU supports a problem, where the program depends on it. Default None: no such problem is.
+        missing: as for :class:`.Description`. Default None: none.
 
     Raises:
         Exception: those of the function.
     """
-    with in_mode(description=Description(for_gpu, is_supported)):
+    with in_mode(description=Description(for_gpu, is_supported, missing or {})):
         try:
             function(*arguments, **options)
         except Found as found:
             call: ProgramCall = found.call
             return call
     raise TypeError(f"{getattr(function, '__name__', function)} runs no program with these arguments")
-
-
-def with_missing(arrays: Mapping[str, Any], names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a call that is described, with arrays in place of some that are None; no element of these may be read.
-
-    Args:
-        arrays: q, k, v and others by name.
-        names: which ones are needed, and what they are like: ``q``, ``k``, ``v``, ``out`` or ``stats``.
-        options: the options of the call.
-    """
-    made, layout = dict(arrays), other_layout(options)
-    if not all(getattr(arrays[name], "ndim", 0) in (3, 4) for name in "qkv"):
-        return made  # they are refused
-    unbatched = is_unbatched(arrays["q"], options)
-    given = {name: with_batch(name, arrays[name], layout) if unbatched else arrays[name] for name in "qkv"}
-    q, k, v = (x if layout is None else to_own(name, x, layout) for name, x in given.items())
-    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
-    for name, like in names.items():
-        if made.get(name) is None:
-            array = cupy_runtime.new_result(q, shapes[like], np.dtype(np.float32) if like == "stats" else q.dtype)
-            array = array if layout is None else from_own(name, array, layout)
-            made[name] = without_batch(name, array, layout) if unbatched else array
-    return made
 
 
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:

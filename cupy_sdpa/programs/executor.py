@@ -477,7 +477,7 @@ def run_program(
     options: Mapping[str, Any],
     inputs: Inputs,
     result_names: list[str],
-    build: Callable[[Builder], None],
+    build: Callable[[Builder], object],
     gradients: Gradients | None = None,
 ) -> list[Any]:
     """Run the program of a call whose arguments are valid, and cache the call.

@@ -14,8 +14,8 @@ from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
-from ..boundary.conversion import OUTPUTS, gradient_names
-from ..boundary.layouts import VECTORS, in_own_layout
+from ..boundary.conversion import OUTPUTS
+from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..boundary.user_functions import gradient_name, kept_options
 from ..problem.problem import row_stats_shape
@@ -30,8 +30,6 @@ from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
-#: Arrays with the same axes.
-_LIKE_KEPT = ("dq", "dk", "dv", "dout")
 
 
 def attend(
@@ -74,8 +72,7 @@ def attend(
         build = functools.partial(forward, views=inputs.views, options=inputs.options, native=native, **of_call)
         return Reading(inputs, wanted, build)
 
-    outputs = (*OUTPUTS[:2], *_LIKE_KEPT) if kept else OUTPUTS
-    return call_program(kind, Forward._fields[: len(arrays)], arrays, options, read, outputs)
+    return call_program(kind, Forward._fields[: len(arrays)], arrays, options, read)
 
 
 def attend_backward(
@@ -119,8 +116,7 @@ def attend_backward(
         of_call |= {"views": inputs.views, "options": inputs.options}
         return Reading(inputs, wanted, functools.partial(backward, **of_call), gradients)
 
-    names = Gradients._fields[: len(arrays)]
-    return call_program(kind, names, arrays, options, read, gradient_names(return_dbias, return_dsinks))
+    return call_program(kind, Gradients._fields[: len(arrays)], arrays, options, read)
 
 
 def _inputs(
@@ -131,15 +127,14 @@ def _inputs(
     results: Sequence[str],
     result: Any,
 ) -> Inputs:
-    """The arrays and options of a call in the layout of this package; what can be checked without a problem is checked."""
-    arrays, rest = in_own_layout(arrays, options)
+    """The arrays and options of a call; what can be checked without a problem is checked."""
     if dtype is not None:
         check_converted(arrays, dtype=result, results=results)
     if mask is not None:
         q, k, v = (arrays[name] for name in "qkv")
         check(q, k, v, mask)
-        check_arrays(arrays, rest.get("sinks"), results, dtype=result, rounded=dtype is not None)
-    kept = kept_options(arrays["q"], rest)
+        check_arrays(arrays, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
+    kept = kept_options(arrays["q"], options)
     if mask is not None:
         score_function(q.shape, k.shape, kept)  # checks it
     return Inputs(arrays, kept)

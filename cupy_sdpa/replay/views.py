@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..boundary.call import in_mode
+from ..boundary.conversion import Conversion, needs_conversion
 from .call_key import Repeatable, array_names, passed_arrays, results_by_name
 from .replay_cache import MAX_CALLS, arguments_of, cache_call, run_cached
 
@@ -33,6 +34,40 @@ def on_views(kind: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], c
     if results is None:
         return run_and_cache(kind, (*arrays,), passed, options, compute)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def on_own_arrays(
+    kind: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    options: Mapping[str, Any],
+    compute: Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any]],
+    results: Sequence[str],
+) -> list[Any]:
+    """The results of a call that is not repeated, computed on its arrays in the form of this package.
+
+    Arrays of other libraries, without a batch axis, with ``engine``, or with ``layout`` are converted (:class:`.Conversion`).
+
+    Args:
+        kind, options: as for :func:`.run_cached`.
+        names, arrays: the arrays, which may be None, and their names; ``q`` is one of them.
+        compute: the results from the arrays and the options in the form of this package.
+        results: the names of the results that the caller gets in its form; further results remain as they are.
+    """
+    named = dict(zip(names, arrays, strict=True))
+    if not needs_conversion(named["q"], options):
+        return compute(arrays, options)
+
+    def convert() -> tuple[Any, ...]:
+        conversion = Conversion(named["q"], options)
+
+        def of_own(**own: Any) -> tuple[Any, ...]:
+            return tuple(compute((*own.values(),), conversion.options))
+
+        found: tuple[Any, ...] = conversion.run(of_own, named, results)
+        return found
+
+    return [*run_and_cache(kind, names, arrays, options, convert)]
 
 
 def run_and_cache(

@@ -346,7 +346,7 @@ def test_scale_needs_no_new_plan(engine, cache):
 
 
 def test_deterministic_calls_have_plans_of_their_own_where_it_matters(fake):
-    """With one query a deterministic call has its own plan; with two there is one plan."""
+    """With one query a deterministic call has its own plan; with two there is one plan. Gradients always have their own."""
     for queries, plans in ((1, 2), (2, 1)):
         q, k = fake.ones((16, 2, queries, 1), np.float16, order="F"), fake.ones((16, 2, 300, 1), np.float16, order="F")
         before = get_plan_cache().misses
@@ -354,6 +354,12 @@ def test_deterministic_calls_have_plans_of_their_own_where_it_matters(fake):
             for deterministic in (False, True):
                 attention(q, k, k, deterministic=deterministic).get()
         assert get_plan_cache().misses - before == plans
+    out, stats = attention(q, k, k, return_stats=True)
+    before = get_plan_cache().misses
+    for _ in range(4):
+        for deterministic in (False, True):
+            attention_backward(q, q, k, k, out, stats, deterministic=deterministic)
+    assert get_plan_cache().misses - before == 2
 
 
 #: Arrays that cuDNN cannot read, made of an array (64, 4, 8, 2), and the errors.

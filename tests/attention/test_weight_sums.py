@@ -9,17 +9,11 @@ from cupy_sdpa import Unsupported, weight_sums
 from cupy_sdpa.composed import weight_sums_problems
 
 
-@pytest.mark.parametrize("number", numbers(24, quick=4))
-def test_random_problems(number, engine):
+@pytest.mark.parametrize("options", ["", "packed", "paged", "score_mod", "mask_mod", "sinks", "window"])
+@pytest.mark.parametrize("number", numbers(12, quick=1, sweep=4))
+def test_random_problems(number, options, engine):
     """Masks, lengths, packed sequences, pages, sinks, grouped heads and functions agree with the reference."""
-    engine.agrees(engine.draw({"weight_sums"}, number), refused=True)
-
-
-@pytest.mark.parametrize("option", ["packed", "paged", "score_mod", "mask_mod", "sinks", "window"])
-@pytest.mark.parametrize("number", numbers(3, quick=1))
-def test_random_problems_of_an_option(number, option, engine):
-    """Each option at least once."""
-    engine.agrees(engine.draw({"weight_sums", option}, number), refused=True)
+    engine.agrees(engine.draw({"weight_sums", *options.split()}, number), refused=True)
 
 
 def test_queries_whose_scores_are_minus_infinity(engine):

@@ -64,7 +64,7 @@ def test_explain_says_how_a_mask_is_computed(name):
 @pytest.mark.parametrize(
     "other", one_in(2, [name for name in OPTIONS if name not in OTHERS and is_valid(with_required({"block_mask", name}))])
 )
-@pytest.mark.parametrize("number", numbers(3, quick=1))
+@pytest.mark.parametrize("number", numbers(3, quick=1, sweep=2))
 @pytest.mark.in_turn(2)
 def test_with_every_option(other, number, engine):
     """Both passes and derivatives agree with the reference; only cuDNN refuses."""

@@ -19,13 +19,6 @@ ON_GPU = ["torch", "jax", "numba", "another"]
 SHAPE = (2, 16, 2, 16)
 
 
-@pytest.fixture
-def libraries():
-    """The stand-ins of the libraries."""
-    with fake_libraries.installed() as made:
-        yield made
-
-
 def random_arrays(dtype=np.float32, count=4):
     """Arrays (B, S, H, D)."""
     rng = np.random.default_rng(0)

@@ -259,6 +259,13 @@ def test_engines_and_arrays(engine, where, error, message, fake):
         attention_backward(dout, q, k, v, dout, dout, engine=engine)
 
 
+def test_packed_parts_are_merged():
+    """Arrays of three axes are packed: no batch axis is added."""
+    x, stats = np.ones((8, 2, 5), np.float32, order="F"), np.zeros((2, 5), np.float32, order="F")
+    out, rows = merge([x, x], [stats, stats], return_stats=True, engine="numpy")
+    assert (out.shape, rows.shape) == (x.shape, stats.shape)
+
+
 def test_the_default_engines_can_be_named(fake):
     """numpy and cuDNN confirm the engine of the arrays."""
     q, k, v, _ = arrays()

@@ -6,7 +6,6 @@ On a GPU the real PyTorch runs, if it is installed.
 import importlib
 import sys
 
-import fake_libraries
 import numpy as np
 import pytest
 
@@ -14,13 +13,6 @@ from cupy_sdpa import attention, attention_vjp
 
 #: PyTorch warns, once in a process, if a leaf is used on another stream than its gradient; the tests use streams of their own.
 STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-
-
-@pytest.fixture
-def libraries():
-    """The stand-ins of the libraries."""
-    with fake_libraries.installed() as made:
-        yield made
 
 
 @pytest.fixture

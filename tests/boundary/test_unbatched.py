@@ -72,6 +72,26 @@ def test_derivatives(given):
     equal(given, [out], [attention(*wide)])
 
 
+@pytest.mark.parametrize("amax", [False, True])
+def test_fp8(amax):
+    """FP8 arrays, and arrays that attention_vjp converts, in the caller's layout, too."""
+    x = np.asfortranarray(np.random.default_rng(0).standard_normal((16, 2, 5)), np.float32)
+    converted = fp8.quantize(x), fp8.quantize(x[..., None])
+    of_layout = fp8.quantize(x.transpose(2, 1, 0), layout="thd")
+    given = {"return_stats": True, "return_amax": amax, "causal": True}
+    found, wanted = (fp8.attention(y, y, y, **given) for y in converted)
+    other = fp8.attention(of_layout, of_layout, of_layout, layout="bshd", **given)
+    assert (found[0].shape, found[1].shape) == ((16, 2, 5), (5, 2))
+    for y, name in ((found[0].T, "out"), (other[0], "out in C order")):
+        np.testing.assert_array_equal(y.dequantize("float32"), wanted[0].dequantize("float32").T[0], err_msg=name)
+    for results in (found, other):
+        np.testing.assert_array_equal(results[-1].ravel(), wanted[-1].ravel() if amax else results[-1].ravel())
+    out, pullback = attention_vjp(x, x, x, compute_dtype="float8_e4m3fn")
+    wide, other_pullback = attention_vjp(*[x[..., None]] * 3, compute_dtype="float8_e4m3fn")
+    for y, z in zip((out, *pullback(x)), (wide, *other_pullback(x[..., None])), strict=True):
+        np.testing.assert_array_equal(y, z[..., 0])
+
+
 @pytest.mark.parametrize(("letters", "axes"), [("bshd", (2, 1, 0)), ("bhsd", (1, 2, 0)), ("sbhd", (2, 1, 0))])
 def test_layouts(letters, axes, engine):
     """The letters without b: ``"bhsd"`` is (heads, positions, head dim)."""

@@ -35,6 +35,7 @@ _HEADER = """
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -96,10 +97,10 @@ template <class F> static void in_turn(F thread) {
 }
 
 // runs the threads of a block as coroutines: each runs until the next barrier, then the next one runs
-#include <vector>
 #include <ucontext.h>
-struct Coroutine { ucontext_t context; dim3 index; bool done; std::vector<char> stack; };
-static thread_local std::vector<Coroutine> coroutines;
+struct Coroutine { ucontext_t context; dim3 index; bool done; char stack[1 << 16]; };
+static thread_local Coroutine* coroutines;  // not a std::vector, which takes as long to compile as the rest
+static thread_local unsigned allocated;
 static thread_local Coroutine* running;
 static thread_local ucontext_t block;
 static thread_local void (*body)(void*);
@@ -120,15 +121,18 @@ template <class F> static void with_barriers(F thread) {
     body = [](void* of) { (*(F*)of)(); };
     argument = &thread;
     const unsigned count = blockDim.x * blockDim.y * blockDim.z;
-    if (coroutines.size() < count) coroutines.resize(count);
+    if (allocated < count) {
+        std::free(coroutines);
+        coroutines = (Coroutine*)std::malloc(count * sizeof(Coroutine));
+        allocated = count;
+    }
     for (unsigned n = 0; n < count; ++n) {
         Coroutine& c = coroutines[n];
         c.index = {n % blockDim.x, n / blockDim.x % blockDim.y, n / blockDim.x / blockDim.y};
         c.done = false;
-        c.stack.resize(1 << 16);
         getcontext(&c.context);
-        c.context.uc_stack.ss_sp = c.stack.data();
-        c.context.uc_stack.ss_size = c.stack.size();
+        c.context.uc_stack.ss_sp = c.stack;
+        c.context.uc_stack.ss_size = sizeof c.stack;
         c.context.uc_link = &block;
         makecontext(&c.context, run_thread, 0);
     }

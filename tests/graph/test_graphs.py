@@ -12,7 +12,7 @@ from cupy_sdpa import reference
 from cupy_sdpa.boundary import arguments
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
-from cupy_sdpa.check.draw import draw_options
+from cupy_sdpa.check.draw import Sampler, draw_options
 from cupy_sdpa.check.inputs import Inputs
 from cupy_sdpa.check.oracle import evaluate
 from cupy_sdpa.graph.attention_backward import backward
@@ -30,12 +30,8 @@ NOT_IN_REFERENCE = {"max_seqlen_q", "max_seqlen_kv", "score_mod", "mask_mod", "t
 
 def drawn(number, *names):
     """A random case in float64 of some options, by default of any, whose dropout mask is given."""
-    rng = np.random.default_rng(number)
-    names = {*names}
-    for name in rng.choice(OPTIONS, 0 if names else rng.integers(7)):
-        more = names | {str(name)}
-        names = more if is_valid(with_required(more)) else names
-    case = draw_options(names, number, "cpu")
+    sampler = Sampler(np.random.default_rng(number), "cpu")
+    case = draw_options(sampler.extended({*names}, OPTIONS, 0 if names else sampler.integer(6)), number, "cpu")
     sizes = {name: max(1, getattr(case, name)) for name in ("d", "dv", "hq", "hkv", "sq", "skv", "b")}
     options = {**case.options}
     if case.dropout:

@@ -8,8 +8,8 @@ import pytest
 from planner import library_version, plan_problem
 
 import cupy_sdpa
-from cupy_sdpa.check.combine import LEFT_OUT, is_valid, with_required
-from cupy_sdpa.check.draw import OPTIONS, Limits, draw_options
+from cupy_sdpa.check.combine import LEFT_OUT
+from cupy_sdpa.check.draw import OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.planned import problems
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.problem.subproblems import subproblems
@@ -40,10 +40,8 @@ REFUSALS = re.compile(r"sq broadcasted vectors are supported|needs a workspace o
 
 def drawn(number):
     """A random case of any options, for a described GPU."""
-    rng, names = np.random.default_rng([number, 3]), set()
-    for name in rng.choice(sorted(OPTIONS.keys() - OTHERS), rng.integers(7)):
-        more = names | {str(name)}
-        names = more if is_valid(with_required(more)) else names
+    sampler = Sampler(np.random.default_rng([number, 3]), "plan")
+    names = sampler.extended(set(), sorted(OPTIONS.keys() - OTHERS), sampler.integer(6))
     return draw_options(names, number, "plan", limits=LIMITS)
 
 

@@ -62,7 +62,7 @@ def test_random_trees_on_pages(seed, engine):
         np.testing.assert_allclose(engine.get(one).astype(float), other, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("number", numbers(12, quick=1))
+@pytest.mark.parametrize("number", numbers(12, quick=1, sweep=6))
 @pytest.mark.parametrize("names", ["tree", "tree paged", "tree cache", "tree paged score_mod sinks"])
 def test_random_problems(names, number, engine):
     """Trees with other options agree with the reference, in calls, prepared calls and gradients."""

@@ -56,7 +56,7 @@ def prepared_backward(*arrays, **options):
     return prepare(*arrays[1:4], backward=True, **options)(*arrays)
 
 
-@pytest.mark.parametrize("number", numbers(6, quick=1))
+@pytest.mark.parametrize("number", numbers(6, quick=1, sweep=4))
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: " ".join(sorted(features)) or "any")
 def test_prepared_calls_have_the_bits_of_plain_calls(features, number, engine):
     """Random problems of every feature that can be prepared."""

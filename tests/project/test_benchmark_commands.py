@@ -1,6 +1,5 @@
 """The commands of the benchmarks: compare, its files and figures, and errors of one line."""
 
-import contextlib
 import functools
 import importlib.util
 import re
@@ -15,16 +14,10 @@ from benchmarks.__main__ import COMMANDS, main
 from benchmarks.contenders import registry
 from benchmarks.presets import PRESETS
 
+pytestmark = pytest.mark.usefixtures("folder")
 run = functools.partial(run_command, main=main)
 NAMES = [preset.name for preset in PRESETS]
 with_gpu = pytest.mark.skipif(not missing("gpu"), reason="this machine has a GPU")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path):
-    """An empty working directory."""
-    with contextlib.chdir(tmp_path):
-        yield tmp_path
 
 
 def test_on_the_cpu(folder, monkeypatch):
