@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .boundary.options import read_positive
 from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
 from .problem import problem_file
 from .problem.problem import Problem
@@ -58,7 +59,7 @@ def kept() -> DiskCache:
 
 def build(
     problems: Iterable[Problem],
-    gpu: str | Sequence[str],
+    gpu: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     folder: str | Path,
     *,
     cudnn: str | None = None,
@@ -84,15 +85,23 @@ def build(
 
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
-        ValueError: the GPU is unknown, or the version of cuDNN is not the required one.
+        TypeError, ValueError: an argument is invalid, the GPU is unknown, or the version of cuDNN is not the required one.
         OSError: plans cannot be stored in the folder.
     """
     from .offline.remote_planner import Planner, load_target
 
+    if isinstance(problems, Problem) or not isinstance(problems, Iterable):
+        raise TypeError(f"problems is {problems!r}; pass a list of problems of cupy_sdpa.problem(...)")
     problems = list(problems)
     if wrong := [problem for problem in problems if not isinstance(problem, Problem)]:
         raise TypeError(f"problems contains {wrong[0]!r}; pass problems of cupy_sdpa.problem(...)")
-    targets = [load_target(name) for name in ([gpu] if isinstance(gpu, str) else gpu)]
+    names = [gpu] if isinstance(gpu, (str, os.PathLike)) or not isinstance(gpu, Iterable) else list(gpu)
+    if not all(isinstance(name, (str, os.PathLike)) for name in names):
+        raise TypeError(f"gpu is {gpu!r}; pass the name of a GPU, such as 'h200', the path of a description, or a list of them")
+    if cudnn is not None and not isinstance(cudnn, str):
+        raise TypeError(f"cudnn is {cudnn!r}; pass a version as '9.19', or the path of a libcudnn.so.9 as text")
+    workers = workers if workers is None else read_positive("workers", workers)
+    targets = [load_target(os.fspath(name)) for name in names]
     library = cudnn if cudnn is not None and "/" in cudnn else None
     required = version_number(cudnn) if cudnn is not None and library is None else None
     DiskCache(Path(folder)).check()
@@ -181,7 +190,20 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
         ValueError: a line is not a problem; the message contains its number.
         OSError: the file cannot be read.
     """
-    return problem_file.read(path)
+    return problem_file.read(path, _check_operations)
+
+
+def _check_operations(problem: Problem) -> None:
+    """Check that the graph has the operations of a problem's functions, which another version may have written."""
+    from .graph.nodes import POINTWISE
+    from .score_fn.expression import LEAVES
+
+    for mode, operands, *_ in problem.settings.program.steps if problem.settings.program else ():
+        if mode not in LEAVES and (mode not in POINTWISE or len(operands) != POINTWISE[mode].operands):
+            raise ValueError(
+                f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
+                "file may be that of another version: write it again"
+            )
 
 
 def __dir__() -> list[str]:

@@ -245,9 +245,21 @@ LENGTHS = [
     row("attention", "num_splits without pages", passing(num_splits=2), ValueError, "num_splits is 2", "omit"),
 ]  # fmt: skip
 
+
+def over_slopes(x, calls=0):
+    """The output in the array whose first elements are the slopes of a function, after other calls with another output."""
+    memory = np.zeros(16 * 4 * 6 * 3, np.float32)
+    out = memory.reshape((16, 4, 6, 3), order="F")
+    for result in (*[out.copy("K")] * calls, out):
+        attention(*x.qkv, score_mod=zoo.alibi, tensors={"slopes": memory[:4]}, out=result)
+
+
 RESULTS = [
     row("attention", "out of another shape", lambda x: attention(*x.qkv, out=x.q.copy()), ValueError, "(8, 4, 6, 3)",
         "(16, 4, 6, 3)"),
+    row("attention", "slopes in the memory of out", over_slopes, ValueError, "out overlaps tensors['slopes']", "separate"),
+    row("attention", "slopes in the memory of out, after other calls", lambda x: over_slopes(x, calls=2), ValueError,
+        "out overlaps tensors['slopes']", "separate"),
     row("attention", "a read-only out", lambda x: attention(*x.qkv, out=read_only(x.dout)), ValueError, "read-only"),
     row("attention", "an out that is broadcast", lambda x: attention(*x.qkv, out=np.lib.stride_tricks.as_strided(
         np.empty((16, 4, 6, 1), "f4", order="F"), (16, 4, 6, 3), (4, 64, 256, 0))), ValueError, "out", "share memory"),

@@ -297,7 +297,7 @@ STORE = [
     row("store.build", "an unknown GPU", lambda x: store.build([], "RTX9090", "/nowhere"), ValueError, "RTX9090"),
     row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
-    row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "'Problem' object is not iterable"),
+    row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
     row("store.read_problems", "numbers in place of problems", read_from("1"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.jsonl"),
         FileNotFoundError, "problems.jsonl"),

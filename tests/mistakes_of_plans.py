@@ -4,6 +4,7 @@
 # (most mistakes are type errors)
 
 import tempfile
+from pathlib import Path
 
 import numpy as np
 from mistakes import read_from, row
@@ -18,6 +19,11 @@ SHAPE = (64, 2, 6, 1)
 def posed(q=SHAPE, k=SHAPE, v=SHAPE, **options):
     """What poses a problem of shapes."""
     return lambda x: problem(q, k, v, **{"dtype": "float16", **options})
+
+
+def built(problems=(), gpu="h200", **options):
+    """What builds plans."""
+    return lambda x: store.build(problems, gpu, Path(tempfile.gettempdir(), "plans of mistakes"), **options)
 
 
 def within_validate(x):
@@ -40,6 +46,10 @@ ROWS = [
     row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
     row("store.read_problems", "a TOML file", read_from("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "an empty file", read_from(""), ValueError, "problems.jsonl has no problem"),
+    row("store.build", "a number as the GPU", built(gpu=90), TypeError, "gpu is 90", "'h200'"),
+    row("store.build", "a path that does not exist", built(gpu=Path("h300.json")), ValueError, "no GPU named 'h300.json'", "info --describe"),
+    row("store.build", "a version as a number", built(cudnn=9.28), TypeError, "cudnn is 9.28", "'9.19'"),
+    row("store.build", "0 workers", built(workers=0), ValueError, "workers is 0", "1 or more"),
     row("store.save_problems", "a folder", lambda x: store.save_problems(tempfile.gettempdir()), OSError, tempfile.gettempdir()),
     row("prepare", "settings of knobs", lambda x: prepare(*x.qkv, autotune="knobs"), TypeError, "autotune is 'knobs'", "True or False"),
     row("Prepared", "the output of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(

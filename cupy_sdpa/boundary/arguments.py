@@ -165,7 +165,7 @@ def _read_specs(
         if not on_gpu:
             check_lengths(problem, found)
         results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
-        check_separate(results, list(arguments.values()))
+        check_separate(results, [*tensors, *arguments.values()])  # those of tensors by the caller's names
     bucket = _rounding(options.get("bucket"), problem)
     if read_flag("batch_invariant", options.get("batch_invariant", False)):
         check_batch_invariant(problem, on_cudnn=on_gpu or for_gpu(found["q"]))

@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..score_fn.expression import Expression, Step
@@ -112,7 +112,9 @@ def _spec(name: str, value: Any) -> TensorSpec:
     names = [field.name for field in dataclasses.fields(TensorSpec)]
     _check(isinstance(value, dict) and sorted(value) == sorted(names), f"{name} must have {', '.join(names)}")
     dtype, shape, strides = value["dtype"], value["shape"], value["strides"]
-    _check(type(value["name"]) is str and type(dtype) is str and dtype in ITEMSIZE, f"{name} has the dtype {dtype!r}")
+    named = value["name"] == name or (name in ("captured", "dcaptured") and type(value["name"]) is str)
+    _check(named, f"{name} has the name {value['name']!r}")
+    _check(type(dtype) is str and dtype in ITEMSIZE, f"{name} has the dtype {dtype!r}")
     _check(isinstance(shape, list) and all(map(_is_count, shape)), f"{name} has the shape {shape!r}")
     valid = isinstance(strides, list) and all(type(x) is int for x in strides) and len(strides) == len(shape)
     _check(valid and value["alignment"] in (1, 2, 4, 8, 16), f"{name} has the strides {strides!r} and shape {shape!r}")
@@ -122,8 +124,14 @@ def _spec(name: str, value: Any) -> TensorSpec:
 def _settings(value: Any) -> Settings:
     """The settings of a problem."""
     _check(isinstance(value, dict) and value.keys() <= set(Settings._fields), f"settings is {value!r}")
-    made: dict[str, Any] = {"band": lambda x: Band(**x), "split": lambda x: Split(**x), "program": _program}
+    made: dict[str, Any] = {"band": _band, "split": lambda x: Split(**x), "program": _program}
     return Settings(**{name: made[name](part) if name in made else part for name, part in value.items()})
+
+
+def _band(value: Any) -> Band:
+    """The band of keys that a query attends to."""
+    _check(all(part is None or type(part) in (int, bool) for part in value.values()), f"the band is {value!r}")
+    return Band(**value)
 
 
 def _program(value: Any) -> Expression:
@@ -151,8 +159,12 @@ def _number(value: Any) -> float:
 # Files
 
 
-def read(path: str | os.PathLike[str]) -> list[Problem]:
+def read(path: str | os.PathLike[str], check: Callable[[Problem], None]) -> list[Problem]:
     """The problems of a file.
+
+    Args:
+        path: the file.
+        check: raises ValueError for a problem that this version of the package cannot run.
 
     Raises:
         OSError: the file cannot be read.
@@ -166,7 +178,9 @@ def read(path: str | os.PathLike[str]) -> list[Problem]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found[from_json(json.loads(line))] = None
+                problem = from_json(json.loads(line))
+                check(problem)
+                found[problem] = None
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not a problem: {error}") from None
     if not found:

@@ -242,10 +242,15 @@ class Template:
         return self._call.on(found)
 
 
+def callers_name(call: Repeatable, name: str) -> str:
+    """The caller's name of an array of a call: of an array that a function reads, for example ``tensors['slopes']``."""
+    return tensor_name(call.captured[name].name) if name in call.captured else name
+
+
 def passed_arrays(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
     """The arrays of a call that the caller passed, or views of these: name, array and position among ``names``."""
     for name, array in call.arrays.items():
-        source = tensor_name(call.captured[name].name) if name in call.captured else name
+        source = callers_name(call, name)
         if source in names:
             yield name, array, names.index(source)
 

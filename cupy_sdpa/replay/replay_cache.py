@@ -54,6 +54,7 @@ from .call_key import (
     Template,
     address,
     array_names,
+    callers_name,
     created_like,
     equal_runs,
     passed_arrays,
@@ -513,7 +514,7 @@ class HostCall:
             call = call.on(found)
             call.check_elements()
         if self._results:
-            arguments = {name: read_array(name, array) for name, array in found.items()}
+            arguments = {name: read_array(callers_name(call, name), array) for name, array in found.items()}
             check_separate([arguments[name] for name in self._results], list(arguments.values()))
         for name, shape, dtype in self._created:
             found[name] = np.empty(shape, dtype, order="F")

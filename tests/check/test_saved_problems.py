@@ -209,6 +209,10 @@ CHANGES = {
     "name": lambda line: line.update(quality=line["q"]),
     "setting": lambda line: line["settings"].update(hardness=3),
     "step": lambda line: line["settings"]["program"]["steps"].insert(0, {"mode": "add", "args": [5, 6]}),
+    "operation": lambda line: line["settings"]["program"]["steps"][-1].update(mode="of a later version"),
+    "operands": lambda line: line["settings"]["program"]["steps"][-1].update(args=[0]),
+    "band": lambda line: line["settings"].update(band={"right": 1.5}),
+    "name of an array": lambda line: line["q"].update(name="k"),
     "root": lambda line: line["settings"]["program"].update(mask=99),
 }
 
