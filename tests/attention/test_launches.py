@@ -469,8 +469,9 @@ def test_two_gpus_have_their_own_graphs(engine, cache):
             calls.append(functools.partial(attention, *arrays, out=xp.empty_like(arrays[0])))
     for _ in range(2 * OFTEN):
         for current, device in itertools.product(devices, devices):
-            with current:
+            with device:
                 calls[device.id].keywords["out"].fill(np.nan)
+            with current:
                 got = calls[device.id]()
                 assert got.device == device
                 np.testing.assert_array_equal(engine.get(got), wanted[device.id])
