@@ -13,6 +13,7 @@ import numpy as np
 
 from ..boundary.call import in_mode
 from ..boundary.conversion import Conversion, needs_conversion
+from ..boundary.user_functions import function_identities
 from .call_key import Repeatable, array_names, passed_arrays, results_by_name
 from .replay_cache import MAX_CALLS, arguments_of, cache_call, run_cached
 
@@ -86,10 +87,10 @@ def run_and_cache(
         return found  # a function changed while it was called
     results = list(found) if isinstance(found, tuple) else [found]
     every = array_names(type(passed[0]), names, arrays, options)
-    # an automatic block mask is not in the key, and its tables end with it
-    automatic = "mask_mod" in options and any(len(call.program.constants) > len(call.program.kept) for call in noted)
-    if len(noted) == 1 and not automatic and _is_on_views(noted[0], every, passed, results):
-        cache_call(kind, names, arrays, options, noted[0], results)
+    # a call with an automatic block mask in place of the function is cached itself, with the mask in its key
+    own = [call for call in noted if not call.identities or call.identities == function_identities(options)]
+    if len(own) == len(noted) == 1 and _is_on_views(own[0], every, passed, results):
+        cache_call(kind, names, arrays, options, own[0], results)
     else:
         _not_views[key] = None
         if len(_not_views) > MAX_CALLS:
