@@ -50,8 +50,8 @@ def quantize(
 
     .. math:: e = \operatorname{round}(s\, x), \qquad s = \frac{M}{\max |x|}, \qquad x \approx e / s
 
-    with the largest number M of the dtype. If max |x| is below 1e-30, s is 1, and all elements are 0. On the GPU two kernels
-    run on CuPy's current stream, without synchronization; the scale stays in the GPU's memory.
+    with the largest number M of the dtype. If :math:`\max |x|` is below 1e-30, s is 1, and all elements are 0. On the GPU two
+    kernels run on CuPy's current stream, without synchronization; the scale stays in the GPU's memory.
 
     Args:
         x: ``(D, H, S, B)`` or packed ``(D, H, T)``; float16, bfloat16 or float32, on the CPU also float64. On the GPU D is a
