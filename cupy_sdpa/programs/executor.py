@@ -34,7 +34,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec, make_spec
 from ..problem.view import Storage, View, on_host
 from ..replay.call_key import HOST, read_key
-from ..replay.replay_cache import cache_call
+from ..replay.replay_cache import cache_call, remove_oldest
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
@@ -505,8 +505,7 @@ def run_program(
     if key and function_identities(options) == identities:  # no function changed while it was called
         _programs.pop(key, None)
         _programs[key] = program  # it becomes the most recent
-        if len(_programs) > MAX_PROGRAMS:
-            _programs.pop(next(iter(_programs)), None)
+        remove_oldest(_programs, MAX_PROGRAMS)
     results = call.run()
     cache_call(kind, names, arrays, options, call)
     return results

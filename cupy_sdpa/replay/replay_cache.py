@@ -32,7 +32,6 @@ import functools
 import heapq
 import itertools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -537,7 +536,13 @@ def _view_of(array: Any, whole: Any) -> View:
 
 #: The latest calls of numpy arrays, by their keys; the oldest are removed first.
 _on_host: dict[Any, HostCall] = {}
-_host_lock = threading.Lock()
+
+
+def remove_oldest(kept: dict[Any, Any], most: int) -> None:
+    """Remove the first items of a dictionary that other threads may change, until it has at most this number of items."""
+    while len(kept) > most:
+        with contextlib.suppress(RuntimeError, StopIteration):  # it changed between the two calls
+            kept.pop(next(iter(kept)), None)
 
 
 def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
@@ -566,11 +571,8 @@ def _cache_on_host(
         return
     if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
         return  # lengths of int64 are copied
-    new = HostCall(call, passed_names, passed, results)
-    with _host_lock:
-        _on_host[key] = new
-        if len(_on_host) > MAX_CALLS:
-            del _on_host[next(iter(_on_host))]
+    _on_host[key] = HostCall(call, passed_names, passed, results)
+    remove_oldest(_on_host, MAX_CALLS)
 
 
 def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:

@@ -15,7 +15,7 @@ from ..boundary.call import in_mode
 from ..boundary.conversion import Conversion, needs_conversion
 from ..boundary.user_functions import function_identities
 from .call_key import Repeatable, array_names, passed_arrays, results_by_name
-from .replay_cache import MAX_CALLS, arguments_of, cache_call, run_cached
+from .replay_cache import MAX_CALLS, arguments_of, cache_call, remove_oldest, run_cached
 
 #: The keys of the latest calls that run no program, several, or one on copies of the arrays. What they call is cached instead.
 _not_views: dict[Any, None] = {}
@@ -93,8 +93,7 @@ def run_and_cache(
         cache_call(kind, names, arrays, options, own[0], results)
     else:
         _not_views[key] = None
-        if len(_not_views) > MAX_CALLS:
-            _not_views.pop(next(iter(_not_views)), None)
+        remove_oldest(_not_views, MAX_CALLS)
     return found
 
 

@@ -277,3 +277,21 @@ def test_recording_bytes_are_those_of_the_device(engine, call, cache):
         if taken[-1] <= 2 * cache.recording_bytes:
             break
     assert min(taken) <= 2 * cache.recording_bytes <= 2 * cache.recording_limit
+
+
+def test_the_oldest_calls_are_removed_while_another_thread_adds_one():
+    """The search for the oldest one starts again: a call does not raise because of the calls of other threads."""
+
+    class Shared(dict):
+        added = 0
+
+        def __iter__(self):
+            found = super().__iter__()
+            if self.added < 2:  # as another thread would
+                self.added += 1
+                self[f"added {self.added}"] = None
+            return found
+
+    kept = Shared(dict.fromkeys("abcd"))
+    replay_cache.remove_oldest(kept, 3)
+    assert list(kept) == ["d", "added 1", "added 2"]
