@@ -120,8 +120,7 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
       ``S * b + padding[b]`` and lengths ``S - padding[b]``.
 
     Args:
-        starts: int32 ``(B,)``, where each sequence begins among the packed positions; from 0 or more,
-            increasing.
+        starts: int32 ``(B,)``, where each sequence begins among the packed positions; 0 or more, increasing.
         lengths: int32 ``(B,)``, the length of each sequence.
 
     Returns:

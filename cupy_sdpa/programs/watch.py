@@ -240,6 +240,7 @@ def _differences_of_attention(
     names = [spec.name for spec in problem.results if spec.name in after]
     naive = arrays | {name: arrays[name].copy("K") for name in names}
     graph = graph_of(problem)
+    approximate = APPROXIMATE * (on_gpu and any(getattr(node, "mode", "") in _APPROXIMATE for node in graph.nodes))
     with np.errstate(all="ignore"):  # memory that nothing wrote may contain NaN
         exact = arrays | {name: arrays[name].astype(np.float64, order="K") for name in names}
         evaluate(graph, naive, scalars)
@@ -251,10 +252,7 @@ def _differences_of_attention(
             got, truth, close = (np.asarray(x[part], np.float64) for x in (actual, exact[name], naive[name]))
         unwritten = np.isnan(got) & np.isnan(truth)
         got, truth, close = (np.where(unwritten, 0, x) for x in (got, truth, close))
-        floor = _floor(problem, name, arrays, scalars, _largest(truth))
-        if on_gpu and name in ROW_STATS and any(getattr(node, "mode", "") in _APPROXIMATE for node in graph.nodes):
-            floor += APPROXIMATE * _score_bound(arrays, scalars)
-        yield compare(name, got, truth, close, floor)
+        yield compare(name, got, truth, close, _floor(problem, name, arrays, scalars, _largest(truth), approximate))
 
 
 def _written(problem: Problem, name: str, arrays: Mapping[str, Any], result: Any) -> Any:
@@ -287,27 +285,25 @@ def _range_of(problem: Problem, side: int, arrays: Mapping[str, Any]) -> tuple[A
     return None if lengths is None else (np.zeros_like(lengths), lengths)
 
 
-def _floor(problem: Problem, name: str, arrays: Mapping[str, Any], scalars: Mapping[str, float], largest: float) -> float:
-    """The error that rounding may cause beside that of the naive computation, which may be small by chance."""
+def _floor(
+    problem: Problem, name: str, arrays: Mapping[str, Any], scalars: Mapping[str, float], largest: float, approximate: float
+) -> float:
+    """The error that rounding may cause beside that of the naive computation, which may be small by chance.
+
+    Args:
+        problem, arrays, scalars: of the launch.
+        name, largest: the result, and its largest magnitude.
+        approximate: the relative error of scores from approximate functions.
+    """
     unit = 2.0**-2 if problem.q.dtype in FP8_LARGEST else spacing(numpy_dtype(problem.q.dtype))
-    norms, scores = _norms(arrays), _score_bound(arrays, scalars)
+    norms = {key: _norm(arrays[key]) * _descale(arrays, key) for key in ("q", "k", "v", "dout") if key in arrays}
+    scores = abs(scalars.get("scale", 1.0)) * norms["q"] * norms["k"]
     if name in ROW_STATS:
         of_sums = FP8_SUM * scores if problem.q.dtype in FP8_LARGEST else 0.0
-        return 8 * SINGLE * (scores + 1) * max(largest, 1.0) + of_sums
+        return 8 * SINGLE * (scores + 1) * max(largest, 1.0) + of_sums + approximate * scores
     products = norms.get("dout", 0.0) * norms["v"]
     terms = {"out": norms["v"], "dq": products * norms["k"], "dk": products * norms["q"], "dv": norms.get("dout", 0.0)}
     return unit * (DEVIATIONS * largest + terms.get(name, products) * (1 + SINGLE * scores))
-
-
-def _score_bound(arrays: Mapping[str, Any], scalars: Mapping[str, float]) -> float:
-    """A bound of the scaled products of queries and keys."""
-    norms = _norms(arrays)
-    return abs(scalars.get("scale", 1.0)) * norms["q"] * norms["k"]
-
-
-def _norms(arrays: Mapping[str, Any]) -> dict[str, float]:
-    """The largest norm of a vector of each array."""
-    return {name: _norm(arrays[name]) * _descale(arrays, name) for name in ("q", "k", "v", "dout") if name in arrays}
 
 
 def _descale(arrays: Mapping[str, Any], name: str) -> float:

@@ -64,7 +64,7 @@ def copy(target: Any, source: Any) -> None:
 
 
 def copy_rows(target: Any, source: Any, rows: tuple[Rows, Rows]) -> None:
-    """Copy an array into another one, given their :func:`common_rows`."""
+    """Copy an array into another one, given their :func:`common_rows`: the width of the first ones."""
     if not is_array(target):
         target[...] = source
         return
@@ -89,10 +89,8 @@ def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
         target[common] = source[common]
         return
     width = min(to.width, of.width)
-    runtime = cupy().cuda.runtime
     if width:
-        kind = runtime.memcpyDeviceToDevice
-        runtime.memcpy2DAsync(target.data.ptr, to.pitch, source.data.ptr, of.pitch, width, to.number, kind, stream())
+        copy_rows(target, source, (to._replace(width=width), of))
     if width < to.width:
         padding, end = to.width - width, target.data.ptr + width
         driver.check(driver.bindings().cuMemsetD2D8Async(end, to.pitch, 0, padding, to.number, stream()))
