@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
-from ._calls import run_backward, run_forward
 from ._typing import Array, ArrayT, StatsT
+from .boundary.arguments import check_order
+from .boundary.conversion import OUTPUTS, gradient_names
+from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
+from .programs.block_mask_steps import Forward, Gradients
+from .programs.calls import resolved
+from .programs.passes import attend, attend_backward
 from .replay.replay_cache import run_cached
+from .replay.views import on_own_arrays
 
 
 # fmt: off
@@ -102,8 +109,24 @@ def attention(
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
-        results = run_forward(kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
+        results = _run_forward(kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _run_forward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
+    """The results of a call of :func:`attention` that is not repeated."""
+    names = Forward._fields[: len(arrays)]
+    for x in arrays[:2]:  # q and k
+        if (attend_to := getattr(type(x), "_attend", None)) is not None:  # a type of arrays with programs of its own
+            found: list[Any] = attend_to(
+                **dict(zip(names, arrays, strict=True)), options=options, return_stats=flags["return_stats"]
+            )
+            return found
+
+    def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
+        return attend(kind, own, resolved(own[0], own[1], others, return_stats=flags["return_stats"]), **flags)
+
+    return on_own_arrays(kind, names, arrays, options, compute, OUTPUTS)
 
 
 # fmt: off
@@ -195,8 +218,22 @@ def attention_backward(
     arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
     results = run_cached(kind, arrays, options)
     if results is None:
-        results = run_backward(
+        results = _run_backward(
             kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias, return_dsinks=return_dsinks,
             return_dtensors=return_dtensors,
         )  # fmt: skip
     return tuple(results)
+
+
+def _run_backward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
+    """The gradients of a call of :func:`attention_backward` that is not repeated."""
+    names = Gradients._fields[: len(arrays)]
+    check_layout(options.get("layout"))
+    check_order(dict(zip(names, arrays, strict=True)), other_layout(options))
+    outputs = {name: value for name, value in flags.items() if name != "deterministic"}
+
+    def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
+        return attend_backward(kind, own, resolved(own[1], own[2], others, outputs=outputs), **flags)
+
+    results = gradient_names(flags["return_dbias"], flags["return_dsinks"])
+    return on_own_arrays(kind, names, arrays, options, compute, results)

@@ -13,12 +13,10 @@ from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported
-from .fp8.array import Fp8Array
 from .graph import graph_of
 from .jvp import attention_jvp
 from .problem.problem import Problem
 from .problem.subproblems import subproblems
-from .problem.validation import NO_FP8_GRADIENTS
 from .programs.block_mask_calls import dense_description, description, reasons_for_dense
 from .programs.calls import parts_of
 from .programs.derivative import TANGENTS
@@ -153,8 +151,6 @@ def explain(
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
-    if backward and (isinstance(q, Fp8Array) or isinstance(k, Fp8Array)):
-        raise Unsupported(NO_FP8_GRADIENTS)
     arrays = {"q": q, "k": k, "v": v, **results}
     function, of_function, missing = _function_of(arrays, jvp=jvp, backward=backward)
     given = {**flags, **outputs} if backward else flags
@@ -263,14 +259,7 @@ def _notes(
     outputs: Mapping[str, Any],
     return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show.
-
-    Args:
-        arrays, options: of the call.
-        report: the report on its program.
-        on_gpu: whether it is described for a GPU.
-        outputs, return_stats: as for :func:`.block_mask_calls.of_call`.
-    """
+    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show."""
     q, k, v = (arrays[name] for name in "qkv")
     conversion, text = "", ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -12,7 +12,7 @@ from ._typing import Array, ArrayT, Engine, Layout
 from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
 from .boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
-from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
+from .boundary.layouts import check_layout, other_layout, takes_default
 from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import Parts
@@ -194,23 +194,24 @@ def merge(
     """
     return_stats = read_flag("return_stats", return_stats)
     check_layout(layout)
-    if (other := other_layout({"layout": layout})) and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)):
-        wide = [to_own("out", x, other) for x in outs], [to_own("stats", x, other) for x in stats]
-        own = None if out is None else to_own("out", out, other)
-        found, *rows = merge(*wide, sinks=sinks, out=own, return_stats=True, engine=engine)
-        merged = from_own("out", found, other) if out is None else out
-        return (merged, from_own("stats", rows[0], other)) if return_stats else merged
-    if engine is not None and isinstance(outs, (list, tuple)) and isinstance(stats, (list, tuple)) and outs:
+    for name, given in (("outs", outs), ("stats", stats)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
+    if len(outs) != len(stats) or not outs:
+        raise ValueError(
+            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
+        )
+    arrays: dict[str, Any] = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
+    arrays |= {"sinks": sinks, "out": out}
+    if engine is not None or other_layout({"layout": layout}):
 
         def of_own(sinks: Any, out: Any, **parts: Any) -> Any:
             own = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
             return merge(*own, sinks=sinks, out=out, return_stats=return_stats)
 
-        parts = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
-        return Conversion(outs[0], {"engine": engine, "layout": "dht"}).run(
-            of_own, {**parts, "sinks": sinks, "out": out}, OUTPUTS
-        )
-    _check_parts(outs, stats, sinks, out)
+        # a layout is named, because an array of three axes has no missing batch axis
+        return Conversion(outs[0], {"engine": engine, "layout": layout or "dht"}).run(of_own, arrays, OUTPUTS)
+    _check_parts(arrays, outs[0], stats[0], len(outs))
     like, packed = outs[0], outs[0].ndim == 3
     groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])
               for x, y in zip(outs, stats, strict=True)]  # fmt: skip
@@ -224,33 +225,20 @@ def merge(
     return (out, rows) if return_stats else out
 
 
-def _check_parts(outs: Sequence[Any], stats: Sequence[Any], sinks: Any, out: Any) -> None:
-    """Check the arguments of :func:`merge`."""
-    for name, given in (("outs", outs), ("stats", stats)):
-        if not isinstance(given, (list, tuple)):
-            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
-    if len(outs) != len(stats) or not outs:
-        raise ValueError(
-            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
-        )
-    arrays = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
-    arrays |= {"sinks": sinks, "out": out}
+def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
+    """Check the arrays of :func:`merge`, by name; ``like`` and ``rows`` are those of the first of ``count`` parts."""
     on_gpu = arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None])
-    dtype, shape = outs[0].dtype, outs[0].shape
+    dtype, shape = like.dtype, like.shape
     allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
     if dtype.name not in allowed:
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    like = outs[0]
-    table = expected_arrays(
-        like,
-        like,
-        like,
-        stats="float64" if stats[0].dtype == dtype == np.float64 else "float32",
-        of_heads="float64" if dtype == np.float64 == getattr(sinks, "dtype", None) else "float32",
+    of_rows, of_heads = (
+        "float64" if dtype == np.float64 == getattr(x, "dtype", None) else "float32" for x in (rows, arrays["sinks"])
     )
+    table = expected_arrays(like, like, like, stats=of_rows, of_heads=of_heads)
     legend = f"the shape and dtype of outs[0], {shape} {dtype}"
-    wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, len(outs))]
-    wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(len(stats))]
+    wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
+    wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]
     check_arrays([*wanted, table["sinks"], table["out"]._replace(legend=legend, writable=True)], arrays)

@@ -117,15 +117,7 @@ def prepare_function(
     *,
     autotune: bool = False,
 ) -> Prepared[Any]:
-    """:func:`prepare` of any function of this package.
-
-    Args:
-        function: the function.
-        arrays: its arrays, by name in the order of its arguments; of a backward pass dout, out and stats may be None.
-        options: its options, which the prepared call may replace.
-        outputs: its other arguments, which the prepared call may not replace.
-        autotune: as for :func:`prepare`.
-    """
+    """:func:`prepare` of any function of this package."""
     missing = OF_FORWARD if "dout" in arrays else None
     call = program_of(function, **arrays, **options, **outputs, missing=missing)
     report = report_of(call)

@@ -23,10 +23,6 @@ def version_text(version: int) -> str:
 def version_number(text: str) -> int:
     """Parse a cuDNN version; a missing patch number is 0, and a fourth number is ignored.
 
-    Raises:
-        ValueError: the text is not a version of cuDNN 9.
-        TypeError: the argument is not a string.
-
     >>> version_number("9.19"), version_number("9.25.1"), version_number("9.28.0.42")
     (91900, 92501, 92800)
     """

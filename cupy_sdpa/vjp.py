@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
@@ -104,24 +105,16 @@ def attention_vjp(
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     if not needs_conversion(q, options):
-        return _forward((q, k, v), kept, outputs)
+        return _forward(q, k, v, kept, outputs)
     conversion = Conversion(q, kept)
-    with conversion.stream():
-        own = tuple(conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        out, pullback = _forward(own, conversion.options, outputs)
-        pullback.conversion = conversion
-        return conversion.back("out", out), pullback
+    compute = functools.partial(_forward, options=conversion.options, outputs=outputs)
+    out, pullback = conversion.run(compute, {"q": q, "k": k, "v": v}, ("out",))
+    pullback.conversion = conversion
+    return out, pullback
 
 
-def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Pullback[Any]]:
-    """The forward pass of q, k and v, arrays of numpy or CuPy, and its pullback.
-
-    Args:
-        given: q, k and v.
-        options: of the call.
-        outputs: the flags of the backward pass.
-    """
-    q, k, v = given
+def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Pullback[Any]]:
+    """The forward pass of arrays of numpy or CuPy, and its pullback; ``outputs`` are the flags of the backward pass."""
     rest: Any = {**options}
     if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
         rest = {**dense_options(q, k, options)}
@@ -146,7 +139,7 @@ def _forward(given: tuple[Any, ...], options: Mapping[str, Any], outputs: dict[s
         return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
     deterministic = outputs["deterministic"] is not False and read_flag("deterministic", outputs["deterministic"])
     kind, flags = ("forward, kept", deterministic), {"return_stats": True, "deterministic": deterministic}
-    out, stats, *rounded = attend(kind, given, of_forward, kept=True, **flags)
+    out, stats, *rounded = attend(kind, (q, k, v), of_forward, kept=True, **flags)
     kept, of_gradients = (*rounded, stats), of_forward
     if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
         requested = {name: x for name, x in outputs.items() if name != "deterministic"}

@@ -140,11 +140,7 @@ def weight_sums_problems(
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Check that there are only supported options.
-
-    Raises:
-        Unsupported: an option is not supported; the message has the remedy.
-    """
+    """Check that there are only supported options."""
     for name, remedy in _REFUSED.items():
         if is_passed(name, options.get(name)) and (name != "layout" or other_layout(options)):
             raise Unsupported(f"weight_sums is not supported with {name}: {remedy}")
@@ -162,14 +158,7 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _add_steps(builder: Builder, q: View, k: View, sums: View, options: Mapping[str, Any]) -> None:
-    """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: ``exp`` of the log-sum-exp of the scores ``s_ij - L_i``.
-
-    Args:
-        builder: collects the steps.
-        q, k: as for :func:`cupy_sdpa.weight_sums`.
-        sums: float32 ``(Skv, H, B)`` or packed ``(H, Tkv)``, for query heads or for key/value heads.
-        options: the options of the call.
-    """
+    """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     options = {**options, "scale": read_scale(options.get("scale"), q.shape[0])}
     stats = builder.temporary(row_stats_shape(q.shape), np.float32)

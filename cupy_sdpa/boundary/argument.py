@@ -45,11 +45,7 @@ class Argument(NamedTuple):
 
 
 def read_array(name: str, array: Any) -> Argument:
-    """The record of an array.
-
-    Raises:
-        TypeError: the argument is neither a numpy nor a CuPy array.
-    """
+    """The record of an array."""
     if isinstance(array, View):
         return Argument(name, array, array.signature, array.offset, array.storage.device)
     if name in INT32:
@@ -92,9 +88,6 @@ def as_int32(name: str, array: Any) -> Any:
     """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
 
     Anything else is returned unchanged, to be refused later; offsets of int64 too, which calls take.
-
-    Raises:
-        TypeError, ValueError: the list contains other objects than integers, or an integer has more than 32 bits.
     """
     listed = isinstance(array, (list, tuple))
     if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
@@ -121,11 +114,7 @@ def signature_of(array: Any, address: int) -> Signature:
 
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
-    """Whether the arrays are CuPy's, all on one device.
-
-    Raises:
-        TypeError, ValueError: numpy and CuPy arrays are mixed, or arrays are on several devices.
-    """
+    """Whether the arrays are CuPy's, all on one device."""
     devices = {argument.name: argument.device for argument in arguments}
     different = set(devices.values())
     if len(different) == 1:
@@ -153,15 +142,7 @@ def share_elements(a: Argument, b: Argument) -> bool:
 
 
 def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -> None:
-    """Check that results are writable and share no element with another array; no element is read.
-
-    Args:
-        results: the arrays that are written.
-        arguments: all arrays of the call, which may include the results.
-
-    Raises:
-        ValueError: a result is read-only, or overlaps another array.
-    """
+    """Check that results are writable and share no element with another array; no element is read."""
     for result in results:
         if isinstance(result.array, np.ndarray) and not result.array.flags.writeable:
             raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
@@ -173,16 +154,7 @@ def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -
 
 
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
-    """Check arrays that a call does not read as arrays of its problem.
-
-    Args:
-        expected: what the call needs. :func:`~cupy_sdpa.problem.validation.expected_arrays` is the table of all calls.
-        arrays: all arrays of the call by name; those that are None are not passed.
-
-    Raises:
-        TypeError, ValueError: an array has another type, device, dtype or shape, or a result is read-only or overlaps another
-            array.
-    """
+    """Check arrays that a call does not read as arrays of its problem."""
     arguments = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
     passed = [(arguments[one.name], one) for one in expected if one.name in arguments]
     if passed:

@@ -64,11 +64,7 @@ def read_backward(
     deterministic: bool = False,
     **others: Any,
 ) -> Call:
-    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
-
-    Args:
-        others: dout, out, stats, dq, dk and dv; those that are None are assumed to be dense.
-    """
+    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
@@ -80,11 +76,7 @@ _OF_BACKWARD = ("dout", "q", "k", "v", "out", "stats")
 
 
 def check_order(arrays: Mapping[str, Any], layout: str | None = None) -> None:
-    """Check that the arrays of a backward pass are not in another order, such as q, k, v, out, dout, stats.
-
-    Raises:
-        ValueError: the shapes do not fit in this order, and fit in another one.
-    """
+    """Check that the arrays of a backward pass are not in another order, such as q, k, v, out, dout, stats."""
     shapes: list[Any] = [getattr(arrays.get(name), "shape", None) for name in _OF_BACKWARD]
     if None in shapes:
         return
@@ -176,11 +168,7 @@ def _read_specs(
 
 
 def _is_integer(name: str, value: Any) -> bool:
-    """Whether a seed or an offset is an integer; False for arrays and None.
-
-    Raises:
-        TypeError, ValueError: it is another number, or an integer of more than 64 bits.
-    """
+    """Whether a seed or an offset is an integer; False for arrays and None."""
     if isinstance(value, (bool, np.bool_, str)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
     ):
@@ -259,15 +247,7 @@ def _rounding(bucket: Any, problem: Problem) -> Rounding | None:
 
 
 def check_lengths(problem: Problem, arrays: Mapping[str, Any]) -> None:
-    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize.
-
-    Args:
-        problem: the problem.
-        arrays: the arrays by name; those that are missing are not checked.
-
-    Raises:
-        ValueError: a value is invalid; the message contains it.
-    """
+    """Check the values of lengths and offsets, on the CPU only: reading them from the GPU would synchronize."""
     *_, sq, skv, _ = problem.sizes
     for name, most in zip(LENGTHS, (sq, skv), strict=True):
         if (lengths := arrays.get(name)) is not None:
@@ -368,10 +348,6 @@ def views_of_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False, device: int | None = 0
 ) -> tuple[dict[str, View], dict[str, Any]]:
     """The views of arrays, or of dense arrays of shapes; no element is read.
-
-    Args:
-        q, k, v, options, dtype, seq_lens: as for :func:`cupy_sdpa.problem`.
-        device: the number of the GPU; None for numpy. Default 0.
 
     Returns:
         q, k and v by name; and the options with views in place of arrays.

@@ -37,11 +37,7 @@ def is_set(name: str) -> bool:
 
 
 class Found(BaseException):
-    """Leaves a function whose program is described. It is no Exception, which functions may catch.
-
-    Args:
-        call: the call of the program.
-    """
+    """Leaves a function whose program is described. It is no Exception, which functions may catch."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
@@ -184,12 +180,7 @@ def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
 
 
 def with_plan(problem: Problem, device: int, use: Callable[[Session, Plan], T]) -> T:
-    """Call ``use`` with the session and the plan of a problem; the plan is built if it is not in the plan cache.
-
-    Raises:
-        Unsupported: cuDNN has no plan for the problem.
-        RuntimeError: the plan would have to be built while the stream is being captured.
-    """
+    """Call ``use`` with the session and the plan of a problem; the plan is built if it is not in the plan cache."""
     from ..cudnn_engine.sessions import existing_session, session
 
     context = driver.context_id()

@@ -19,15 +19,7 @@ CONVERTED = ("float32", "float64")
 
 
 def read_compute_dtype(value: Any, q: Any) -> str | None:
-    """The dtype to compute in; None if nothing is converted.
-
-    Args:
-        value: the option.
-        q: the queries.
-
-    Raises:
-        TypeError, ValueError: it is no such dtype, or q is not float32 or float64.
-    """
+    """The dtype to compute in; None if nothing is converted."""
     if value is None:
         return None
     try:
@@ -52,16 +44,7 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
 
 
 def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Sequence[str] = ()) -> None:
-    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
-
-    Args:
-        arrays: q, k, v and other arrays by name, which may be None.
-        dtype: that of dout, dq, dk and dv, if the others are converted already. Default None: that of q.
-        results: the names of the arrays that are written. Default: none.
-
-    Raises:
-        TypeError, ValueError: an array is not on the engine of q, not of its dtype, or probably in another layout.
-    """
+    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not."""
     check_one_library(arrays)
     arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in ("q", "k", "v")])
     own = arrays["q"].dtype if dtype is None else dtype
@@ -79,11 +62,6 @@ def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]
     """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
 
     Values beyond the range of the dtype become infinite, as on the GPU.
-
-    Args:
-        array: the array.
-        dtype: the new dtype.
-        new: creates an array: ``cupy_runtime.temporary`` for one that is used within a call only, else ``new_result``.
     """
     made = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
     copy(made, array)

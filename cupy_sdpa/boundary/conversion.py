@@ -43,18 +43,10 @@ def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
 
 
 class Conversion:
-    """The conversion of the arrays of one call.
-
-    Args:
-        q: the queries.
-        options: the options, from which ``layout`` and ``engine`` are removed.
+    """The conversion of the arrays of one call, whose queries are ``q``.
 
     Attributes:
-        options: the options in the form of this package.
-        engine: the option ``engine``, or None.
-
-    Raises:
-        TypeError, ValueError: an option has an invalid value, or arrays of several libraries are mixed.
+        options: the options in the form of this package, without ``layout`` and ``engine``.
     """
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
@@ -71,26 +63,41 @@ class Conversion:
             own = self._in_own_library("q", q)
             self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
             #: Other objects are refused by the call.
-            self.engine = read_engine(engine, own) if kind_of(own) else None
+            self._engine = read_engine(engine, own) if kind_of(own) else None
             #: The shapes of the caller's arrays, for messages.
             self._shapes = layouts.shapes_of({"q": q}, given)
             self.options = {name: self._option(name, value) for name, value in given.items()}
 
-    def into(self, name: str, array: Any, *, result: bool = False) -> Any:
-        """An argument in the form of this package.
+    def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = ()) -> Any:
+        """Call a function that takes the arrays by name, on converted arrays.
 
-        Args:
-            name: the argument.
-            array: the caller's array, or None.
-            result: whether the call writes the array.
+        The function returns the ``results``, or the first of them, in the form of this package, a single one not as a tuple.
+        The caller gets them in its form, and anything else that is returned as it is. Results that it passed are written to.
         """
+        with self._stream():
+            found = function(**{name: self._into(name, array, result=name in results) for name, array in arrays.items()})
+            if not results:
+                return found
+            if not isinstance(found, tuple):
+                return self._back(results[0], found, arrays.get(results[0]))
+            pairs = zip(results, found, strict=False)
+            return *(self._back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]
+
+    def _into(self, name: str, array: Any, *, result: bool) -> Any:
+        """An argument in the form of this package; ``result``: the call writes the array."""
         if array is None:
             return None
         if result and self._library is not None and not self._library.writable:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
-        return self._own(name, array)
+        array = self._shared(name, array)
+        if self._is_unbatched:
+            array = layouts.with_batch(name, array, self._layout)
+        if self._layout is None:
+            return array
+        self._shapes |= layouts.shapes_of({name: array}, {})
+        return layouts.to_own(name, array, self._layout)
 
-    def back(self, name: str, array: Any, target: Any = None) -> Any:
+    def _back(self, name: str, array: Any, target: Any) -> Any:
         """A result in the caller's form; if the caller passed an array for it, that array."""
         if isinstance(array, dict):
             return {key: self._returned(value) for key, value in array.items()}
@@ -104,34 +111,15 @@ class Conversion:
         return self._returned(array)
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
+    def _stream(self) -> Iterator[None]:
         """A context in which work is enqueued on the caller's stream, and errors show the caller's axes."""
         with contextlib.ExitStack() as stack:
             if self._library is not None and self._device is not None:
                 stack.enter_context(on_stream_of(self._library, self._device))
-            elif self.engine == "cupy":
+            elif self._engine == "cupy":
                 stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
             stack.enter_context(layouts.of_caller(self._named, self._shapes))
             yield
-
-    def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str]) -> Any:
-        """Call a function on converted arrays.
-
-        Args:
-            function: takes the arrays by name.
-            arrays: the caller's arrays by name; the results among them are written to.
-            results: the names of the results, in order; the function may return fewer, and a single one not as a tuple.
-                Further results remain as they are.
-
-        Returns:
-            The results of the function in the caller's form.
-        """
-        with self.stream():
-            found = function(**{name: self.into(name, array, result=name in results) for name, array in arrays.items()})
-            if not isinstance(found, tuple):
-                return self.back(results[0], found, arrays.get(results[0]))
-            pairs = zip(results, found, strict=False)
-            return *(self.back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]
 
     def _option(self, name: str, value: Any) -> Any:
         if value is None:
@@ -143,20 +131,10 @@ class Conversion:
             value = layouts.with_batch(name, value, self._layout) if name in SCORE_INPUTS else value
         return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
 
-    def _own(self, name: str, array: Any) -> Any:
-        """An array in the layout of this package."""
-        array = self._shared(name, array)
-        if self._is_unbatched:
-            array = layouts.with_batch(name, array, self._layout)
-        if self._layout is None:
-            return array
-        self._shapes |= layouts.shapes_of({name: array}, {})
-        return layouts.to_own(name, array, self._layout)
-
     def _shared(self, name: str, array: Any) -> Any:
         """An array of the caller's library in the form that the engine needs; anything else is returned as it is."""
         array = self._in_own_library(name, array)
-        return interpreted(name, array, self._device) if self.engine == "cupy" and self._device is not None else array
+        return interpreted(name, array, self._device) if self._engine == "cupy" and self._device is not None else array
 
     def _in_own_library(self, name: str, array: Any) -> Any:
         """An array of the caller's library as a numpy or CuPy array."""
@@ -177,10 +155,10 @@ def convert(
     function: Callable[..., Any],
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
-    results: Sequence[str],
+    results: Sequence[str] = (),
     **flags: Any,
 ) -> Any:
-    """Call a function on converted arrays, options and flags, see :meth:`Conversion.run`."""
+    """Call a function on converted arrays and options, with further arguments, see :meth:`Conversion.run`."""
     conversion = Conversion(arrays["q"], options)
     return conversion.run(functools.partial(function, **conversion.options, **flags), arrays, results)
 

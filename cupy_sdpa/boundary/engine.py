@@ -23,17 +23,7 @@ _ON_HOST = (*LENGTHS, *CU_SEQLENS, *SEEDS, "page_table")
 
 
 def read_engine(engine: Any, array: Any) -> str | None:
-    """The option; None for the engine of the arrays.
-
-    Args:
-        engine: the option.
-        array: q as an array of numpy or CuPy.
-
-    Raises:
-        ValueError: there is no such engine.
-        TypeError: the engine does not compute with such arrays; the message names both and the remedy.
-        RuntimeError: the engine is ``"cupy"``, and the stream is being captured.
-    """
+    """The option; None for the engine of the arrays."""
     if engine is None:
         return None
     if not isinstance(engine, str) or engine not in ENGINES:
@@ -57,11 +47,7 @@ def read_engine(engine: Any, array: Any) -> str | None:
 
 
 def refuse_fp8(options: Mapping[str, Any]) -> None:
-    """Refuse ``engine="cupy"`` of a call in FP8.
-
-    Raises:
-        Unsupported: it is this engine.
-    """
+    """Refuse ``engine="cupy"`` of a call in FP8."""
     if isinstance(engine := options.get("engine"), str) and engine == "cupy":
         raise Unsupported(
             "engine is 'cupy', which does not compute in FP8: CuPy has no FP8 dtype. Pass the values of FP8 arrays, their "
@@ -70,16 +56,7 @@ def refuse_fp8(options: Mapping[str, Any]) -> None:
 
 
 def interpreted(name: str, array: Any, device: int) -> Any:
-    """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there.
-
-    Args:
-        name: the argument.
-        array: the array; anything else is returned as it is.
-        device: the number of the GPU of q.
-
-    Raises:
-        TypeError, ValueError: it is a numpy array, or on another GPU.
-    """
+    """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
     if isinstance(array, np.ndarray):
         raise TypeError(
             f"arrays are mixed: q is a CuPy array and {name} is a numpy array. Move them to one side with cupy.asarray(...) or "

@@ -35,18 +35,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
-#: The arrays with a head dim. With a group also those of other arrays that have the axes of q.
-VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
+#: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
+VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "outs"))
 #: The options with more than one axis.
 _OPTIONS = (*SCORE_INPUTS, "page_table")
 
 
 def check_layout(layout: Any) -> None:
-    """Check the option.
-
-    Raises:
-        TypeError, ValueError: it is no layout.
-    """
+    """Check the option."""
     if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
         known = ", ".join(map(repr, LAYOUTS))
         raise ValueError(
@@ -116,11 +112,7 @@ def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
 
 
 def with_batch(name: str, array: Any, layout: str | None) -> Any:
-    """An array of a call without batch axes with a batch axis of length 1; masks and biases may have one.
-
-    Raises:
-        ValueError: the array has a batch axis, and q has none.
-    """
+    """An array of a call without batch axes with a batch axis of length 1; masks and biases may have one."""
     axes = 3 if name in VECTORS else 2
     if name in SCORE_INPUTS:
         return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
@@ -159,38 +151,19 @@ def other_layout(options: Mapping[str, Any]) -> str | None:
 
 
 def to_own(name: str, array: Any, layout: str) -> Any:
-    """An array or a shape in the layout of this package.
-
-    Args:
-        name: the argument.
-        array: an array; or a shape, as :func:`cupy_sdpa.problem` takes it. Anything else is returned unchanged, to be refused
-            later.
-        layout: a layout in C order.
-
-    Raises:
-        ValueError: the array has another number of axes than the layout.
-    """
+    """An array or a shape of a layout in C order in that of this package; anything else, which is refused later, unchanged."""
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:
         return array
-    if name not in VECTORS:
+    if name.partition("[")[0] not in VECTORS:
         return _reversed(name, array, shape, is_shape)
     axes = _to_own(_letters(name, layout, shape))
     return tuple(shape[axis] for axis in axes) if is_shape else array.transpose(axes)
 
 
 def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any:
-    """A result in the caller's layout: a view.
-
-    Args:
-        name: the result.
-        array: the result in the layout of this package; a dictionary of gradients is returned unchanged.
-        layout: a layout in C order.
-        axes: for the gradient of a bias the number of axes of the bias. Default None: that of the result.
-    """
-    if isinstance(array, dict):
-        return array
+    """A result in the caller's layout, one in C order: a view. ``axes`` is the number of axes of the bias for its gradient."""
     if name in VECTORS:
         return array.transpose(_from_own(layout if len(layout) == array.ndim else "bshd"))  # pages of keys are bshd
     found = array.T
@@ -198,11 +171,7 @@ def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any
 
 
 def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays or shapes in the layout of this package, and the options without ``layout``.
-
-    Raises:
-        TypeError, ValueError: the layout is unknown, or an array has another number of axes.
-    """
+    """Arrays or shapes in the layout of this package, and the options without ``layout``."""
     check_layout(options.get("layout"))
     own, rest, layout = {**arrays}, {name: value for name, value in options.items() if name != "layout"}, other_layout(options)
     if layout:
@@ -218,26 +187,6 @@ def option_to_own(name: str, value: Any, layout: str) -> Any:
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
 
 
-@contextlib.contextmanager
-def described(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Errors of a ``with`` block show axes in the order of the caller's arrays, and name the layout.
-
-    Args:
-        layout: the caller's layout, in C order.
-        shapes: the shapes of the caller's arrays.
-    """
-    caller = CallersAxes(functools.partial(_axes_from_own, layout), shapes)
-    token = callers_axes.set(caller)
-    try:
-        yield
-    except ValueError as error:
-        if caller.shown:
-            error.args = (f"{error} [layout={layout!r}]", *error.args[1:])
-        raise
-    finally:
-        callers_axes.reset(token)
-
-
 def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of a call's arrays and of its options with more than one axis."""
     given = {**arrays, **{name: options.get(name) for name in _OPTIONS}}
@@ -251,29 +200,24 @@ is_named = _is_named.get
 
 
 @contextlib.contextmanager
-def named() -> Iterator[None]:
-    """In calls of a ``with`` block arrays may have any strides: the caller named their layout."""
-    token = _is_named.set(True)
+def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """A context in which arrays of the caller's layout are checked after they were permuted.
+
+    Errors show the axes and the ``shapes`` of the caller's arrays, and name the layout. Arrays may have any strides if it is
+    named, also with the axes of this package.
+    """
+    other = other_layout({"layout": layout})
+    caller = CallersAxes(functools.partial(_axes_from_own, other), shapes) if other else callers_axes.get()
+    axes, named = callers_axes.set(caller), _is_named.set(layout is not None or is_named())
     try:
         yield
+    except ValueError as error:
+        if other and caller and caller.shown:
+            error.args = (f"{error} [layout={other!r}]", *error.args[1:])
+        raise
     finally:
-        _is_named.reset(token)
-
-
-@contextlib.contextmanager
-def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """The context in which arrays are checked after they were permuted: :func:`described`, and :func:`named` if they are.
-
-    Args:
-        layout: that of the caller.
-        shapes: as for :func:`described`.
-    """
-    with contextlib.ExitStack() as stack:
-        if other := other_layout({"layout": layout}):
-            stack.enter_context(described(other, shapes))
-        if layout is not None:
-            stack.enter_context(named())
-        yield
+        callers_axes.reset(axes)
+        _is_named.reset(named)
 
 
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
@@ -292,17 +236,8 @@ def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool)
 
     A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
     the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
-
-    Args:
-        problem: the problem of the arrays.
-        options: the options of the call.
-        on_gpu: whether the arrays are CuPy's. There the rules of the GPU decide about biases and statistics.
-
-    Raises:
-        ValueError: an array has strides that a GPU cannot read, or on the CPU a head_dim of 1 and other axes in C order; and no
-            layout is named.
     """
-    if options.get("layout") is not None or _is_named.get():
+    if options.get("layout") is not None or is_named():
         return
     own = "dht" if len(problem.q.shape) == 3 else "dhsb"
     results = {spec.name for spec in problem.results}
@@ -317,14 +252,10 @@ def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool)
 
 
 def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
-    """:func:`check_strides` of an array with a head dim that a call copies before it is parsed.
+    """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
 
-    Args:
-        name: the argument.
-        array: the array; other objects are refused where the call is parsed.
-        required: whether the call needs these strides, also if a layout is named. Default False.
-        written: whether the array is a result. Default False.
-        remedy: the end of the message. Default: what a call on the CPU takes.
+    ``required``: the call needs these strides, also if a layout is named. ``written``: the array is a result. ``remedy`` is the
+    end of the message, by default what a call on the CPU takes.
     """
     on_gpu = cupy_runtime.is_array(array)
     if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
@@ -332,7 +263,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
         spec = make_spec(name, signature_of(array, 0))
         obstacle = _vector_obstacle(spec, on_gpu, written)
-        if obstacle and (required or not _is_named.get()):
+        if obstacle and (required or not is_named()):
             confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
             raise ValueError(f"{obstacle}{remedy or confirm}")
 

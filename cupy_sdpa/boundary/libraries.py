@@ -80,11 +80,7 @@ def kind_of(array: Any) -> str:
 
 
 def check_one_library(arrays: Mapping[str, Any]) -> None:
-    """Check that no array of another library is passed with a q of numpy or CuPy.
-
-    Raises:
-        TypeError: there is one; the message names both libraries.
-    """
+    """Check that no array of another library is passed with a q of numpy or CuPy."""
     own = kind_of(arrays["q"])
     for name, array in arrays.items():
         if own and library_of(array) is not None and library_of(arrays["q"]) is None:
@@ -120,11 +116,7 @@ def sharing_stream(library: Library, array: Any) -> Any:
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether an array of another library is in the memory of a GPU.
-
-    Raises:
-        TypeError: it is on a device that numpy and CuPy cannot read.
-    """
+    """Whether an array of another library is in the memory of a GPU."""
     if not hasattr(array, "__dlpack_device__"):
         return hasattr(array, "__cuda_array_interface__")
     kind, _ = array.__dlpack_device__()

@@ -162,11 +162,6 @@ def takes_options(*, only: Sequence[str] = (), without: Sequence[str] = ()) -> C
 def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
     """Give a function with ``**options`` a signature that lists the options that it takes, for ``help`` and completion.
 
-    Args:
-        function: the function.
-        only: the options that it takes. Default: all.
-        without: the options that it does not take. The function refuses them itself, with a remedy. Default: none.
-
     A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
     :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
@@ -195,12 +190,7 @@ def _with_signature(function: Any, only: Sequence[str] = (), without: Sequence[s
 
 
 def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
-    """The function; a call that does not fit its signature raises an error with a remedy, if there is one.
-
-    Args:
-        function: the function.
-        takes_layout: whether it takes ``layout``, also that of :func:`cupy_sdpa.layout.default`.
-    """
+    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -223,28 +213,14 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> NoReturn:
-    """Raise the error of a call with too many arguments, or without a required one.
-
-    Args:
-        function: the function, with the signature of :func:`takes_options`.
-        others: the arguments after those that may be passed by position.
-        options: the names of the keyword arguments that are not parameters of the function.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise the error of a call with too many arguments, or without a required one."""
     _check_arguments(function, others, options)
     names = [p.name for p in _positional(function) if p.default is p.empty]
     raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
 
 
 def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A call with wrong arguments, which raises an error, or in :func:`cupy_sdpa.layout.default`.
-
-    Args:
-        function: the function, with ``*positional`` and ``**options``.
-        arguments: its ``locals()`` at the beginning: its parameters.
-    """
+    """A call with wrong arguments, which raises an error, or in :func:`cupy_sdpa.layout.default`."""
     positional, options = arguments.pop("positional"), arguments.pop("options")
     if positional or any(value is ... for value in arguments.values()):
         refuse_arguments(function, positional, options)
@@ -267,11 +243,7 @@ def _check_arguments(function: Callable[..., Any], others: Sequence[Any], option
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Check that every option exists.
-
-    Raises:
-        TypeError: an option does not exist; the message names the option to use instead, or the nearest name.
-    """
+    """Check that every option exists."""
     for name in OF_CALLS:
         if options.get(name) is not None:
             remedy = ": convert q, k and v with .astype(...)" if name == "compute_dtype" else ""
@@ -298,16 +270,7 @@ def check_spelling(options: Iterable[str]) -> None:
 
 
 def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:
-    """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution.
-
-    Args:
-        options: the options of the call.
-        tau: the scale.
-        deterministic: the argument of the backward pass.
-
-    Raises:
-        TypeError, ValueError: an option has an invalid value.
-    """
+    """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution."""
     softcap = read_softcap(options.get("softcap"))
     settings = Settings(
         read_band(options.get("causal", False), options.get("window")),
@@ -327,11 +290,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
 
 
 def check_factors(problem: Problem, arrays: Mapping[str, Any]) -> None:
-    """Check that FP8 arrays have factors.
-
-    Raises:
-        TypeError: they have none.
-    """
+    """Check that FP8 arrays have factors."""
     if problem.fp8 and any(name not in arrays for name in ("descale_q", "descale_k", "descale_v")):
         raise TypeError(
             f"q is {problem.dtype}, whose values need factors: pass arrays of cupy_sdpa.fp8.quantize, or "
@@ -345,22 +304,14 @@ def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
 
 
 def read_flag(name: str, value: Any) -> bool:
-    """A Boolean argument.
-
-    Raises:
-        TypeError: it is neither True nor False.
-    """
+    """A Boolean argument."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
 
 
 def read_count(name: str, value: Any, least: int = 0) -> int:
-    """A number of something, an integer of at least ``least``.
-
-    Raises:
-        TypeError, ValueError: it is not an integer, or is less.
-    """
+    """A number of something, an integer of at least ``least``."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < least:

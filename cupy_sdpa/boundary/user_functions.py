@@ -71,13 +71,6 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and of lists.
 
     Functions that were recorded before are recognized by their identities, as in a repeated call.
-
-    Args:
-        q: the queries, of any library.
-        options: the options of the call.
-
-    Raises:
-        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
     """
     kept = dict(options)
     if isinstance(kept.get("window"), list):
@@ -107,11 +100,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:
-    """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it.
-
-    Raises:
-        TypeError, ValueError: the message contains the value.
-    """
+    """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it."""
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
@@ -123,11 +112,7 @@ def check_tensors(options: Mapping[str, Any]) -> None:
 
 
 def check_scalars(scalars: Mapping[str, Any]) -> None:
-    """Check that the integers of a program have at most 32 bits, as on the GPU.
-
-    Raises:
-        OverflowError: the message contains the integer.
-    """
+    """Check that the integers of a program have at most 32 bits, as on the GPU."""
     for number in scalars.values():
         if isinstance(number, int) and not -(2**31) <= number < 2**31:
             raise OverflowError(
@@ -137,15 +122,7 @@ def check_scalars(scalars: Mapping[str, Any]) -> None:
 
 
 def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
-    """Call the functions of a call with traced values.
-
-    Args:
-        options: the options of the call, with at least one function.
-        problem: the problem without the functions.
-
-    Raises:
-        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
-    """
+    """Call the functions of a call with traced values."""
     _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
     for name, array in tensors.items():
@@ -227,11 +204,7 @@ def tensor_name(name: str) -> str:
 def requested_gradients(
     return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions | None
 ) -> Gradients | None:
-    """The gradients that ``return_dtensors`` requests; None for no gradients.
-
-    Raises:
-        TypeError, ValueError: ``return_dtensors`` names an array that does not exist or has no gradient.
-    """
+    """The gradients that ``return_dtensors`` requests; None for no gradients."""
     if return_dtensors is None or return_dtensors is False:
         return None
     if return_dtensors is not True and not isinstance(return_dtensors, (str, list, tuple, set, frozenset)):

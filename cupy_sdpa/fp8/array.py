@@ -6,7 +6,7 @@ import copy
 import math
 import numbers
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,9 @@ class Fp8Array:
         "attention, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its method dequantize(), "
         "or for gradients call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays"
     )
+
+    #: What :func:`cupy_sdpa.attention` of such arrays, or of such keys, computes; :mod:`.fp8_attention` sets it.
+    _attend: Callable[..., list[Any]]
 
     def __init__(
         self,

@@ -174,6 +174,10 @@ def attend(
     return results + last
 
 
+#: :func:`cupy_sdpa.attention` of arrays of this type.
+Fp8Array._attend = staticmethod(attend)
+
+
 def _read(
     options: Mapping[str, Any],
     named: Mapping[str, Any],

@@ -73,11 +73,7 @@ def check_array(name: str, x: Any) -> None:
 
 
 def check_features(name: str, x: Any) -> None:
-    """Check that the first axis of an array is contiguous: in C order it is probably another axis than the features.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that the first axis of an array is contiguous: in C order it is probably another axis than the features."""
     remedy = f"Pass an array whose last axis is the features, in C order, as {name}.T; copy others with asfortranarray({name})"
     if x.size and x.shape[0] > 1 and x.strides[0] != x.itemsize:
         raise ValueError(

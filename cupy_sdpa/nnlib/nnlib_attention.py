@@ -150,14 +150,7 @@ def _run(
     engine: Any,
     **flags: bool,
 ) -> Any:
-    """A function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned.
-
-    Args:
-        function: the function.
-        arrays: its arrays by name.
-        bias, mask, nheads, dtype, engine: as for :func:`dot_product_attention`.
-        flags: its other arguments.
-    """
+    """A function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned."""
     kind: tuple[Any, ...] = ("nnlib", function.__name__, repr(nheads), *flags)
     given = {"bias": bias, "mask": mask, "compute_dtype": dtype, "engine": engine}
     if isinstance(mask, Mask):  # the array of the lengths itself, because repeated calls are recognized by its address

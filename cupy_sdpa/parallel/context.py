@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ..boundary.conversion import OUTPUTS, Conversion, convert, gradient_names, needs_conversion
+from ..boundary.conversion import OUTPUTS, convert, gradient_names, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
@@ -227,13 +227,10 @@ class ContextParallel:
         Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
         :meth:`attention`.
         """
-        if needs_conversion(q, options):
-            conversion = Conversion(q, options)
-            with conversion.stream():
-                own = {name: conversion.into(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-                given: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-                return self.explain(**own, **given, **conversion.options)
         arrays = {"q": q, "k": k, "v": v}
+        if needs_conversion(q, options):
+            given: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+            return convert(self.explain, arrays, options, **given)  # type: ignore[no-any-return]
         rest, dtype = own_options(arrays, options)
         forward, backward = (
             self._agreement.member(arrays, rest, Request(of, method, seqlen_q, seqlen_kv, dtype=dtype)) for of in (False, True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.layouts import named
+from ..boundary.layouts import of_caller
 from ..problem.problem import CU_SEQLENS, row_stats_shape
 from ..problem.view import View
 from ..programs.executor import Inputs, ProgramCall, Signature
@@ -78,7 +78,7 @@ class Member:
         own, finish = rounded(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
-        with named():  # parts of the options of the whole call
+        with of_caller("dhsb", {}):  # parts of the options of the whole call
             (_alone if config.size == 1 else build)(steps, config, own, inputs.options, **given)
         if of.return_dsinks:
             _sink_gradients(steps, config, own, inputs.options["sinks"])

@@ -18,11 +18,6 @@ class Band(NamedTuple):
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
         """The simplest band with the same mask for some lengths; None if every query attends to every key.
 
-        Args:
-            queries, keys: the lengths.
-            lengths: whether batch entries have individual lengths.
-            needs_diagonal: whether the diagonal is also used elsewhere, as by ALiBi.
-
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
         Band(left=5, right=None, bottom_right=False)
@@ -51,9 +46,6 @@ class Band(NamedTuple):
 
     def moved(self, shift: int) -> Band:
         """The band whose diagonal is ``shift`` keys before this one, with the same mask.
-
-        Raises:
-            ValueError: the band excludes that diagonal.
 
         >>> Band(left=5, right=0).moved(2)
         Band(left=3, right=2, bottom_right=False)

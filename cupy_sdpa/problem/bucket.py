@@ -43,9 +43,6 @@ class Rounding(NamedTuple):
 def read_bucket(bucket: Any) -> Callable[[int], int] | None:
     """How ``bucket=`` rounds a length up; None for exact lengths.
 
-    Raises:
-        TypeError, ValueError: the argument is invalid, or later a function returns a value that is no larger length.
-
     >>> read_bucket(512)(1000), read_bucket("power_of_two")(1000), read_bucket("power_of_two")(3)
     (1024, 1024, 64)
     """

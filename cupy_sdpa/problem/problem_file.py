@@ -75,11 +75,7 @@ def encoded(value: Any) -> Any:
 
 
 def from_json(values: Mapping[str, Any]) -> Problem:
-    """The problem of :func:`to_json`.
-
-    Raises:
-        ValueError: the values are not those of a problem.
-    """
+    """The problem of :func:`to_json`."""
     _check(isinstance(values, Mapping), f"a problem is a JSON object, not {values!r}")
     if missing := [name for name in ("q", "k", "v", "out") if name not in values]:
         raise ValueError(f"{', '.join(missing)} is missing")
@@ -160,16 +156,7 @@ def _number(value: Any) -> float:
 
 
 def read(path: str | os.PathLike[str], check: Callable[[Problem], None]) -> list[Problem]:
-    """The problems of a file.
-
-    Args:
-        path: the file.
-        check: raises ValueError for a problem that this version of the package cannot run.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is not a problem; the message contains its number.
-    """
+    """The problems of a file."""
     import json  # takes a part of the time of importing the package
 
     with open(_open(path, os.O_RDONLY), "rb") as file:
@@ -193,9 +180,6 @@ def add(path: str | os.PathLike[str], problems: Iterable[Problem]) -> int:
 
     Returns:
         The number of problems in the file.
-
-    Raises:
-        OSError: the file cannot be written, is not a regular file of this user, or has other contents. The file is unchanged.
     """
     import json
 
@@ -219,11 +203,7 @@ def add(path: str | os.PathLike[str], problems: Iterable[Problem]) -> int:
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file of problems. A pipe is not waited for, and a device is not read.
-
-    Raises:
-        OSError: the file cannot be opened, is not a regular file, is too large, or is to be written and is another user's.
-    """
+    """Open a file of problems. A pipe is not waited for, and a device is not read."""
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o644)
     status, reason = os.fstat(file), ""
     if not stat.S_ISREG(status.st_mode):

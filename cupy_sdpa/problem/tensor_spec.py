@@ -204,11 +204,7 @@ class Expected(NamedTuple):
 
 
 def check_spec(spec: TensorSpec, expected: Expected) -> None:
-    """Check the dtype, the shape and, for results, the strides of an array.
-
-    Raises:
-        TypeError, ValueError: the array is not as expected; the message contains both values.
-    """
+    """Check the dtype, the shape and, for results, the strides of an array."""
     if spec.dtype != expected.dtype:
         remedy = "pass a new array" if expected.writable else f"convert with .astype({expected.dtype!r})"
         if spec.dtype == "bool":
@@ -224,11 +220,7 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
 
 
 def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool) -> None:
-    """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores.
-
-    Raises:
-        TypeError, ValueError: it does not; the message contains both shapes.
-    """
+    """Check the dtype of a bias or a mask, and that it broadcasts to the shape of the scores."""
     dtypes = FLOAT_DTYPES if spec.name == "bias" else ("bool",)
     if spec.dtype not in dtypes:
         remedy = f"convert with .astype({dtypes[0]!r})"
@@ -267,11 +259,7 @@ def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
 
 
 def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legend: str) -> None:
-    """Check that two of q, k and v have the same length along an axis.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that two of q, k and v have the same length along an axis."""
     if x.shape[axis] != y.shape[axis]:
         places = [in_callers_axes(spec.name, range(len(spec.shape))).index(axis) for spec in (x, y)]
         where = f"axis {places[0]}" if len({*places}) == 1 else f"axes {places[0]} and {places[1]}"
@@ -283,10 +271,6 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
 
 def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
     """Why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
-
-    Args:
-        spec: the array.
-        written: whether it is a result. Default False.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
@@ -332,10 +316,6 @@ def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
     """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not.
-
-    Args:
-        spec: the array.
-        written: whether it is a result. Default False.
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.float16)

@@ -101,18 +101,7 @@ def make_problem(
     settings: Settings = DEFAULT_SETTINGS,
     requested: RequestedOutputs = OUTPUT_ONLY,
 ) -> Problem:
-    """Construct the problem of the given arrays and settings.
-
-    Args:
-        signatures: the name and the signature of every array.
-        settings: the other options.
-        requested: the results. Results that are not among the arrays are dense, and so are dout, out and stats for gradients.
-
-    Raises:
-        TypeError: a dtype is not supported, or dtypes differ.
-        ValueError: shapes do not match.
-        Unsupported: gradients of paged keys are requested.
-    """
+    """Construct the problem of the given arrays and settings."""
     arrays = {name: make_spec(name, signature) for name, signature in signatures}
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
@@ -340,13 +329,7 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
 
 
 def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32", of_heads: str = "float32") -> dict[str, Expected]:
-    """What the other arrays of a call must be, by their names: the results, the inputs of the backward pass, and some options.
-
-    Args:
-        q, k, v: the arrays, or their specs; ``(D, H, S, B)``, or packed ``(D, H, T)``.
-        stats: the dtype of the row statistics. Default float32.
-        of_heads: the dtype of sinks and slopes. Default float32.
-    """
+    """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options."""
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
     dtype, packed = dtypes["q"], len(q.shape) == 3

@@ -17,10 +17,6 @@ from .tensor_spec import ITEMSIZE, TensorSpec, dense_spec
 def ragged_offset_name(name: str, stride: int) -> str:
     """The name of the ragged offsets of an array.
 
-    Args:
-        name: the array.
-        stride: the number of elements from one position to the next.
-
     >>> ragged_offset_name("dv", 1024)
     'cu_seqlens_kv × 1024'
     """

@@ -120,11 +120,7 @@ class View:
         return replace(self, shape=tuple(self.shape[n] for n in order), strides=tuple(self.strides[n] for n in order))
 
     def reshape(self, *shape: Any, order: str = "C") -> View:
-        """Another shape of the same elements, in Fortran order; a single element has every order.
-
-        Raises:
-            ValueError: the elements are not dense in Fortran order, or the sizes differ.
-        """
+        """Another shape of the same elements, in Fortran order; a single element has every order."""
         lengths = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         same = lengths == self.shape or (self.ndim == 1 == len(lengths))
         dense = self.flags.f_contiguous and (order == "F" or self.size < 2)

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from .._typing import Array
 from ..boundary.compute import cast, check_converted
-from ..boundary.conversion import Conversion, needs_conversion
+from ..boundary.conversion import convert, needs_conversion
 from ..boundary.options import Options, check_names, takes_options
 from ..kernels.derivative_terms import Concatenation, Constant, concatenate
 from ..problem.view import View
@@ -59,17 +59,14 @@ def widen(
     >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
     True
     """
+    arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
-        conversion = Conversion(q, options)
-        arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
-        with conversion.stream():
-            own = {name: conversion.into(name, array) for name, array in arrays.items()}
-            return widen(**own, deterministic=deterministic, **conversion.options)
+        return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
     mask, dtype, others = parts_of(resolved(q, k, options, automatic=False))
     check_names(others)
     if dtype is not None:
-        check_converted({"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv})
-        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in (q, k, v, dq, dk, dv))
+        check_converted(arrays)
+        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
         q, k, v, dq, dk, dv = rounded
     form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
     with cupy_runtime.device_context(q):

@@ -25,7 +25,6 @@ LAYERS = (
     ("vjp",),
     ("explanation", "preparation"),
     ("attention_functions", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
-    ("_calls",),
     ("fp8",),
     ("offline",),
     ("programs",),
