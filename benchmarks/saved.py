@@ -15,8 +15,8 @@ from pathlib import Path
 
 import cupy_sdpa
 from cupy_sdpa import store
+from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.case import Case, Packed
-from cupy_sdpa.check.execute import CaseRunner
 from cupy_sdpa.check.saved import case_of
 from cupy_sdpa.cli.console import CommandError, one_line
 from cupy_sdpa.cli.timing import measure

@@ -12,10 +12,10 @@ import pytest
 
 from cupy_sdpa import get_plan_cache
 from cupy_sdpa.check import Case
+from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
 from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.execute import execute
-from cupy_sdpa.check.outcome import Outcome
 from cupy_sdpa.cudnn.library import library
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.

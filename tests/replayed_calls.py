@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa.check.execute import CaseRunner
+from cupy_sdpa.check.calls import CaseRunner
 
 PACKAGE = str(Path(cupy_sdpa.__file__).parent)
 CHECK = str(Path(PACKAGE, "check"))

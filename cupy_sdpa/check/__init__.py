@@ -21,7 +21,7 @@ def reproduce(case: Case) -> None:
     forward on the CPU engine, float32: batch 1, 1 heads, 2 queries, 2 keys, head dim 8; causal='top_left'
     passed: 3 calls
     """
-    from .check_worker import run_case
+    from .pool import run_case
 
     print(case.describe())
     outcome = run_case(case)

@@ -1,4 +1,4 @@
-"""A problem of the self-test as literals. Its ``repr`` is Python code, which :func:`parse` reads without evaluating it.
+"""A problem of the self-test as literals, and its outcome. :func:`parse` reads its ``repr``, which is Python code.
 
 The options of a case are literals. Their values:
 
@@ -235,6 +235,35 @@ class Case:
 
 
 _DEFAULT = Case()
+
+
+@dataclass
+class Outcome:
+    """The outcome of a case.
+
+    Attributes:
+        kind: ``"passed"``, ``"refused"``, ``"wrong"``, ``"exception"``, ``"crash"`` or ``"hang"``.
+        message: the error, or the reason of the refusal.
+        cause: the names of the wrong results, the type and line of the exception, the signal, or the rule of the refusal.
+            Findings of one kind and cause are probably the same bug.
+        calls: the number of calls.
+        fatal: whether the process must be replaced.
+    """
+
+    kind: str = "passed"
+    message: str = ""
+    cause: str = ""
+    calls: int = 0
+    fatal: bool = False
+
+    @property
+    def is_finding(self) -> bool:
+        """Whether the case failed."""
+        return self.kind not in ("passed", "refused")
+
+    def set(self, kind: str, message: str, cause: str) -> None:
+        """Set the kind, message and cause."""
+        self.kind, self.message, self.cause = kind, message, cause
 
 
 def parse(text: str) -> Case:

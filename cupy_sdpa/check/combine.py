@@ -86,12 +86,7 @@ def schedule(seed: int, number: int) -> tuple[str, int]:
 
 
 def fit_fp8(sizes: dict[str, int], *, paged: bool, lengths: bool) -> None:
-    """Change sizes to those that Hopper supports.
-
-    Args:
-        sizes: the sizes, changed.
-        paged: whether the keys are pages, which also a single query can attend to.
-        lengths: whether the number of queries may be changed.
+    """Change sizes to those that Hopper supports; with ``lengths`` also a single query, which can attend to pages only.
 
     >>> sizes = {"d": 24, "dv": 200, "sq": 1}
     >>> fit_fp8(sizes, paged=False, lengths=True)

@@ -36,12 +36,8 @@ class Format(NamedTuple):
 FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
 #: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
 FP8_SCALE = 64.0
-#: Part of the seed, to separate the random numbers of the sequence lengths from those of the arrays.
-_LENGTHS_STREAM = 77
-#: The same for the tangents.
-_TANGENTS_STREAM = 78
-#: The same for the trees.
-_TREES_STREAM = 79
+#: Parts of the seed, to separate the random numbers of lengths, tangents and trees from those of the arrays.
+_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM = 77, 78, 79
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -88,12 +84,7 @@ class Data:
 
 
 def build(case: Case, index: int) -> Data:
-    """Generate a set of values.
-
-    Args:
-        case: the case that the values are for.
-        index: 0 or 1, the set.
-    """
+    """Generate the set of values 0 or 1."""
     data, seeded = Data(case), index
     if case.paged and case.paged.moved:
         index = 0
@@ -113,7 +104,7 @@ def build(case: Case, index: int) -> Data:
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
     if "block_mask" in case.options:
-        data.attends = _attends(case.seed, case.options["block_mask"], (case.sq, case.skv, case.hq, case.b))
+        data.attends = _attends(case)
     if "tree" in case.options:
         data.parents = _parents(case, np.random.default_rng([case.seed, index, _TREES_STREAM]))
     if dropout := case.dropout:
@@ -158,31 +149,24 @@ def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
 
 def _add_lengths(data: Data, index: int) -> None:
     """Add ``seq_lens`` or ``cu_seqlens``."""
-    case, sides = data.case, ("q", "kv")
-    if (packed := case.packed) and not case.paged:
-        packed_lengths = _packed_lengths(case, index)
-        starts = [np.concatenate([[packed.before], packed.before + np.cumsum(n)]).astype(packed.dtype) for n in packed_lengths]
-        data.starts = (starts[0], starts[1])
-        data.arrays |= {f"cu_seqlens_{side}": array for side, array in zip(sides, starts, strict=True)}
-        data.lengths = (np.minimum(packed_lengths[0], case.sq), np.minimum(packed_lengths[1], case.skv))
-        return
+    case, packed = data.case, data.case.packed
     rng = np.random.default_rng([case.seed, index, _LENGTHS_STREAM])
-    both: list[Any] = []
+    lengths: list[Any] = [None, None]
+    starts: list[Any] = [None, None]
     pages = case.paged or case.cache
-    for side, maximum in zip(sides, (case.sq, case.skv), strict=True):
-        kind = pages.lengths if pages and side == "kv" else case.options.get(f"seq_lens_{side}")
-        lengths = None if kind is None else _lengths(rng, kind, maximum, case.b)
-        if lengths is not None and side == "kv" and "shared_prefix" in case.options:
-            lengths = np.maximum(lengths, np.int32(case.shared_keys))
-        if lengths is not None and not (case.cache and side == "kv"):
-            data.arrays[f"seq_lens_{side}"] = lengths
-        both.append(lengths)
-    if packed:  # the queries of paged keys
-        queries, _ = _packed_lengths(case, index)
-        starts_q = np.concatenate([[packed.before], packed.before + np.cumsum(queries)]).astype(packed.dtype)
-        data.starts, data.arrays["cu_seqlens_q"] = (starts_q, None), starts_q
-        both[0] = np.minimum(queries, case.sq)
-    data.lengths = (both[0], both[1])
+    for side, (name, maximum) in enumerate((("q", case.sq), ("kv", case.skv))):
+        kind = pages.lengths if pages and side else case.options.get(f"seq_lens_{name}")
+        if packed and not (side and case.paged):
+            own = _packed_lengths(case, index)[side]
+            starts[side] = np.concatenate([[packed.before], packed.before + np.cumsum(own)]).astype(packed.dtype)
+            data.arrays[f"cu_seqlens_{name}"] = starts[side]
+            lengths[side] = np.minimum(own, maximum)
+        elif kind is not None:
+            own = _lengths(rng, kind, maximum, case.b)
+            lengths[side] = np.maximum(own, np.int32(case.shared_keys)) if side and "shared_prefix" in case.options else own
+            if not (side and case.cache):
+                data.arrays[f"seq_lens_{name}"] = lengths[side]
+    data.lengths, data.starts = (lengths[0], lengths[1]), (starts[0], starts[1])
 
 
 def packed_total(case: Case, side: int) -> int:
@@ -234,7 +218,7 @@ def _random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> A
 
 
 def _score_shape(case: Case, axes: str) -> tuple[int, ...]:
-    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``; ``axes`` as in :mod:`.draw`."""
+    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
     full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
     return tuple(1 if axis == "1" else full[axis] for axis in axes)
 
@@ -276,12 +260,11 @@ def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
     return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
 
 
-def _attends(seed: int, option: tuple[str, str], sizes: tuple[int, int, int, int]) -> Any:
-    """The pairs of the option ``block_mask``; ``sizes`` is (Sq, Skv, Hq, B)."""
-    kind, axes = option
-    sq, skv, hq, b = sizes
+def _attends(case: Case) -> Any:
+    """The pairs of the option ``block_mask``."""
+    kind, axes = case.options["block_mask"]
+    seed, sq, skv, shape = case.seed, case.sq, case.skv, _score_shape(case, axes)
     rng = np.random.default_rng([seed, len(kind)])
-    shape = (skv, sq, hq if axes[2] == "h" else 1, b if axes[3] == "b" else 1)
     i, j = np.arange(sq)[:, None, None], np.arange(skv)[:, None, None, None]
     if kind == "documents":
         document = np.sort(rng.integers(0, 4, max(sq, skv, 1)))
@@ -321,11 +304,8 @@ def tree_pairs(parents: Any) -> Any:
 
 
 _OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {
-    "mask": _mask,
-    "bias": _bias,
-    "alibi_slopes": _alibi_slopes,
-    "sinks": _sinks,
-}
+    "mask": _mask, "bias": _bias, "alibi_slopes": _alibi_slopes, "sinks": _sinks,
+}  # fmt: skip
 
 
 def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any]:
@@ -344,13 +324,7 @@ def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any
 
 
 def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], index: int) -> dict[str, Any]:
-    """The options of the forward call.
-
-    Args:
-        case: the case.
-        arrays, tensors: as in :class:`Data`, numpy or CuPy arrays.
-        index: the set of values; the seed of dropout depends on it.
-    """
+    """The options of the forward call with arrays as in :class:`Data`; the seed of dropout depends on the set of values."""
     options = {name: case.options[name] for name in LITERAL_OPTIONS if name in case.options}
     options |= {name: arrays[name] for name in ARRAY_OPTIONS if name in arrays}
     if "packed" in case.options:

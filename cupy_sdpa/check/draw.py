@@ -15,12 +15,7 @@ from .functions import DTYPES, MASKS, SCORES
 
 
 class Limits(NamedTuple):
-    """The largest sizes of a case, which bound the time of the reference.
-
-    Attributes:
-        scores: elements of the scores, B Hq Sq Skv.
-        elements: elements of an array, B H S D.
-    """
+    """The largest numbers of elements of the scores, B Hq Sq Skv, and of an array, B H S D: they bound the time of a case."""
 
     scores: float
     elements: float = math.inf
@@ -33,7 +28,7 @@ LIMITS = {
     "small": Limits(10_000, 40_000),
     "plan": Limits(2_000_000_000, 50_000_000),
 }
-#: The engine whose cases an engine has.
+#: The engine whose cases another one has.
 _LIKE = {"cupy": "cpu"}
 #: The probability of a case on the CPU with the limits ``"cpu"``.
 LARGE = 0.06
@@ -73,14 +68,7 @@ def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
 
 
 class Sampler:
-    """Draws the parts of one case.
-
-    Args:
-        rng: the random number generator.
-        engine: the engine of the case.
-        fixed_lengths: Sq and Skv; None to draw them.
-        limits: the largest sizes; None for those of the engine.
-    """
+    """Draws the parts of one case. Sq and Skv may be given, and other limits than those of the engine."""
 
     def __init__(
         self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None, limits: Limits | None = None
@@ -230,18 +218,12 @@ class Sampler:
         same_sizes = self.sizes["sq"] == self.sizes["skv"] and self.sizes["d"] == self.sizes["dv"]
         if same_sizes and not {"packed", "paged", "cache"} & self.names and self.chance(0.15):
             return dict.fromkeys("qkv", "qkv")
-        names = (
-            ["q", *([] if {"paged", "cache"} & self.names else ["k", "v"])]
-            + ["dout"] * self.backward
-            + [f"t{letter}" for letter in self.options.get("jvp", "")]
-            + (self.results() if "preallocated" in self.options else [])
-        )
+        names = ["q", *([] if {"paged", "cache"} & self.names else ["k", "v"]), *["dout"] * self.backward]
+        names += [f"t{letter}" for letter in self.options.get("jvp", "")]
+        if "preallocated" in self.options:
+            names += ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
         layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
         return layouts or {"q": self.layout("q")}
-
-    def results(self) -> list[str]:
-        """The results that may have a layout if they are preallocated."""
-        return ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
 
 
 def _bias(sampler: Sampler) -> Any:
@@ -357,13 +339,6 @@ PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(wi
 def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = None, limits: Limits | None = None) -> Case:
     """Draw case ``number`` of the run with a seed; the features have their shares, see :mod:`.combine`.
 
-    Args:
-        seed: the seed of the run.
-        number: the number of the case.
-        engine: the engine of the case.
-        lengths: Sq and Skv; None to draw them.
-        limits: the largest sizes; None for those of the engine.
-
     >>> draw(1, 2, "cpu") == draw(1, 2, "cpu")
     True
     """
@@ -374,15 +349,7 @@ def draw(seed: int, number: int, engine: str, lengths: tuple[int, int] | None = 
 def draw_options(
     names: set[str], number: int, engine: str, lengths: tuple[int, int] | None = None, limits: Limits | None = None
 ) -> Case:
-    """Draw a case with certain options, and the options that they require.
-
-    Args:
-        names: the options.
-        number: the case.
-        engine: the engine of the case.
-        lengths: Sq and Skv; None to draw them.
-        limits: the largest sizes; None for those of the engine.
-    """
+    """Draw a case with certain options, and the options that they require."""
     sampler = Sampler(np.random.default_rng([number, *engine.encode()]), _LIKE.get(engine, engine), lengths, limits)
     return _draw_case(sampler, names, number).with_(engine=engine)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .case import Case
 from .data import dtype_of, shape_of
-from .drawn_pages import LARGE_ENTRY, pool_layout
+from .drawn_pages import LARGE_ENTRY
 
 #: The default layout.
 DENSE = "dhsb"
@@ -59,15 +59,7 @@ def fill_nan(array: Any) -> Any:
 
 
 class Memory:
-    """Named arrays, each a view of a larger array of NaN.
-
-    Args:
-        xp: numpy or CuPy.
-
-    Attributes:
-        views: the arrays.
-        parents: the larger arrays.
-    """
+    """Named arrays of numpy or CuPy, ``views``, each of a larger array of NaN in ``parents``."""
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
@@ -75,16 +67,9 @@ class Memory:
         self.parents: dict[str, Any] = {}
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: Any, layout: str = "") -> Any:
-        """Allocate an array full of NaN, or of 0 for integers.
-
-        Args:
-            name: the name of the array.
-            shape: the shape in logical axis order, ``dhsb`` (``dhs`` if packed) if it has a layout.
-            dtype: the dtype of the array.
-            layout: the memory layout; empty for Fortran order.
-        """
-        axes = DENSE[: len(shape)] if layout else ""
-        if not axes:
+        """Allocate an array full of NaN, or of 0 for integers; its shape is in the order ``dhsb``, or ``dhs`` if packed."""
+        axes = DENSE[: len(shape)]
+        if not layout:
             self.parents[name] = self.views[name] = self._filled(shape, dtype)
             return self.views[name]
         order, suffixes = parse_layout(layout)
@@ -125,10 +110,6 @@ class Memory:
                 self.allocate(name, value.shape, value.dtype)
             bits_of(self.views[name])[...] = self.xp.asarray(bits_of(value))
 
-    def fill_nan(self, name: str) -> None:
-        """Fill an array, but not the memory around it, with NaN."""
-        fill_nan(self.views[name])
-
     def host_bits(self, name: str) -> Any:
         """A copy on the host of an array and the memory around it, as unsigned integers."""
         parent = bits_of(self.parents[name])
@@ -138,20 +119,14 @@ class Memory:
         """Whether any element of the memory around an array is no longer NaN."""
         bits = bits_of(self.views[name])
         saved = bits.copy()
-        bits[...] = ~bits.dtype.type(0)
+        fill_nan(self.views[name])
         changed = bool((bits_of(self.parents[name]) != ~bits.dtype.type(0)).any())
         bits[...] = saved
         return changed
 
 
 def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
-    """Allocate arrays of a case in its layouts, full of NaN.
-
-    Args:
-        case: the case.
-        xp: numpy or CuPy.
-        names: the names of q, k, v, dout and the results.
-    """
+    """Allocate arrays of a case in its layouts, full of NaN; ``names`` are those of q, k, v, dout and the results."""
     memory, dtype = Memory(xp), dtype_of(case.dtype)
     if case.paged:
         memory.allocate_table("page_table", (case.skv // case.paged.page, case.b))
@@ -163,6 +138,6 @@ def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
         elif name not in memory.views:
             shape, layout = shape_of(case, name), case.layouts.get(name, "qkv")
             if case.paged and name in ("k", "v"):
-                layout = pool_layout(case)
+                layout = {"pages": "dshb", "heads": "dhsb"}[case.paged.order]
             memory.allocate(name, shape, dtype, DENSE[: len(shape)] if layout == "qkv" else layout)
     return memory

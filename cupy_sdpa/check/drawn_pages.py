@@ -28,12 +28,6 @@ def pool_shape(case: Case, name: str) -> tuple[int, ...]:
     return (case.dv if name == "v" else case.d, case.hkv, case.paged.page, pages)
 
 
-def pool_layout(case: Case) -> str:
-    """The memory layout of the pages, in the notation of :mod:`.memory`."""
-    assert case.paged
-    return {"pages": "dshb", "heads": "dhsb"}[case.paged.order]
-
-
 def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
     """Distribute the keys and values of every sequence over pages.
 
@@ -48,24 +42,31 @@ def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> 
     """
     assert case.paged
     rng = np.random.default_rng([case.seed, index, _TABLE_STREAM])
-    page, batch = case.paged.page, case.b
-    width = case.skv // page
-    pages = rng.permutation(width * batch + UNUSED)[: width * batch].reshape(width, batch).astype(np.int32)
+    page, width = case.paged.page, case.skv // case.paged.page
+    count = width * case.b + UNUSED
+    pages = rng.permutation(count)[: count - UNUSED].reshape(width, case.b).astype(np.int32)
     if case.paged.shared or "shared_prefix" in case.options:
         _share(case, pages, dense, lengths)
-    table = _entries_after_length(case, rng, pages)
-    arrays: dict[str, Any] = {name: _empty_pool(rng, case, name, dense[name].dtype) for name in "kv"}
-    used = [-(-int(length) // page) for length in lengths]
-    unused = np.ones(width * batch + UNUSED, bool)
-    for b, count in enumerate(used):
-        table[:count, b] = pages[:count, b]
-        unused[pages[:count, b]] = False
+    unowned = np.setdiff1d(np.arange(count), pages)
+    after_length: dict[str, Any] = {
+        "large": [LARGE_ENTRY], "negative": [-1], "unowned": unowned, "mixed": [LARGE_ENTRY, -1, *unowned],
+    }  # fmt: skip
+    table = np.asfortranarray(rng.choice(after_length[case.paged.rest], pages.shape).astype(np.int32))
+    arrays: dict[str, Any] = {"page_table": table}
     for name in "kv":
-        for b, length in enumerate(lengths):
-            j = np.arange(int(length))
+        garbage = _GARBAGE * (2 * rng.random(pool_shape(case, name), np.float32) - 1)
+        arrays[name] = np.asfortranarray(garbage.astype(dense[name].dtype))
+    unused = np.ones(count, bool)
+    for b, length in enumerate(lengths):
+        used = pages[: -(-int(length) // page), b]
+        table[: len(used), b] = used
+        unused[used] = False
+        j = np.arange(int(length))
+        for name in "kv":
             arrays[name][:, :, j % page, pages[j // page, b]] = dense[name][:, :, j, b]
+    for name in "kv":
         arrays[name][..., unused] = np.nan
-    return arrays | {"page_table": table}
+    return arrays
 
 
 def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
@@ -78,19 +79,3 @@ def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
         pages[:count, b] = pages[:count, 0]
         for name in "kv":
             dense[name][:, :, : count * page, b] = dense[name][:, :, : count * page, 0]
-
-
-def _entries_after_length(case: Case, rng: np.random.Generator, pages: Any) -> Any:
-    """A page table of the entries that no length includes."""
-    assert case.paged
-    unowned = np.setdiff1d(np.arange(pages.size + UNUSED), pages)
-    choices: dict[str, Any] = {
-        "large": [LARGE_ENTRY], "negative": [-1], "unowned": unowned, "mixed": [LARGE_ENTRY, -1, *unowned],
-    }  # fmt: skip
-    return np.asfortranarray(rng.choice(choices[case.paged.rest], pages.shape).astype(np.int32))
-
-
-def _empty_pool(rng: np.random.Generator, case: Case, name: str, dtype: Any) -> Any:
-    """Pages of large finite numbers."""
-    shape = pool_shape(case, name)
-    return np.asfortranarray((_GARBAGE * (2 * rng.random(shape, np.float32) - 1)).astype(dtype))

@@ -17,12 +17,7 @@ import numpy as np
 
 
 class ComputedAxis(NamedTuple):
-    """An axis of a captured array that is read at a computed index.
-
-    Attributes:
-        length: its length.
-        index: the index, a function of b, h, q and k.
-    """
+    """The length of an axis of a captured array that is read at a computed index, and the index as a function of b, h, q, k."""
 
     length: int
     index: Callable[..., Any]
@@ -182,12 +177,10 @@ _KEEP_SIGN = frozenset({"add", "mul", "div", "min", "max", "abs"})
 
 @functools.lru_cache(maxsize=64)
 def of_program(option: str, text: str) -> Function:
-    """The function that a program computes.
+    """The function that a program computes, for ``score_mod`` or ``mask_mod``. Scalars have arbitrary values.
 
-    Args:
-        option: ``score_mod`` or ``mask_mod``.
-        text: a JSON object: ``steps`` as in a file of problems, the last one is the result; and ``arrays``, the axes of each
-            captured array, as in :attr:`Function.tensors`. Scalars have arbitrary values.
+    The program is a JSON object: ``steps`` as in a file of problems, the last one is the result; and ``arrays``, the axes of
+    each captured array, as in :attr:`Function.tensors`.
 
     Raises:
         ValueError: the program has an unknown step.

@@ -20,14 +20,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Inputs:
     """The values of a case in the shapes of the oracle.
 
-    Args:
-        data: the values in the shapes of the call.
-
     Attributes:
         q, dout: ``(B, Hkv, G, Sq, D)`` and ``(B, Hkv, G, Sq, Dv)`` in float64.
         k, v: ``(B, Hkv, 1, Skv, D)`` and ``(B, Hkv, 1, Skv, Dv)`` in float64.
         lengths: the lengths of the queries and of the keys, ``(B,)`` each.
         group: the number of query heads per key head.
+        shape, merged_shape: the shape of the scores, and with merged heads, ``(B, Hq, Sq, Skv)``.
         scale: the factor of q k^T.
         keep: the factors of dropout, 0 or 1 / (1 - p), in the shape of the scores; 1.0 without dropout.
     """
@@ -41,8 +39,9 @@ class Inputs:
             np.full(case.b, maximum) if lengths is None else lengths
             for lengths, maximum in zip(data.lengths, (case.sq, case.skv), strict=True)
         ]
-        self.q, self.dout = (self._split_heads(self._padded(name)) for name in ("q", "dout"))
-        self.k, self.v = (self._padded(name)[:, :, None] for name in ("k", "v"))
+        self.shape = case.b, case.hkv, self.group, case.sq, case.skv
+        self.merged_shape = case.b, case.hq, case.sq, case.skv
+        self.q, self.dout, self.k, self.v = (self._padded(name) for name in ("q", "dout", "k", "v"))
         p = case.dropout.p if case.dropout else 0.0
         self.keep: Any = 1.0 if data.keep is None else self.expand_scores(data.keep) / (1 - p)
 
@@ -50,26 +49,22 @@ class Inputs:
         """The tangent of q, k or v in the shape of the array; 0 if it is not given."""
         if name not in self.case.options["jvp"]:
             return np.zeros_like(getattr(self, name))
-        padded = self._padded(f"t{name}")
-        return self._split_heads(padded) if name == "q" else padded[:, :, None]
+        return self._padded(f"t{name}")
 
     def _padded(self, name: str) -> Array:
-        """An array as ``(B, H, S, D)`` in float64, 0 beyond the lengths."""
+        """An array as ``(B, Hkv, G, S, D)`` in float64, 0 beyond the lengths; keys and values have G = 1."""
         array, side = self.data.dense.get(name, self.data.arrays[name]), int(name[-1] in "kv")
         lengths, maximum, starts = self.lengths[side], (self.case.sq, self.case.skv)[side], self.data.starts[side]
         if starts is None:
             transposed = array.transpose(3, 1, 2, 0)
             inside = (np.arange(maximum) < lengths[:, None])[:, None, :, None]
-            return np.where(inside, transposed, 0).astype(np.float64)
-        padded = np.zeros((len(lengths), array.shape[1], maximum, array.shape[0]))
-        for b, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-            padded[b, :, :length] = array[:, :, start : start + length].transpose(1, 2, 0)
-        return padded
-
-    def _split_heads(self, array: Array) -> Array:
-        """Reshape ``(B, Hq, ...)`` to ``(B, Hkv, G, ...)``."""
-        b, _, *rest = array.shape
-        return array.reshape(b, self.case.hkv, self.group, *rest)
+            padded = np.where(inside, transposed, 0).astype(np.float64)
+        else:
+            padded = np.zeros((len(lengths), array.shape[1], maximum, array.shape[0]))
+            for b, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+                padded[b, :, :length] = array[:, :, start : start + length].transpose(1, 2, 0)
+        b, _, *rest = padded.shape
+        return padded.reshape(b, self.case.hkv, 1 if side else self.group, *rest)
 
     def merge_heads(self, array: Array) -> Array:
         """Reshape ``(B, Hkv, G, Sq, ...)`` to ``(B, Hq, Sq, ...)``."""
@@ -85,18 +80,6 @@ class Inputs:
     def expand_heads(self, array: Array) -> Array:
         """Reshape ``(Hq,)`` so that it broadcasts to the scores."""
         return array.reshape(1, self.case.hkv, self.group, 1, 1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the scores."""
-        case = self.case
-        return case.b, case.hkv, self.group, case.sq, case.skv
-
-    @property
-    def merged_shape(self) -> tuple[int, ...]:
-        """``(B, Hq, Sq, Skv)``, the shape of the scores with merged heads."""
-        case = self.case
-        return case.b, case.hq, case.sq, case.skv
 
     def diagonal(self) -> Array:
         """The key index on the diagonal for each batch entry and query, ``(B, 1, 1, Sq, 1)``."""
@@ -139,13 +122,7 @@ class Inputs:
         return found
 
     def call_function(self, option: str, scores: Array | None = None, **tensors: Array) -> Array:
-        """Call the score or mask function of the case with whole arrays.
-
-        Args:
-            option: ``score_mod`` or ``mask_mod``.
-            scores: the first argument of a score function.
-            tensors: replacements of captured arrays.
-        """
+        """Call the score or mask function of the case with whole arrays; ``tensors`` replace captured ones."""
         function = function_of(option, self.case.options[option][0]).call
         parameters = inspect.signature(function).parameters
         captured = {name: _widened(array) for name, array in self.data.tensors.items() if name in parameters}
@@ -156,13 +133,7 @@ class Inputs:
         return np.broadcast_to(np.asarray(result), self.merged_shape).reshape(self.shape)
 
     def to_call_shape(self, array: Array, side: int, fill_value: float = 0.0) -> Array:
-        """Convert a result ``(B, H, S, ...)`` to the shape of the call's result.
-
-        Args:
-            array: the result.
-            side: 0 for queries, 1 for keys.
-            fill_value: the value of the padding.
-        """
+        """A result ``(B, H, S, ...)`` of the queries (side 0) or keys (1) in the call's shape, with a value in the padding."""
         lengths = self.lengths[side]
         inside = (np.arange(array.shape[2]) < lengths[:, None])[:, None, :]
         array = np.where(inside.reshape(*inside.shape, *(1,) * (array.ndim - 3)), array, fill_value)

@@ -8,28 +8,28 @@ import numpy as np
 
 import cupy_sdpa
 
-from .case import Case
+from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options
 from .drawn_memory import memory_of
-from .outcome import Outcome
 from .routes import with_tree
 
 #: Part of the reason of a report if a problem ended the process.
 _CRASHED = "ended the process inside cuDNN"
 
 
-def plan(case: Case, outcome: Outcome) -> Outcome:
-    """Plan both passes. A report with neither a plan nor reasons is a finding."""
+def plan(case: Case, outcome: Outcome) -> None:
+    """Plan both passes, and set the outcome. A report with neither a plan nor reasons is a finding."""
     for problem in problems(case):
         report = cupy_sdpa.explain(problem, gpu=case.gpu)
         for launch in report.launches or (report,):
             outcome.calls += not launch.problem.trivial
             if launch.reasons:
                 kind = "crash" if _CRASHED in launch.reasons[0] else "refused"
-                return outcome.set(kind, " ".join(launch.reasons[0].split())[:400], "planning")
+                outcome.set(kind, " ".join(launch.reasons[0].split())[:400], "planning")
+                return
             if not launch.plan and not launch.problem.trivial:
-                return outcome.set("exception", f"there is neither a plan nor a reason: {launch.problem}", "planning")
-    return outcome
+                outcome.set("exception", f"there is neither a plan nor a reason: {launch.problem}", "planning")
+                return
 
 
 def problems(case: Case) -> list[Any]:
@@ -44,14 +44,12 @@ def problems(case: Case) -> list[Any]:
     if case.tangents:
         return list(cupy_sdpa.composed.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     if "weight_sums" in case.options:
-        return list(
-            cupy_sdpa.composed.weight_sums_problems(q, k, **{name: x for name, x in options.items() if name != "num_splits"})
-        )
+        options.pop("num_splits", None)
+        return list(cupy_sdpa.composed.weight_sums_problems(q, k, **options))
     if "fp8" in case.options:
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:
-        names = ("return_dbias", "return_dsinks", "return_dtensors")
-        options |= {name: True for name in names if name in case.options}
+        options |= {name: True for name in GRADIENTS if name in case.options}
         both.append(cupy_sdpa.problem(q, k, v, backward=True, **options))
     return both

@@ -109,18 +109,12 @@ def in_group(
 ) -> dict[str, Any]:
     """The results of a group of threads, each of which has a part of every sequence, as numpy arrays.
 
-    On the GPU a member repeats its calls, with the queries negated in between.
-
-    Args:
-        case: the case.
-        views: the arrays of the case.
-        options: the options of the forward call.
-        backward: the options of the backward call that are not in ``options``.
-        vjp: whether to call ``attention_vjp``.
+    On the GPU a member repeats its calls, with the queries negated in between. ``backward`` are further options of gradients,
+    which ``attention_vjp`` or ``attention_backward`` computes.
     """
     method, size = case.options["parallel"]
     packed = "packed" in case.options
-    options = {name: _on_host(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
+    options = {name: on_host(x) if name.startswith("cu_seqlens") else x for name, x in options.items()}
     lengths: dict[str, Any] = {} if packed else {"seqlen_q": case.sq, "seqlen_kv": case.skv}
     offsets = [{"cu_seqlens": options[f"cu_seqlens_{side}"]} if packed else {} for side in ("q", "kv")]
     whole = offsets if packed else [{"seqlen": case.sq}, {"seqlen": case.skv}]
@@ -134,7 +128,7 @@ def in_group(
                 q *= factor
                 found = results(cp, q, k, v)
             cp.check()
-            return {name: _on_host(x) for name, x in found.items()}
+            return {name: on_host(x) for name, x in found.items()}
         finally:
             if case.engine == "gpu":
                 cupy_sdpa.get_plan_cache().clear()  # of this thread
@@ -166,7 +160,7 @@ def in_group(
     return first
 
 
-def _on_host(x: Any) -> Any:
+def on_host(x: Any) -> Any:
     """An array of numpy or CuPy as an array of numpy."""
     return x if isinstance(x, np.ndarray) else x.get()
 
@@ -196,13 +190,10 @@ def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
     rope = rotation(case)
     if not rope:
         return q
-    lengths_q, lengths = (
-        np.asarray(x, np.int64) for x in (case.sq if data.lengths[0] is None else data.lengths[0], data.lengths[1])
-    )
-    before = xp.asarray(turned_back(data.arrays["q"], rope, np.arange(case.sq)[:, None] + lengths - lengths_q))
-    return cupy_sdpa.apply_rope(
-        before, rope, end=cache.lengths, seq_lens=None if data.lengths[0] is None else xp.asarray(data.lengths[0])
-    )
+    queries, keys = data.lengths
+    first = keys.astype(np.int64) - (case.sq if queries is None else queries)
+    before = xp.asarray(turned_back(data.arrays["q"], rope, np.arange(case.sq)[:, None] + first))
+    return cupy_sdpa.apply_rope(before, rope, end=cache.lengths, seq_lens=None if queries is None else xp.asarray(queries))
 
 
 def filled_cache(case: Case, data: Data, xp: Any) -> Any:

@@ -1,19 +1,20 @@
-"""A run of the self-test: draw cases, run them in worker processes, and shrink the findings."""
+"""A run of the self-test: draw cases, run them in worker processes, count the outcomes, and shrink the findings."""
 
 from __future__ import annotations
 
 import itertools
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from .case import SIZES, Case
-from .draw import draw
-from .outcome import Outcome
+from .case import SIZES, Case, Outcome
+from .draw import OPTIONS, draw
 from .pool import Pool
 from .shrink import same_failure, shrink
-from .summary import Finding, Summary
 
 #: The time limit in seconds for shrinking one finding; the limit for all findings together is twice that.
 SHRINK_SECONDS = 60.0
@@ -21,41 +22,146 @@ SHRINK_SECONDS = 60.0
 MAX_SHRUNK, BATCH = 9, 3
 #: A run plans a case in one of this many rounds of the engines, because planning is slow.
 PLAN_INTERVAL = 4
+#: Columns of the printed text.
+WIDTH = 80
+#: The columns of the table.
+COLUMNS = ("run", "refused", "wrong")
 
-#: Called with (the summary, the seconds since the start, the current activity).
-Progress = Callable[[Summary, float, str], None]
-#: Called with (the summary, the seconds since the start).
-BeforeShrinking = Callable[[Summary, float], None]
+
+@dataclass
+class Finding:
+    """A case that failed.
+
+    Attributes:
+        case, outcome: the smallest case that fails in this way, and its outcome.
+        original: the case that was drawn.
+        shrunk: whether the case was shrunk.
+        duplicates: other drawn cases that failed in the same way, probably because of the same bug.
+    """
+
+    case: Case
+    outcome: Outcome
+    original: Case
+    shrunk: bool = False
+    duplicates: list[Case] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Findings with equal signatures are reported once."""
+        return self.case.engine, self.outcome.kind, self.outcome.cause, self.case.features, self.case.backward
+
+    @property
+    def command(self) -> str:
+        """The shell command that reproduces the finding."""
+        return f'python -c "from cupy_sdpa.check import Case, reproduce; reproduce({self.case!r})"'
+
+    def as_dict(self) -> dict[str, Any]:
+        """The finding as JSON values."""
+        return {
+            "kind": self.outcome.kind, "message": self.outcome.message, "case": repr(self.case),
+            "sentence": self.case.describe(),
+            "original": repr(self.original), "reproduce": self.command, "shrunk": self.shrunk,
+            "also": [repr(case) for case in self.duplicates],
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """The finding as text: kind and case, error message, and the command that reproduces it."""
+        times = f" ({len(self.duplicates) + 1} times)" if self.duplicates else ""
+        head = f"{self.outcome.kind}{times}: {self.case.describe()}"
+        parts = [head, self.outcome.message]
+        return "\n".join([*(textwrap.fill(part, WIDTH, subsequent_indent="  ") for part in parts), f"  {self.command}"])
+
+
+@dataclass
+class Summary:
+    """What a run has found so far.
+
+    Attributes:
+        kinds: the number of outcomes, by engine and kind.
+        options, pairs: the number of outcomes, by option or pair of options, and column of :data:`COLUMNS`.
+        reasons: the number of refusals, by reason.
+        findings: the cases that failed; at the end without duplicates.
+        problems, calls: the number of cases and of calls.
+        start: when it began.
+        interrupted: whether a KeyboardInterrupt ended it.
+    """
+
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    options: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    problems: int = 0
+    calls: int = 0
+    start: float = field(default_factory=time.monotonic)
+    interrupted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the start."""
+        return time.monotonic() - self.start
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """Count the outcome of a case."""
+        self.problems += 1
+        self.calls += outcome.calls
+        self.kinds[case.engine, outcome.kind] += 1
+        column = "refused" if outcome.kind == "refused" else "wrong" if outcome.is_finding else "run"
+        features = case.features or ("no option",)
+        for name in (*features, "gradients" if case.backward else "forward only"):
+            self.options[name, column] += 1
+        for pair in itertools.combinations(features, 2):
+            self.pairs[" + ".join(pair), column] += 1
+        if outcome.kind == "refused":
+            self.reasons[outcome.message] += 1
+        if outcome.is_finding:
+            self.findings.append(Finding(case, outcome, case))
+
+    def count(self, kind: str) -> int:
+        """The number of outcomes of a kind."""
+        return sum(number for (_, other), number in self.kinds.items() if other == kind)
+
+    def share(self, name: str) -> float:
+        """The percentage of cases with an option."""
+        return 100 * sum(self.options[name, column] for column in COLUMNS) / max(self.problems, 1)
+
+    def table(self) -> list[str]:
+        """The lines of a table of options: the share of the cases, and the number that were run, refused and wrong."""
+        names = ["forward only", "gradients", "no option", *OPTIONS, "layouts"]
+        half = -(-len(names) // 2)
+        widths = (6, 7, 6)
+        rows = [
+            f"{name:<15}{self.share(name):>3.0f}%"
+            + "".join(f"{self.options[name, column]:>{width}}" for column, width in zip(COLUMNS, widths, strict=True))
+            for name in names
+        ]
+        rows += [""] * (2 * half - len(rows))
+        head = f"{'option':<15}{'of':>4}{'run':>6}{'refuse':>7}{'wrong':>6}"
+        pairs = zip([head, *rows[:half]], [head, *rows[half:]], strict=True)
+        return [f"{left}   {right}".rstrip() for left, right in pairs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts as JSON values."""
+
+        def by_column(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+            names = sorted({name for name, _ in counts})
+            return {name: {column: counts[name, column] for column in COLUMNS} for name in names}
+
+        return {
+            "problems": self.problems, "calls": self.calls,
+            "kinds": {f"{engine} {kind}": count for (engine, kind), count in sorted(self.kinds.items())},
+            "shares": {name: round(self.share(name), 1) for name in sorted({name for name, _ in self.options})},
+            "options": by_column(self.options), "pairs": by_column(self.pairs),
+            "refusals": dict(self.reasons.most_common()), "findings": [finding.as_dict() for finding in self.findings],
+        }  # fmt: skip
 
 
 class Limits(NamedTuple):
-    """When a run stops drawing cases; None for no limit.
-
-    Attributes:
-        seconds: the duration.
-        problems: the number of cases.
-        first: whether to end at the first finding, which is not shrunk.
-    """
+    """When a run stops drawing cases: the seconds and the number of cases, or None; and whether the first finding ends it."""
 
     seconds: float | None = None
     problems: int | None = None
     first: bool = False
-
-
-class RunResult(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-        summary: the counts.
-        findings: the findings without duplicates.
-        seconds: the duration.
-        interrupted: whether a KeyboardInterrupt ended it.
-    """
-
-    summary: Summary
-    findings: list[Finding]
-    seconds: float
-    interrupted: bool = False
 
 
 def cases(seed: int, engines: Sequence[str], lengths: tuple[int, int] | None = None) -> Iterator[Case]:
@@ -73,63 +179,45 @@ def run(
     jobs: int,
     limits: Limits = Limits(),  # noqa: B008 (a tuple)
     *,
-    progress: Progress = lambda summary, seconds, activity: None,
-    before_shrinking: BeforeShrinking = lambda summary, seconds: None,
+    progress: Callable[[Summary, str], None] = lambda summary, activity: None,
+    before_shrinking: Callable[[Summary], None] = lambda summary: None,
     modules: tuple[str, ...] = (),
-) -> RunResult:
+) -> Summary:
     """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result is that of the finished cases.
 
     Args:
         drawn: the cases.
         jobs: the number of worker processes.
         limits: when to stop.
-        progress: called after each case.
-        before_shrinking: called before findings are shrunk, if there are any.
+        progress: called after each case, with the current activity.
+        before_shrinking: called before findings are shrunk, if there are any; the first of a run that it ends is not.
         modules: modules that each worker process imports first.
     """
-    summary, start, interrupted = Summary(), time.monotonic(), False
-
-    def report(activity: str) -> None:
-        progress(summary, time.monotonic() - start, activity)
-
-    def count(case: Case, outcome: Outcome) -> None:
-        summary.add(case, outcome)
-        report("running")
-
+    summary = Summary()
     with Pool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:
         try:
-            end = None if limits.seconds is None else start + limits.seconds
             wanted: Iterator[Case] = itertools.islice(drawn, limits.problems)
             if limits.first:
                 wanted = itertools.takewhile(lambda case: not summary.findings, wanted)
-            _run_cases(wanted, end, pool, threads, count)
+            pending: dict[Future[Outcome], Case] = {}
+            while True:
+                while len(pending) < pool.size and (limits.seconds is None or summary.seconds < limits.seconds):
+                    if (case := next(wanted, None)) is None:
+                        break
+                    pending[threads.submit(pool.run, case)] = case
+                if not pending:
+                    break
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    summary.add(pending.pop(future), future.result())
+                    progress(summary, "running")
             if summary.findings and not limits.first:
-                before_shrinking(summary, time.monotonic() - start)
-                _shrink_findings(summary.findings, pool, threads, lambda: report("shrinking findings"))
+                before_shrinking(summary)
+                _shrink_findings(summary.findings, pool, threads, lambda: progress(summary, "shrinking findings"))
         except KeyboardInterrupt:
-            interrupted = True
+            summary.interrupted = True
             pool.kill()
-    return RunResult(summary, merge(summary.findings), time.monotonic() - start, interrupted)
-
-
-def _run_cases(
-    drawn: Iterator[Case],
-    end: float | None,
-    pool: Pool,
-    threads: ThreadPoolExecutor,
-    count: Callable[[Case, Outcome], None],
-) -> None:
-    """Run cases until none are left or the time limit is reached, and call ``count`` with each case and its outcome."""
-    pending: dict[Future[Outcome], Case] = {}
-    while True:
-        while len(pending) < pool.size and (end is None or time.monotonic() < end):
-            if (case := next(drawn, None)) is None:
-                break
-            pending[threads.submit(pool.run, case)] = case
-        if not pending:
-            return
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            count(pending.pop(future), future.result())
+    summary.findings = merge(summary.findings)
+    return summary
 
 
 def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoolExecutor, report: Callable[[], None]) -> None:
@@ -146,11 +234,9 @@ def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoo
     while len(shrunk) < MAX_SHRUNK and time.monotonic() < end:
         batch: list[Finding] = []
         for finding in simplest_first:
-            if finding.shrunk or any(_explains(other, finding) for other in [*shrunk, *batch]):
-                continue
-            batch.append(finding)
-            if len(batch) == BATCH:
-                break
+            explained = finding.shrunk or any(_explains(other, finding) for other in [*shrunk, *batch])
+            if not explained and len(batch) < BATCH:
+                batch.append(finding)
         if not batch:
             return
         pending = {threads.submit(shrink_finding, finding) for finding in batch}

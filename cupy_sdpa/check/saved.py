@@ -29,12 +29,7 @@ class NotRepeatableError(ValueError):
 
 
 def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
-    """The case of a problem.
-
-    Args:
-        problem: the problem.
-        engine: ``"gpu"`` or ``"cpu"``.
-        seed: the seed of the values.
+    """The case of a problem on an engine, with the seed of its values.
 
     Raises:
         NotRepeatableError: the self-test has no such problem.

@@ -5,11 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .case import GRADIENTS, Case, Paged
-from .outcome import Outcome
-
-#: Runs a case.
-RunCase = Callable[[Case], Outcome]
+from .case import GRADIENTS, Case, Outcome, Paged
 
 
 def same_failure(a: Outcome, b: Outcome) -> bool:
@@ -17,14 +13,8 @@ def same_failure(a: Outcome, b: Outcome) -> bool:
     return a.kind == b.kind and (a.kind != "exception" or a.cause == b.cause)
 
 
-def shrink(case: Case, outcome: Outcome, run_case: RunCase, seconds: float = 60.0) -> tuple[Case, Outcome]:
-    """Shrink a case, and return the smallest case that fails in the same way and its outcome.
-
-    Args:
-        case, outcome: the finding.
-        run_case: runs a case in a worker process.
-        seconds: the time limit, after which the smallest case so far is returned.
-    """
+def shrink(case: Case, outcome: Outcome, run_case: Callable[[Case], Outcome], seconds: float = 60.0) -> tuple[Case, Outcome]:
+    """The smallest case that fails in the same way as a finding, and its outcome; after the time limit the smallest so far."""
     end, tried = time.monotonic() + seconds, {repr(case)}
     progress = True
     while progress:
@@ -80,23 +70,14 @@ def _smaller_sizes(case: Case) -> Iterator[Case]:
         yield case.with_(b=n)
     for n in _smaller_numbers(case.hkv, 1):
         yield case.with_(hkv=n, hq=case.hq // case.hkv * n)
-    if case.hkv:
-        for n in _smaller_numbers(case.hq // case.hkv, 1):
-            yield case.with_(hq=case.hkv * n)
-    if case.sq == case.skv:
-        for n in _smaller_numbers(case.sq, 1):
-            yield case.with_(sq=n, skv=n)
-    for n in _smaller_numbers(case.sq, 1):
-        yield case.with_(sq=n)
-    for n in _smaller_numbers(case.skv, case.paged.page if case.paged else 1):
-        yield case.with_(skv=n)
-    if case.d == case.dv:
-        for n in _smaller_numbers(case.d, unit):
-            yield case.with_(d=n, dv=n)
-    for n in _smaller_numbers(case.d, unit):
-        yield case.with_(d=n)
-    for n in _smaller_numbers(case.dv, unit):
-        yield case.with_(dv=n)
+    for n in _smaller_numbers(case.hq // max(case.hkv, 1), 1):
+        yield case.with_(hq=case.hkv * n)
+    units = {"sq": 1, "skv": case.paged.page if case.paged else 1, "d": unit, "dv": unit}
+    for pair in (("sq", "skv"), ("d", "dv")):
+        one, other = (getattr(case, name) for name in pair)
+        for names in ([pair] if one == other else []) + [pair[:1], pair[1:]]:
+            for n in _smaller_numbers(getattr(case, names[0]), units[names[0]]):
+                yield case.with_(**dict.fromkeys(names, n))
 
 
 def _smaller_numbers(n: int, unit: int) -> list[int]:
@@ -133,23 +114,8 @@ def _simpler_options(case: Case) -> Iterator[Case]:
 
 #: The simplest value of each option.
 _SIMPLEST = {
-    "scale": 1.0,
-    "causal": "top_left",
-    "window": (0, 0, "top_left"),
-    "seq_lens_q": "zero",
-    "seq_lens_kv": "zero",
-    "packed": ("full", "full", 0, 0, 0, "int32"),
-    "softcap": 2.0,
-    "dropout": (0.5, "seed", 0, 0),
-    "score_mod": ("near_key_100", ""),
-    "mask_mod": ("key_100", ""),
-    "tree": "parents",
-    "stats": True,
-    "parallel": ("ring", 2),
-    "shared_prefix": 1,
-    "merge": 2,
-    "cache": (1, "full", 1, "", False),
-    "weight_sums": "query heads",
-    "jvp": "q",
-    "bucket": 128,
-}
+    "scale": 1.0, "causal": "top_left", "window": (0, 0, "top_left"), "seq_lens_q": "zero", "seq_lens_kv": "zero",
+    "packed": ("full", "full", 0, 0, 0, "int32"), "softcap": 2.0, "dropout": (0.5, "seed", 0, 0),
+    "score_mod": ("near_key_100", ""), "mask_mod": ("key_100", ""), "tree": "parents", "stats": True, "parallel": ("ring", 2),
+    "shared_prefix": 1, "merge": 2, "cache": (1, "full", 1, "", False), "weight_sums": "query heads", "jvp": "q", "bucket": 128,
+}  # fmt: skip

@@ -22,9 +22,8 @@ import numpy as np
 
 from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
 from .data import FORMATS, FP8_SCALE, dtype_of
-from .functions import function_of
 from .inputs import Array, Inputs
-from .oracle import Results
+from .oracle import Results, score_tensors
 
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
@@ -110,11 +109,7 @@ class _Floors:
         return floors
 
     def _gradients(self, of_out: Array) -> dict[str, float]:
-        """The floors of the gradients.
-
-        Args:
-            of_out: the standard deviation of the error of the output.
-        """
+        """The floors of the gradients, from the standard deviation of the error of the output."""
         inputs, p, keep, ds = self.inputs, self.p, self.keep, np.abs(self.truth.ds)
         derivative = np.abs(np.asarray(self.truth.score_derivative)) + self.approximate
         out, abs_dout = np.abs((p * keep) @ inputs.v), np.abs(inputs.dout)
@@ -164,13 +159,7 @@ class _Floors:
         return DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
 
     def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
-        """The floors of the gradients that are sums of dS: of the bias, of sinks and of captured arrays.
-
-        Args:
-            of_terms: the error of each term of a sum.
-            of_delta: the error of the row sums of dO * O.
-            ds: the magnitudes of dS.
-        """
+        """The floors of sums of dS: from the errors of each term and of the row sums of dO * O, and the magnitudes of dS."""
         inputs, values, floors = self.inputs, self.truth.values, {}
         if "dbias" in values:
             bias = inputs.data.arrays["bias"]
@@ -185,9 +174,8 @@ class _Floors:
         for name, derivative in self.truth.tensor_derivatives.items():
             array, key = inputs.data.tensors[name], f"tensors[{name!r}]"
             if key in values:
-                axes = function_of("score_mod", inputs.case.options["score_mod"][0]).tensors[name]
                 of_elements = of_terms * np.abs(derivative) + ds * self.of_derivative
-                floors[key] = _finite_max(inputs.sum_to_tensor(of_elements, axes, array.shape))
+                floors[key] = _finite_max(inputs.sum_to_tensor(of_elements, score_tensors(inputs)[name], array.shape))
                 floors[key] += (spacing(array.dtype) + 1e-8) * _max_abs(values[key]) + _subnormal(array.dtype)
         return floors
 
@@ -219,13 +207,9 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     of_heads = inputs.merge_heads(~np.asarray(attended.any(axis=-2)))
     unused = columns[..., 0] if case.options.get("weight_sums") == "key heads" else of_heads
     exact = {
-        "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0),
-        "out": queries[: case.dv],
-        "jvp": queries[: case.dv],
-        "dq": queries[: case.d],
-        "dk": keys[: case.d],
-        "dv": keys[: case.dv],
-    }
+        "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0), "out": queries[: case.dv], "jvp": queries[: case.dv],
+        "dq": queries[: case.d], "dk": keys[: case.d], "dv": keys[: case.dv],
+    }  # fmt: skip
     if "sinks" not in case.options:
         exact |= dict.fromkeys(("stats", "max", "sum_exp"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0)
     return exact

@@ -11,7 +11,6 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,7 @@ from .console import CommandError, Help, Status, counted, file_error, one_line, 
 
 if TYPE_CHECKING:
     from ..check.case import Case
-    from ..check.run import Limits
-    from ..check.summary import Finding, Summary
+    from ..check.run import Limits, Summary
 
 _EPILOG = """\
 examples:
@@ -110,25 +108,34 @@ def command(arguments: argparse.Namespace) -> int:
         limits = limits._replace(seconds=None, problems=limits.problems or len(given))
     amount = f"{limits.seconds / 60:g} min" if limits.seconds else counted(limits.problems or 0, "problem")
     print_labeled("seed", f"{seed}; {amount}, {jobs} worker process{'es' * (jobs != 1)}")
-    report = _Report(arguments.json, seed, engines)
 
-    def before_shrinking(summary: Summary, seconds: float) -> None:
+    def report(summary: Summary, *, final: bool) -> None:
+        if arguments.json is not None:
+            facts = {
+                "versions": versions(), "seed": seed, "engines": list(engines), "seconds": round(summary.seconds, 1),
+                "final": final, **summary.as_dict(),
+            }  # fmt: skip
+            try:
+                arguments.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise CommandError(f"--json {arguments.json}: {error.strerror}") from error
+
+    def before_shrinking(summary: Summary) -> None:
         with contextlib.suppress(CommandError):  # raised again by the final report
-            report.write(summary, summary.findings, seconds, final=False)
+            report(summary, final=False)
 
     with _Progress(limits) as progress:
         drawn = cases(seed, engines, arguments.lengths) if given is None else iter(given)
-        found = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
-    summary, findings, seconds, interrupted = found
-    _print(summary, findings, seconds)
-    report.write(summary, findings, seconds, final=not interrupted)
-    if report.path:
-        print_labeled("report", str(report.path))
-    if interrupted:
+        summary = run(drawn, jobs, limits, progress=progress, before_shrinking=before_shrinking)
+    _print(summary)
+    report(summary, final=not summary.interrupted)
+    if arguments.json is not None:
+        print_labeled("report", str(arguments.json))
+    if summary.interrupted:
         raise KeyboardInterrupt
     if not summary.problems:
         raise CommandError("no problem was run: increase --minutes")
-    return 1 if findings else 0
+    return 1 if summary.findings else 0
 
 
 def _seed(arguments: argparse.Namespace) -> int:
@@ -188,38 +195,6 @@ def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
     if not found:
         raise CommandError(f"{path} has no problem that can be verified")
     return list(found.values())
-
-
-@dataclass(frozen=True)
-class _Report:
-    """The JSON report of a run.
-
-    Attributes:
-        path: the file; None for no report.
-        seed: the seed of the run.
-        engines: the tested engines.
-    """
-
-    path: Path | None
-    seed: int
-    engines: Sequence[str]
-
-    def write(self, summary: Summary, findings: Sequence[Finding], seconds: float, *, final: bool) -> None:
-        """Write the report.
-
-        Raises:
-            CommandError: the file cannot be written.
-        """
-        if self.path is None:
-            return
-        report = {
-            "versions": versions(), "seed": self.seed, "engines": list(self.engines), "seconds": round(seconds, 1),
-            "final": final, **summary.as_dict(), "findings": [finding.as_dict() for finding in findings],
-        }  # fmt: skip
-        try:
-            self.path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--json {self.path}: {error.strerror}") from error
 
 
 def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
@@ -303,7 +278,7 @@ class _Progress(Status):
         super().__init__()
         self._limits, self._last, self._findings = limits, -math.inf if self.visible else time.monotonic(), 0
 
-    def __call__(self, summary: Summary, seconds: float, activity: str) -> None:
+    def __call__(self, summary: Summary, activity: str) -> None:
         """Print new findings, and the progress if the interval has passed."""
         for finding in summary.findings[self._findings :]:
             self.show("")
@@ -311,31 +286,27 @@ class _Progress(Status):
         self._findings = len(summary.findings)
         if time.monotonic() - self._last < (_TERMINAL_INTERVAL if self.visible else _INTERVAL):
             return
-        self._last, text = time.monotonic(), self._text(summary, seconds, activity)
+        of_seconds = f" of {self._limits.seconds:.0f}" if self._limits.seconds else ""
+        of_problems = f" of {self._limits.problems}" if self._limits.problems else ""
+        text = f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
+        text += f"{counted(len(summary.findings), 'finding')}, {summary.seconds:.0f}{of_seconds} s"
+        self._last = time.monotonic()
         if self.visible:
             self.show(text)
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def _text(self, summary: Summary, seconds: float, activity: str) -> str:
-        """The progress line."""
-        duration = f"{seconds:.0f} of {self._limits.seconds:.0f} s" if self._limits.seconds else f"{seconds:.0f} s"
-        of_problems = f" of {self._limits.problems}" if self._limits.problems else ""
-        return (
-            f"{activity}: {summary.problems}{of_problems} problems, {summary.count('refused')} refused, "
-            f"{counted(len(summary.findings), 'finding')}, {duration}"
-        )
 
-
-def _print(summary: Summary, findings: Sequence[Finding], seconds: float) -> None:
+def _print(summary: Summary) -> None:
     """Print the table, the findings and the totals."""
     print()
     for line in summary.table():
         print(line)
+    findings = summary.findings
     for finding in findings[:_MAX_PRINTED]:
         print(f"\n{finding.text()}")
     if len(findings) > _MAX_PRINTED:
         print(f"\nand {len(findings) - _MAX_PRINTED} more, which are in the report of --json")
     kinds = ", ".join(f"{count} {kind} on {engine}" for (engine, kind), count in sorted(summary.kinds.items()))
     totals = (counted(summary.problems, "problem"), counted(summary.calls, "call"), counted(len(findings), "finding"))
-    print(f"\n{', '.join(totals)} in {seconds:.0f} s ({kinds})")
+    print(f"\n{', '.join(totals)} in {summary.seconds:.0f} s ({kinds})")

@@ -14,9 +14,9 @@ from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
-from cupy_sdpa.check.execute import execute, expected
+from cupy_sdpa.check.execute import Expected, execute
 from cupy_sdpa.check.inputs import Inputs
-from cupy_sdpa.check.oracle import MASKED, evaluate
+from cupy_sdpa.check.oracle import MASKED, Results
 from cupy_sdpa.check.planned import problems
 from cupy_sdpa.support.why_not import why_not
 
@@ -249,7 +249,7 @@ def test_the_oracle_agrees_with_the_reference():
         if data.parents is not None:
             options["mask"] = options.get("mask", True) & Inputs(data).tree()[:, 0].transpose(3, 2, 1, 0)
         arrays = [{**data.arrays, **data.dense}[name] for name in ("q", "k", "v")]
-        found = evaluate(Inputs(data)).values
+        found = Results(Inputs(data)).values
         wanted = dict(
             zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
         )
@@ -271,7 +271,7 @@ def test_the_oracles_gradients_are_differences(name):
         options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
     )  # fmt: skip
     data = build(case, 0)
-    found = evaluate(Inputs(data)).values
+    found = Results(Inputs(data)).values
     rng = np.random.default_rng(0)
     dout = data.arrays["dout"]
     places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
@@ -280,7 +280,7 @@ def test_the_oracles_gradients_are_differences(name):
         sums = []
         for step in (1e-5, -1e-5):
             place[key] = start + step * direction
-            sums.append((evaluate(Inputs(data)).values["out"] * dout).sum())
+            sums.append((Results(Inputs(data)).values["out"] * dout).sum())
         place[key] = start
         gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
         assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
@@ -291,7 +291,7 @@ def test_rows_masked_by_finite_values():
     case = Case(dtype="float64", sq=3, skv=4, backward=True, options={"bias": ("kq11", "float32", "normal")})
     data = build(case, 0)
     data.arrays["bias"][:, 1] = 2 * MASKED
-    wanted = expected(data)
+    wanted = Expected(data)
     assert np.isneginf(wanted.truth.values["stats"][1]).all()
     assert wanted.exact["out"][:, :, 1].all()
     assert not wanted.truth.values["out"][:, :, 1].any()

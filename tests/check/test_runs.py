@@ -14,9 +14,8 @@ from tiers import missing
 from cupy_sdpa import check
 from cupy_sdpa.__main__ import main
 from cupy_sdpa.check import Case, pool, run
-from cupy_sdpa.check.case import REQUIRES, Paged, parse
+from cupy_sdpa.check.case import REQUIRES, Outcome, Paged, parse
 from cupy_sdpa.check.draw import OPTIONS, draw
-from cupy_sdpa.check.outcome import Outcome
 from cupy_sdpa.check.pool import Pool
 from cupy_sdpa.check.shrink import candidates, shrink
 
@@ -96,10 +95,10 @@ def test_a_crash_is_a_finding_and_the_run_continues():
         Case(), Case(options={"softcap": 2.0, "scale": 1.0}), Case(seed=1), Case(sq=5, b=2, options={"causal": "top_left"}),
         Case(seed=2),
     ]  # fmt: skip
-    summary, findings, *_ = run.run(iter(cases), 2, modules=PLANTED)
+    summary = run.run(iter(cases), 2, modules=PLANTED)
     assert summary.problems == 5
     assert summary.count("passed") == 3
-    found = {finding.outcome.kind: finding for finding in findings}
+    found = {finding.outcome.kind: finding for finding in summary.findings}
     assert found.keys() == {"crash", "wrong"}
     assert "SIGKILL" in found["crash"].outcome.message
     assert found["crash"].case.options == {"softcap": 2.0}
@@ -134,21 +133,21 @@ def test_a_process_that_is_killed_from_outside_is_a_finding():
 def test_an_interrupted_run_reports_the_finished_cases():
     """Ctrl-C ends all processes at once, also those that are running a case; the report contains the finished cases."""
 
-    def progress(summary, seconds, activity):
+    def progress(summary, activity):
         if summary.problems == 2:
             raise KeyboardInterrupt
 
     cases = [Case(), Case(seed=1), Case(options={"window": (1, 1)})]  # the last one would hang
-    summary, findings, seconds, interrupted = run.run(iter(cases), 2, progress=progress, modules=PLANTED)
-    assert (summary.problems, findings, interrupted) == (2, [], True)
-    assert seconds < pool.TIME_LIMIT / 2
+    summary = run.run(iter(cases), 2, progress=progress, modules=PLANTED)
+    assert (summary.problems, summary.findings, summary.interrupted) == (2, [], True)
+    assert summary.seconds < pool.TIME_LIMIT / 2
 
 
 @pytest.mark.slow
 def test_findings_of_one_kind_are_reported_once():
     """Cases that fail in the same way are listed with the shrunk one."""
     cases = [Case(b=b, seed=b, options={"causal": "top_left"} | more) for b in (1, 2) for more in ({}, {"sinks": "high"})]
-    _, (finding,), _, _ = run.run(iter(cases), 1, modules=PLANTED)
+    (finding,) = run.run(iter(cases), 1, modules=PLANTED).findings
     assert len(finding.duplicates) == 3
     assert "4 times" in finding.text()
 
@@ -157,8 +156,8 @@ def test_findings_of_one_kind_are_reported_once():
 def test_the_first_finding_ends_a_run():
     """It is reported as drawn, without shrinking."""
     cases = [Case(), Case(sq=5, options={"causal": "top_left"}), Case(seed=1), Case(seed=2)]
-    summary, (finding,), *_ = run.run(iter(cases), 1, run.Limits(first=True), modules=PLANTED)
-    assert (summary.problems, finding.shrunk) == (2, False)
+    summary = run.run(iter(cases), 1, run.Limits(first=True), modules=PLANTED)
+    assert (summary.problems, [finding.shrunk for finding in summary.findings]) == (2, [False])
 
 
 # The command

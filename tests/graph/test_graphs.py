@@ -14,7 +14,7 @@ from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import Sampler, draw_options
 from cupy_sdpa.check.inputs import Inputs
-from cupy_sdpa.check.oracle import evaluate
+from cupy_sdpa.check.oracle import Results
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 
@@ -49,7 +49,7 @@ def computed(case):
     options = call_options(case, data.arrays, data.tensors, 0)
     if case.dropout:
         options |= {"dropout_p": case.dropout.p, "dropout_mask": data.keep}
-    return [data.arrays[name] for name in ("dout", "q", "k", "v")], options, evaluate(Inputs(data))
+    return [data.arrays[name] for name in ("dout", "q", "k", "v")], options, Results(Inputs(data))
 
 
 def close(got, truth, rtol, atol, name):

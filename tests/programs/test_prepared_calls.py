@@ -7,8 +7,8 @@ import pytest
 from engines import numbers
 
 from cupy_sdpa import Unsupported, attention, attention_backward, fp8, prepare
+from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.draw import OPTIONS
-from cupy_sdpa.check.execute import CaseRunner
 
 #: Options of ``check`` that are other functions than those that are prepared.
 OTHERS = {"cache", "jvp", "merge", "parallel", "shared_prefix", "weight_sums"}

@@ -11,7 +11,7 @@ from replayed_calls import CASES, Calls, functions_run
 
 import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, shared_prefix_attention
-from cupy_sdpa.check.execute import CaseRunner
+from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.composed import widen
 
 ENGINE = Engine("numpy", np)
