@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from ..boundary.options import is_one_of
 from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ProgramCall
+from ..replay.replay_cache import remove_oldest
 from ..runtime import cupy_runtime
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
@@ -33,40 +33,28 @@ _MAX_CONFIGURATIONS = 256
 
 
 class Agreement:
-    """The calls that the members have compared.
+    """The calls that the members have compared; ``method`` is that of calls that request none, None to choose it.
 
     New ones are compared as texts before any of them runs, which synchronizes. Of known ones a checksum is compared during the
-    call (:class:`~cupy_sdpa.parallel.channel.Channel`).
-
-    Args:
-        channel: the group.
-        method: the method of calls that request none; None to choose it.
-        check: whether members compare texts and checksums.
+    call (:class:`~cupy_sdpa.parallel.channel.Channel`). Neither happens if ``check`` is False.
     """
 
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
-        self._known: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._known: dict[Any, Any] = {}
         #: Whether the current call has been compared, or is being compared.
         self._begun = False
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
-        """What this member computes in calls that were not compared before.
-
-        Args:
-            arrays: the arrays of the call by name.
-            options: its options, of :func:`own_options`.
-            of: what it asks for.
-
-        Raises:
-            TypeError, ValueError, Unsupported: the arguments are invalid.
+        """What this member computes in calls that were not compared before, from arrays by name and the options of
+        :func:`own_options`; arguments that are invalid are refused.
         """
         config = configure(self._channel.rank, self._channel.size, arrays, options, of)
         choice = choose(config, self._method if of.method is None else read_method(of.method))
         return Member(config, choice, self._channel, of)
 
     def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> ProgramCall:
-        """The call of this member, which all members make; arguments as for :meth:`member`, with all options.
+        """The call of this member, which all members make; as :meth:`member`, with all options.
 
         Raises:
             TypeError, ValueError, Unsupported: the call is refused, or members call with different shapes or options.
@@ -103,11 +91,9 @@ class Agreement:
         return call  # type: ignore[no-any-return]
 
     def compared(self, prepare: Callable[[], str], like: Any) -> str:
-        """Compare a text with those of the other members.
+        """Compare the text that ``prepare`` returns with those of the other members; it is empty for one that is known.
 
-        Args:
-            prepare: returns the text, empty for one that was compared before. If it raises an exception, all members raise.
-            like: an array of the engine.
+        If ``prepare`` raises an exception, all members raise. ``like`` is an array of the engine.
         """
         self._begun = True
         self._channel.begin(None)
@@ -122,11 +108,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def announced(self, arrays: Iterable[Any]) -> Iterator[None]:
-        """A call of the group: also errors from before it is compared are told to the other members.
-
-        Args:
-            arrays: the arguments of the call.
-        """
+        """A call of the group with these arguments: also errors from before it is compared are told to the other members."""
         self._begun = False
         try:
             yield
@@ -154,18 +136,13 @@ class Agreement:
 
     def remember(self, key: Any, found: Any) -> None:
         """Remember what was compared."""
-        self._known[key] = found
-        self._known.move_to_end(key)
-        while len(self._known) > _MAX_CONFIGURATIONS:
-            self._known.popitem(last=False)
+        self._known.pop(key, None)
+        self._known[key] = found  # it becomes the most recent
+        remove_oldest(self._known, _MAX_CONFIGURATIONS)
 
 
 def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The options without ``block_mask`` and ``compute_dtype``, and the dtype to compute in.
-
-    Raises:
-        TypeError, ValueError: one of the two is invalid, or the arrays cannot be converted.
-    """
+    """The options without ``block_mask`` and ``compute_dtype``, which are checked, and the dtype to compute in."""
     rest = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(rest.pop("compute_dtype", None), arrays["q"])
     if dtype is not None:
@@ -174,12 +151,7 @@ def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
 
 
 def compare(channel: Channel, text: str, like: Any) -> None:
-    """Exchange the texts of all members; waits for the exchange.
-
-    Args:
-        channel: the group.
-        text: the shapes and options of this member, or :data:`REFUSED` and a reason.
-        like: an array of the engine.
+    """Exchange the texts of all members, or :data:`REFUSED` and a reason; waits for the exchange.
 
     Raises:
         ValueError: the texts of two members differ. It is raised on every member.
@@ -205,11 +177,7 @@ def compare(channel: Channel, text: str, like: Any) -> None:
 
 
 def read_method(method: Any) -> str | None:
-    """Validate the name of a method.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """The name of a method, or None; ValueError for another one."""
     if not is_one_of(method, (None, *METHODS)):
         raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
     return method  # type: ignore[no-any-return]

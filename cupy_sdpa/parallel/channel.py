@@ -26,9 +26,6 @@ class Channel:
 
     The first exchange of a call sends the call's tag, a checksum of its shapes and options, and compares it with that of the
     first message that arrives. On a GPU the comparison is a kernel that writes to memory of the host, so nothing waits for it.
-
-    Args:
-        exchanger: the group.
     """
 
     def __init__(self, exchanger: Exchanger) -> None:
@@ -62,9 +59,7 @@ class Channel:
     def start_exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Start an exchange, after the work on CuPy's current stream so far. Empty arrays are not transferred.
 
-        Args:
-            sends, receives: the arrays; they are in use until :meth:`wait_for_exchange`.
-            label: what is exchanged, for messages; the same for all members.
+        The arrays are in use until :meth:`wait_for_exchange`. The label, for messages, is the same for all members.
         """
         tag, self._tag = self._tag, None
         sends, receives = [x for x in sends if x.array.size], [x for x in receives if x.array.size]

@@ -129,6 +129,11 @@ class Configuration:
         start, stop = rank * shared, (rank + 1) * shared
         return slice(start, stop), slice(start // self.group, -(-stop // self.group))
 
+    def all_heads(self, _rank: int) -> tuple[slice, slice]:
+        """The query heads and the key/value heads of every member with the method all_gather."""
+        _, _, hq, hkv, *_ = self.problem.sizes
+        return slice(0, hq), slice(0, hkv)
+
     @functools.cached_property
     def steps(self) -> tuple[tuple[tuple[Part, ...], ...], int]:
         """The calls of the ring, for the keys of every member in the order of the steps; and the number of partial results."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..boundary.conversion import OUTPUTS, convert, gradient_names, needs_conversion
+from ..boundary.conversion import convert, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
 from ..programs.executor import Inputs, ProgramCall, Signature
 from ..programs.program import Builder
+from ..replay.views import on_own_arrays
 from ..runtime import cupy_runtime, memory
 from .agreement import Agreement, own_options
 from .channel import Channel
@@ -130,11 +131,7 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
-        flags: dict[str, Any] = {"return_stats": return_stats, "method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-        if needs_conversion(q, options):
-            return convert(self.attention, {"q": q, "k": k, "v": v}, options, OUTPUTS, **flags)
-        of = Request(False, method, seqlen_q, seqlen_kv)
-        out, stats = _run(self._agreement.call({"q": q, "k": k, "v": v}, options, of))
+        out, stats = self._call({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv))
         return (out, stats) if return_stats else out
 
     @_collective
@@ -180,13 +177,8 @@ class ContextParallel:
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
-        flags: dict[str, Any] = {"deterministic": deterministic, "return_dsinks": return_dsinks}
-        if needs_conversion(q, options):
-            names = gradient_names(False, return_dsinks)
-            flags |= {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-            gradients: tuple[Any, ...] = convert(self.attention_backward, arrays, options, names, **flags)
-            return gradients
-        return tuple(_run(self._agreement.call(arrays, options, Request(True, method, seqlen_q, seqlen_kv, **flags))))
+        of = Request(True, method, seqlen_q, seqlen_kv, deterministic=deterministic, return_dsinks=return_dsinks)
+        return tuple(self._call(arrays, options, of))
 
     @_collective
     @takes_default
@@ -236,6 +228,16 @@ class ContextParallel:
             self._agreement.member(arrays, rest, Request(of, method, seqlen_q, seqlen_kv, dtype=dtype)) for of in (False, True)
         )
         return report(forward.config, forward.choice, forward.call(arrays, rest), backward.call(arrays, rest))
+
+    def _call(self, arrays: dict[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
+        """The results of a call that all members make."""
+
+        def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
+            call = self._agreement.call(dict(zip(arrays, own, strict=True)), others, of)
+            with cupy_runtime.device_context(own[0]):
+                return call.run()
+
+        return on_own_arrays("group", [*arrays], (*arrays.values(),), options, compute, of.results)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
@@ -361,9 +363,3 @@ def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _slices(axis: int, part: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, part)
-
-
-def _run(call: ProgramCall) -> list[Any]:
-    """Run a call on the device of its arrays."""
-    with cupy_runtime.device_context(call.arrays["q"]):
-        return call.run()

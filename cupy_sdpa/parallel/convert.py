@@ -7,6 +7,7 @@ from typing import Any
 
 from . import nccl
 from .group import Exchanger, Group, Transfer
+from .loopback import Loopback
 from .mpi import MpiGroup
 
 
@@ -31,18 +32,6 @@ class OrderedExchanges:
         """Groups of this kind raise their own errors."""
 
 
-class SingleMember:
-    """The group of one member, which exchanges nothing."""
-
-    rank, size = 0, 1
-
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
-        """There is no other member."""
-
-    def check(self) -> None:
-        """There is no other member."""
-
-
 def as_exchanger(group: Any) -> Exchanger:
     """Convert a group or a communicator of another library.
 
@@ -55,7 +44,7 @@ def as_exchanger(group: Any) -> Exchanger:
         TypeError: the type of the object is not supported.
     """
     if group is None:
-        return SingleMember()
+        return Loopback(1).members[0]
     if hasattr(group, "exchange") and hasattr(group, "check"):
         return group  # type: ignore[no-any-return]
     origin = f"{type(group).__module__}.{type(group).__qualname__}"

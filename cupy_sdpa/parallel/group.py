@@ -10,6 +10,17 @@ class GroupError(RuntimeError):
     """A member of a group failed, was aborted, or did not take part in an exchange in time; no result is valid."""
 
 
+class Failing:
+    """A group that raises the reason in every call after it has failed."""
+
+    _failure = ""
+
+    def check(self) -> None:
+        """Raise GroupError if the group failed."""
+        if self._failure:
+            raise GroupError(self._failure)
+
+
 class Transfer(NamedTuple):
     """An array that is sent to a peer, or received from it.
 

@@ -10,13 +10,15 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..boundary.argument import check_arrays, read_array
+from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
-from ..boundary.options import ARRAYS, check_names, read_scale, read_settings
+from ..boundary.options import check_names
 from ..boundary.user_functions import FUNCTIONS, check_tensors, function_identities
 from ..errors import Unsupported, in_words
-from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem
-from ..problem.tensor_spec import Signature, dense_signature, dtype_name
-from ..problem.validation import expected_arrays, make_problem
+from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from ..problem.tensor_spec import numpy_dtype
+from ..problem.validation import expected_arrays
+from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from .configuration import Configuration, Request
@@ -35,13 +37,7 @@ _POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENG
 
 
 def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Configuration:
-    """Validate the arguments of a call.
-
-    Args:
-        rank, size: the member, and the number of members.
-        arrays: q, k and v, and in the backward pass dout, out and stats.
-        options: the options.
-        of: what the call asks for.
+    """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
@@ -92,22 +88,14 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
 
 
 def read_length(name: str, value: Any) -> int:
-    """A number of positions.
-
-    Raises:
-        ValueError: it is not an integer, or negative.
-    """
+    """A number of positions; ValueError if it is not an integer, or negative."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
     return int(value)
 
 
 def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
-    """The lengths of packed sequences from the offsets of the whole sequences on the host.
-
-    Raises:
-        TypeError, ValueError: they are not offsets, or on the GPU.
-    """
+    """The lengths of packed sequences from the offsets of whole sequences, which are refused if they are on the GPU."""
     if cupy_runtime.is_array(starts):
         raise TypeError(
             f"{name} is a CuPy array; a group cuts every sequence on the host, and reading the offsets from the GPU would wait "
@@ -167,34 +155,20 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
 
 
 def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout, dtype: str | None) -> Problem:
-    """The problem of the call on one GPU."""
-    signatures: dict[str, Signature] = {}
+    """The problem of the call on one GPU, without functions."""
+    known = {name: value for name, value in options.items() if name not in (*FUNCTIONS, "tensors")}
+    device = given["q"].device
+    views: dict[str, Any] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):
         x = given[name].array
-        signatures[name] = dense_signature(dtype or dtype_name(x.dtype), (*x.shape[:2], layout.total, *x.shape[3:]))
-    for name in ARRAYS:
-        value = options.get(name)
-        if value is None or name in SEEDS:
-            continue
-        if name in CU_SEQLENS:
-            signatures[name] = dense_signature("int32", (len(queries.lengths) + 1,))
-            continue
-        argument = read_array(name, value)
-        if (argument.device is None) != (given["q"].device is None):
-            raise TypeError(f"arrays are mixed: q and {name} must both be numpy arrays or both be CuPy arrays")
-        signatures[name] = argument.signature
-    lengths = [name for name in LENGTHS if name in signatures]
-    if len(lengths) == 1:
-        (missing,) = set(LENGTHS) - set(lengths)
-        signatures[missing] = signatures[lengths[0]]
-    known = dict(options)
+        kind = x.dtype if dtype is None else numpy_dtype(dtype)
+        views[name] = View.dense(name, (*x.shape[:2], layout.total, *x.shape[3:]), kind, device)
     if queries.packed:
-        for name, layout in (("max_seqlen_q", queries), ("max_seqlen_kv", keys)):
-            if options.get(name) is None:
-                known[name] = max(layout.lengths, default=0)
-    tau = read_scale(options.get("scale"), given["q"].array.shape[0])
-    settings, _ = read_settings(known, tau)
-    return make_problem(tuple(signatures.items()), settings)
+        for side, layout in (("q", queries), ("kv", keys)):
+            known[f"cu_seqlens_{side}"] = View.dense("", (len(layout.lengths) + 1,), np.int32, device)
+            if known.get(f"max_seqlen_{side}") is None:
+                known[f"max_seqlen_{side}"] = max(layout.lengths, default=0)
+    return read_forward(**views, options=known).problem
 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:

@@ -75,11 +75,7 @@ class ParallelReport(NamedTuple):
 
 
 def choose(config: Configuration, requested: str | None) -> Choice:
-    """The method of a call.
-
-    Args:
-        config: the configuration.
-        requested: the method that the caller asks for, or None.
+    """The method of a call, or the one that the caller requests.
 
     Raises:
         Unsupported: the requested method, or every method, cannot run.

@@ -9,47 +9,56 @@ Models", section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..kernels.merge import accumulate
 from ..problem.problem import KEY_ARRAYS, row_stats_shape
 from ..problem.view import View
 from .configuration import Configuration
-from .member_steps import MemberSteps, attend, attend_backward
+from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import Layout
 
 Views = Mapping[str, View]
 Options = Mapping[str, Any]
+#: The query heads and the key/value heads of a member.
+HeadsOf = Callable[[int], tuple[slice, slice]]
 
 
 def heads_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
     """Add the steps of the output and the log-sum-exp of the member's queries."""
     builder = steps.builder
-    q, k, v = _to_heads(steps, config, views, ("q", "k", "v"), "all-to-all: q, k and v")
+    q, k, v = to_heads(steps, config, views, ("q", "k", "v"), "all-to-all: q, k and v", config.heads)
     out = builder.temporary((v.shape[0], *q.shape[1:]), q.dtype)
     stats = builder.temporary(row_stats_shape(q.shape), config.stats)
     attend(builder, (q, k, v), out, stats, config.head_options(builder, options))
-    _to_positions(steps, config, {"out": out, "stats": stats}, views, "all-to-all: out and log-sum-exp")
+    to_positions(steps, config, {"out": out, "stats": stats}, views, "all-to-all: out and log-sum-exp", config.heads)
 
 
 def heads_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
     """Add the steps of the gradients of the member's queries, keys and values."""
     builder, names = steps.builder, ("dout", "q", "k", "v", "out", "stats")
-    arrays = _to_heads(steps, config, views, names, "all-to-all: q, k, v, out, log-sum-exp and gradient")
+    arrays = to_heads(steps, config, views, names, "all-to-all: q, k, v, out, log-sum-exp and gradient", config.heads)
     made = {f"d{name}": builder.temporary(x.shape, x.dtype) for name, x in zip("qkv", arrays[1:4], strict=True)}
     given = config.head_options(builder, options)
     attend_backward(builder, (*arrays, *made.values()), given, deterministic=deterministic, given_stats="whole")
-    _to_positions(steps, config, made, views, "all-to-all: gradients")
+    to_positions(steps, config, made, views, "all-to-all: gradients", config.heads)
 
 
-def _to_heads(steps: MemberSteps, config: Configuration, views: Views, names: Sequence[str], label: str) -> list[View]:
+def to_heads(
+    steps: MemberSteps, config: Configuration, views: Views, names: Sequence[str], label: str, heads: HeadsOf
+) -> list[View]:
     """Exchange the member's positions of all heads for all positions of the member's heads."""
     arrays = [(views[name], *_side(config, name)) for name in names]
-    mine = config.heads(config.rank)
-    own, specs = [], []
+    mine, specs = heads(config.rank), []
+    own: list[Message] = []
     for peer in range(config.size):
-        own.append(steps.message_of([_part(config, x, heads=config.heads(peer)[side]) for x, side, _ in arrays]))
+        theirs = heads(peer)
+        if peer and theirs == heads(0):
+            own.append(own[0])
+        else:
+            own.append(steps.message_of([_part(config, x, heads=theirs[side]) for x, side, _ in arrays]))
         specs.append([(_shape(config, x, mine[side], layout.share(peer)), x.dtype) for x, side, layout in arrays])
     messages = steps.all_to_all(own, specs, label)
     made = [steps.builder.temporary(_shape(config, x, mine[side], layout.total), x.dtype) for x, side, layout in arrays]
@@ -60,33 +69,31 @@ def _to_heads(steps: MemberSteps, config: Configuration, views: Views, names: Se
     return made
 
 
-def _to_positions(steps: MemberSteps, config: Configuration, made: Views, results: Views, label: str) -> None:
-    """The inverse of :func:`_to_heads`. Arrays of key/value heads that several members have are added."""
+def to_positions(steps: MemberSteps, config: Configuration, made: Views, results: Views, label: str, heads: HeadsOf) -> None:
+    """The inverse of :func:`to_heads`. What several members have of the same heads is added, in the order of the ranks."""
     arrays = [(results[name], x, *_side(config, name)) for name, x in made.items()]
     own, specs = [], []
     for peer in range(config.size):
-        parts = [(x, layout) for _, x, _, layout in arrays]
-        message = steps.message([(_shape(config, x, slice(None), layout.share(peer)), x.dtype) for x, layout in parts])
-        for target, (x, layout) in zip(message.arrays, parts, strict=True):
+        message = steps.message([(_shape(config, x, slice(None), layout.share(peer)), x.dtype) for _, x, _, layout in arrays])
+        for target, (_, x, _, layout) in zip(message.arrays, arrays, strict=True):
             for local, positions in layout.slices(peer):
                 steps.copy(_part(config, target, positions=local), _part(config, x, positions=positions))
         own.append(message)
-        rows = [(_shape(config, result, config.heads(peer)[side], None), result.dtype) for result, _, side, _ in arrays]
-        specs.append(rows)
+        specs.append([(_shape(config, result, heads(peer)[side], None), x.dtype) for result, x, side, _ in arrays])
     messages = steps.all_to_all(own, specs, label)
     for index, (result, _, side, _) in enumerate(arrays):
-        heads = config.problem.sizes[3]
-        target = result
-        if side and heads < config.size:  # several members have the same key/value head
-            target = steps.builder.temporary(result.shape, config.stats)
-            steps.builder.fill(target, 0)
-        for peer, message in enumerate(messages):
-            part = _part(config, target, heads=config.heads(peer)[side])
-            if target is result:
-                steps.copy(part, message.arrays[index])
-            else:
+        ranges = [heads(peer)[side] for peer in range(config.size)]
+        shared = any(other.start < one.stop for one, other in itertools.pairwise(ranges))
+        target = steps.builder.temporary(result.shape, config.stats) if shared else result
+        known = 0  # the heads that an earlier member has
+        for own_heads, message in zip(ranges, messages, strict=True):
+            part = _part(config, target, heads=own_heads)
+            if own_heads.start < known:
                 steps.builder.run(accumulate, part, message.arrays[index], writes=(part,))
-        if target is not result:
+            else:
+                steps.copy(part, message.arrays[index])
+            known = own_heads.stop
+        if shared:
             steps.builder.copy(result, target)
 
 

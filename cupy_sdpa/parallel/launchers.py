@@ -118,12 +118,7 @@ def _decoded(identifier: bytes, nccl: Any) -> Any:
 
 
 def share(own: Environment, content: bytes, timeout: float) -> bytes:
-    """Send bytes from rank 0 to all other processes over TCP; returns them on every process.
-
-    Args:
-        own: the environment.
-        content: the bytes, on rank 0.
-        timeout: the limit in seconds.
+    """Send the bytes of rank 0 to all other processes over TCP; returns them on every process.
 
     Raises:
         GroupError: not all processes connect in time.

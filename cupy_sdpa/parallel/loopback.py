@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..boundary.options import read_positive
 from ..errors import in_words
 from ..runtime import cupy_runtime
-from .group import GroupError, Transfer
+from .group import Failing, GroupError, Transfer
 
 #: The seconds for which a member waits for a message before the group fails.
 DEFAULT_TIMEOUT = 60.0
@@ -34,7 +34,7 @@ class Envelope(NamedTuple):
     written: Any
 
 
-class Loopback:
+class Loopback(Failing):
     """The state that the members of a loopback group share.
 
     Args:
@@ -49,7 +49,6 @@ class Loopback:
         self.bytes_sent = [0] * size
         self._messages: dict[tuple[int, int], deque[Envelope]] = defaultdict(deque)
         self._changed = threading.Condition()
-        self._failure = ""
         self.members = [LoopbackMember(self, rank, random.Random(seed * size + rank)) for rank in range(size)]
 
     def abort(self, reason: str) -> None:
@@ -57,11 +56,6 @@ class Loopback:
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
-
-    def check(self) -> None:
-        """Raise GroupError if the group was aborted."""
-        if self._failure:
-            raise GroupError(self._failure)
 
     def post(self, source: int, target: int, message: Envelope) -> None:
         """Deliver a message. Messages of one sender to one receiver keep their order."""

@@ -13,6 +13,7 @@ from ..problem.view import View
 from ..programs.executor import Inputs, ProgramCall, Signature
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
+from ..replay.replay_cache import remove_oldest
 from ..runtime import cupy_runtime
 from .channel import Channel
 from .configuration import Configuration, Request
@@ -31,14 +32,7 @@ _BACKWARD: dict[str, Callable[..., None]] = {"ring": ring_backward, "all_gather"
 
 
 class Member:
-    """A configuration and a method, whose calls differ in their arrays only.
-
-    Args:
-        config: the configuration.
-        choice: the method.
-        channel: the group.
-        of: what the call asks for.
-    """
+    """A configuration and a method, whose calls differ in their arrays only."""
 
     def __init__(self, config: Configuration, choice: Choice, channel: Channel, of: Request) -> None:
         self.config, self.choice, self.of, self._channel = config, choice, of, channel
@@ -46,12 +40,7 @@ class Member:
         self._programs: dict[Hashable, Program] = {}
 
     def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ProgramCall:
-        """The call on some arrays. Gradients can also be described without dout, out and stats.
-
-        Args:
-            arrays: q, k and v, and in the backward pass dout, out and stats.
-            options: the options.
-        """
+        """The call on arrays by name. Gradients can also be described without dout, out and stats."""
         config, of = self.config, self.of
         if config.size > 1:
             options = config.with_dropout_mask(options)
@@ -64,10 +53,9 @@ class Member:
         new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, inputs.device)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, inputs.device)
         if (program := self._programs.get(key)) is None:
-            if len(self._programs) >= MAX_PROGRAMS:
-                self._programs.clear()
             described = {name: new[name] for name in (*of.results, *(("dout", "out", "stats") if of.backward else ()))}
             program = self._programs[key] = self._build({**described, **inputs.views}, inputs)
+            remove_oldest(self._programs, MAX_PROGRAMS)
         results = {name: new[name] for name in of.results}
         return ProgramCall(program, inputs.arrays, Signature(()), list(results), results)
 
@@ -108,13 +96,9 @@ def _sink_gradients(steps: MemberSteps, config: Configuration, views: Views, sin
 
 
 def sink_gradient(target: Any, dout: Any, out: Any, stats: Any, sinks: Any) -> None:
-    """The gradient of the sinks of a member's queries: minus the weight of a sink, times the dot product of dout and out.
+    """The gradient of the sinks ``(Hq,)`` of a member's queries: minus the weight of a sink times the product of dout and out.
 
-    Args:
-        target: ``(Hq,)``, written.
-        dout, out: ``(Dv, Hq, Sq, B)``, or packed ``(Dv, Hq, Tq)``.
-        stats: ``(Hq, Sq, B)``, or packed ``(Hq, Tq)``.
-        sinks: ``(Hq,)``.
+    ``stats`` is ``(Hq, Sq, B)``, or packed ``(Hq, Tq)``.
     """
     xp, wide = cupy_runtime.array_module(stats), target.dtype
     heads = (slice(None), *(None,) * (stats.ndim - 1))

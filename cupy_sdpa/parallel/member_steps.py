@@ -33,12 +33,7 @@ class Message(NamedTuple):
 
 
 class MemberSteps:
-    """Adds copies and exchanges to a program.
-
-    Args:
-        builder: collects the steps.
-        channel: the group.
-    """
+    """Adds copies and exchanges to a program."""
 
     def __init__(self, builder: Builder, channel: Channel) -> None:
         self.builder, self.rank, self.size, self._channel = builder, channel.rank, channel.size, channel

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..runtime import cupy_runtime
-from .group import GroupError, Transfer
+from .group import Failing, Transfer
 
 #: The seconds for which a member waits for an exchange.
 DEFAULT_TIMEOUT = 300.0
@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT = 300.0
 _TAGS = 32768
 
 
-class MpiGroup:
+class MpiGroup(Failing):
     """A group of the processes of an mpi4py communicator.
 
     MPI is not ordered with CUDA streams: every exchange of CuPy arrays waits for the current stream. NCCL is faster on GPUs.
@@ -37,7 +37,6 @@ class MpiGroup:
     def __init__(self, communicator: Any, *, cuda_aware: bool = False, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._communicator, self._cuda_aware, self.timeout = communicator, cuda_aware, timeout
         self.rank, self.size = int(communicator.Get_rank()), int(communicator.Get_size())
-        self._failure = ""
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Send and receive arrays; see :class:`~cupy_sdpa.parallel.group.Exchanger`.
@@ -77,8 +76,3 @@ class MpiGroup:
                 self.check()
             if pending:
                 time.sleep(0)
-
-    def check(self) -> None:
-        """Raise GroupError if an exchange failed."""
-        if self._failure:
-            raise GroupError(self._failure)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..runtime import cupy_runtime, driver
-from .group import GroupError, Transfer
+from .group import Failing, GroupError, Transfer
 
 #: The seconds after which an exchange that began but does not end counts as failed.
 DEFAULT_TIMEOUT = 300.0
@@ -99,7 +99,7 @@ class _Exchange(NamedTuple):
     after: Any
 
 
-class NcclGroup:
+class NcclGroup(Failing):
     """A group of GPUs that NCCL connects; created by :func:`~cupy_sdpa.parallel.connect` or from a communicator.
 
     A thread watches the exchanges. If one has begun on the GPU and has not ended after ``timeout`` seconds, or NCCL reports an
@@ -123,7 +123,6 @@ class NcclGroup:
     def __init__(self, communicator: Any, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None) -> None:
         self.rank, self.size, self.timeout = communicator.rank, communicator.size, timeout
         self._communicator, self._meeting = communicator, meeting
-        self._failure = ""
         self._running: deque[_Exchange] = deque()
         self._began = 0.0
         self._stopped = threading.Event()
@@ -165,11 +164,6 @@ class NcclGroup:
         if watched:
             self._running.append(_Exchange(label, before, stream.record(cupy.cuda.Event(disable_timing=True))))
             self._watch()
-
-    def check(self) -> None:
-        """Raise GroupError if the group failed."""
-        if self._failure:
-            raise GroupError(self._failure)
 
     def abort(self, reason: str) -> None:
         """End all transfers of this member; every later call raises GroupError with the reason."""
@@ -218,12 +212,7 @@ def _nccl() -> Any:
 
 
 def from_object(group: Any, origin: str) -> NcclGroup | None:
-    """A group from a communicator of CuPy, cupyx.distributed or nccl4py; None for another object.
-
-    Args:
-        group: the communicator.
-        origin: its module and class.
-    """
+    """A group from a communicator of CuPy, cupyx.distributed or nccl4py; ``origin`` is its module and class."""
     if origin.endswith(".NcclCommunicator"):
         return NcclGroup(CupyCommunicator(group))
     if origin.startswith("cupyx.distributed.") and hasattr(group, "_comm"):

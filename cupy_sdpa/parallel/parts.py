@@ -28,11 +28,7 @@ def copy(builder: Builder, target: View, source: View) -> None:
 
 
 class Selection:
-    """Some positions of a member's array: a range, or indices in increasing order.
-
-    Args:
-        ranges: ranges of positions, in increasing order.
-    """
+    """Some positions of a member's array: a range, or indices in increasing order; made of ranges in increasing order."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         joined: list[tuple[int, int]] = []
@@ -150,17 +146,10 @@ def parts(
     aligned: bool,
     cut: bool = False,
 ) -> list[Part]:
-    """The calls for a member's queries and some keys.
+    """The calls for a member's queries and some keys, which are intervals for every sequence.
 
-    Args:
-        queries: the layout of the queries.
-        rank: the member.
-        keys: for every sequence the intervals of the keys.
-        diagonals: for every sequence the key on the diagonal of query 0.
-        band: the mask.
-        positional: whether an option depends on positions, so that each call must be one rectangle of one sequence.
-        aligned: whether bands may be aligned to the bottom right.
-        cut: see :func:`~cupy_sdpa.parallel.tile_counts.tiles`.
+    An option that is ``positional`` needs calls of one rectangle of one sequence each. For the other arguments
+    see :func:`~cupy_sdpa.parallel.tile_counts.tiles`.
     """
     groups: dict[Any, list[tuple[int, Tile]]] = {}
     for b, (rows, own, diagonal) in enumerate(zip(queries.intervals(rank), keys, diagonals, strict=True)):

@@ -40,15 +40,7 @@ class Window(NamedTuple):
 
 
 def functions_of(options: Mapping[str, Any], problem: Problem) -> dict[str, Recorded]:
-    """The functions of a call by the names of their options, from calling them with traced values.
-
-    Args:
-        options: the options of the call.
-        problem: the problem of the call on one GPU, without the functions.
-
-    Raises:
-        Exception: any exception that the functions raise, and errors for operations that cannot be traced.
-    """
+    """The functions of a call by the names of their options, recorded and checked with the problem without functions."""
     given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
     if not given:
         return {}
@@ -62,11 +54,7 @@ def options_at(
 ) -> dict[str, Any]:
     """The options of a call at some positions, except masks of bands, packing, sinks and dropout.
 
-    Args:
-        builder: collects the steps.
-        options: the options for whole sequences, with views in place of arrays.
-        recorded: the functions, from :func:`functions_of`.
-        window: the positions.
+    ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
     """
     made = {name: options[name] for name in SAME if options.get(name) is not None}
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from ..kernels import ragged
-from ..kernels.merge import Parts, accumulate, merge
+from ..kernels.merge import Parts, merge
 from ..problem.problem import row_stats_shape
 from ..problem.view import View
 from ..programs.program import Builder
 from ..runtime import cupy_runtime
 from .configuration import Configuration
+from .heads import to_heads, to_positions
 from .member_steps import MemberSteps, attend, attend_backward
 from .parts import Part, as_bits
 
@@ -53,14 +54,7 @@ def _forward(
 ) -> None:
     """Add the steps of the partial results, and of their merge; a single one of all rows is the result.
 
-    Args:
-        builder: collects the steps.
-        config: the configuration.
-        views: the arrays and the results.
-        options: the options of the call.
-        made: the calls on the keys and values of each source.
-        buffers: the number of partial results.
-        sources: the keys and values.
+    ``made`` are the calls on the keys and values of each source, and ``buffers`` is the number of partial results.
     """
     results, rows = (views["out"], views["stats"]), views["q"].shape[2]
     written = [sum(part.rows.length for own in made for part in own if part.buffer == n) for n in range(buffers)]
@@ -137,7 +131,8 @@ def ring_backward(steps: MemberSteps, config: Configuration, views: Views, optio
         steps.start(*arriving)
         sums = received
     steps.wait(*arriving)
-    _round(builder, [dq, *sums.arrays], views)
+    for name, total in zip(("dq", "dk", "dv"), (dq, *sums.arrays), strict=True):
+        builder.copy(views[name], total)
 
 
 def gather_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
@@ -149,18 +144,9 @@ def gather_backward(steps: MemberSteps, config: Configuration, views: Views, opt
     for part in config.whole_backward:
         found = _gradients(builder, config, part, views, keys, values, options, deterministic)
         _add(builder, [(part, found)], totals)
-    messages = []
-    for peer in range(config.size):
-        messages.append(steps.message(config.key_specs(peer, config.stats)))
-        for target, total in zip(messages[-1].arrays, totals[1:], strict=True):
-            for local, whole in config.keys.slices(peer):
-                steps.copy(target[:, :, local], total[:, :, whole])
-    specs = [config.key_specs(config.rank, config.stats)] * config.size
-    first, *others = steps.all_to_all(messages, specs, "all-gather: gradients of keys and values")
-    for message in others:
-        for total, x in zip(first.arrays, message.arrays, strict=True):
-            builder.run(accumulate, total, x, writes=(total,))
-    _round(builder, [totals[0], *first.arrays], views)
+    made = dict(zip(("dk", "dv"), totals[1:], strict=True))
+    to_positions(steps, config, made, views, "all-gather: gradients of keys and values", config.all_heads)
+    builder.copy(views["dq"], totals[0])
 
 
 def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iterator[tuple[View, View]]:
@@ -179,16 +165,8 @@ def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iter
 
 def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[View, View]:
     """All keys and values in the order of their positions."""
-    specs = [config.key_specs(peer) for peer in range(config.size)]
-    messages = steps.gather(steps.message_of([views["k"], views["v"]]), specs, "all-gather: keys and values")
-    arrays = []
-    for index, x in enumerate((views["k"], views["v"])):
-        whole = steps.builder.temporary((*x.shape[:2], config.keys.total, *x.shape[3:]), x.dtype)
-        for peer, message in enumerate(messages):
-            for local, positions in config.keys.slices(peer):
-                steps.copy(whole[:, :, positions], message.arrays[index][:, :, local])
-        arrays.append(whole)
-    return arrays[0], arrays[1]
+    keys, values = to_heads(steps, config, views, ("k", "v"), "all-gather: keys and values", config.all_heads)
+    return keys, values
 
 
 def _gradients(
@@ -233,9 +211,3 @@ def _with_finite_bias(builder: Builder, options: Options) -> Options:
     builder.copy(finite, bias)
     builder.run(ragged.replace_infinite, finite, writes=(finite,))
     return {**options, "bias": finite}
-
-
-def _round(builder: Builder, sums: Sequence[View], views: Views) -> None:
-    """Add the steps that write the sums of the gradients into the results."""
-    for name, total in zip(("dq", "dk", "dv"), sums, strict=True):
-        builder.copy(views[name], total)
