@@ -135,13 +135,10 @@ def _parents(given: Any, batch: int, on_gpu: bool, *, reverse: bool) -> Any:
 
 
 def parents_of(visible: Any) -> Any:
-    """The parents of the tokens of trees, int32 ``(Sq, B)``.
+    """The parents of the tokens of trees, int32 ``(Sq, B)``, from which keys each query sees, bool ``(Sq, Sq)`` or ``(Sq, Sq,
+    B)``.
 
-    Args:
-        visible: bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``, keys before queries: whether a key is visible to a query.
-
-    Raises:
-        ValueError: the visible keys of a token are not the token itself, its parent, and those that its parent attends to.
+    The visible keys of a token are the token itself, its parent, and those that its parent attends to; others are refused.
 
     >>> parents_of(np.array([[1, 1, 1], [0, 1, 0], [0, 0, 1]], bool)).T
     array([[-1,  0,  0]], dtype=int32)

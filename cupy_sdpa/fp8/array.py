@@ -259,11 +259,7 @@ def is_factor(value: Any) -> bool:
 
 
 def factor(name: str, value: Any, like: Array) -> Any:
-    """A scale or a descale as a float32 array ``(1,)`` in the memory of an array.
-
-    Raises:
-        TypeError, ValueError: the value is neither a positive number nor such an array.
-    """
+    """A scale or a descale as a float32 array ``(1,)`` in the memory of an array; other values are refused."""
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
         if not is_factor(value):

@@ -135,11 +135,7 @@ def attend(
     out: Any = None,
     stats: Any = None,
 ) -> list[Any]:
-    """:func:`attention` as a program; q may also have another dtype than FP8, which the output then has, too.
-
-    Raises:
-        TypeError: ``out`` is passed and q is an FP8 array.
-    """
+    """:func:`attention` as a program; q may also have another dtype than FP8, which the output then has, too."""
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
@@ -189,14 +185,9 @@ def _read(
     return_stats: Any,
     return_amax: bool,
 ) -> Reading:
-    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`.
+    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`, in the form of this package.
 
-    Args:
-        options, named: of the call, in the form of this package.
-        converts: whether q is converted to FP8.
-        dtype, rotated: of k.
-        out_dtype: the dtype of the output; None for FP8.
-        return_stats, return_amax: as for :func:`attention`.
+    ``converts`` says whether q is converted to FP8; ``dtype`` and ``rotated`` are those of k. ``out_dtype`` is None for FP8.
     """
     inputs = _inputs(named, options)
     if converts:
@@ -231,17 +222,11 @@ def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:
     """The forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
 
-    Args:
-        q, k, v: as for :func:`cupy_sdpa.attention`, float16 or bfloat16; on the CPU also float32.
-        dtype: the FP8 dtype.
-        options: of the call.
+    They are float16 or bfloat16; on the CPU also float32.
 
     Returns:
         The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, and their
         factors.
-
-    Raises:
-        TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
     """
     names = ("q", "k", "v")
 
@@ -275,12 +260,8 @@ def gradients_in_fp8(
 ) -> list[Any]:
     """The gradients at the values that :func:`forward_in_fp8` kept.
 
-    Args:
-        arrays: dout, out, stats, dq, dk and dv; the last three may be None.
-        kept: q, k and v in FP8, and their factors.
-        dtype: the FP8 dtype.
-        options: of the call.
-        outputs: ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
+    ``arrays`` are dout, out, stats, dq, dk and dv; the last three may be None. ``outputs`` are ``deterministic`` and others, as
+    for :func:`cupy_sdpa.attention_backward`.
     """
     names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors")
 
@@ -311,11 +292,7 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
 
 
 def _dtype_of(q: Any) -> str:
-    """The dtype of queries that are not an FP8 array.
-
-    Raises:
-        TypeError: they are not converted to FP8.
-    """
+    """The dtype of queries that are converted to FP8; TypeError for others."""
     name = dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__
     if name not in SOURCES:
         raise TypeError(f"q is {name} and k is an FP8 array; q must also be one, or {', '.join(SOURCES)}, which are converted")
@@ -325,8 +302,6 @@ def _dtype_of(q: Any) -> str:
 def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
     """Check the arguments besides arrays; returns the dtype of the output, None for FP8."""
     converts = type(q) is not Fp8Array
-    if not type(k) is type(v) is Fp8Array or (converts and type(k) is not Fp8Array):
-        _refuse_others(q, k, v)
     name = _dtype_of(q) if converts else out_dtype
     dtype = k.dtype if converts else q.dtype
     of_dtype = "k" if converts else "q"
@@ -349,11 +324,7 @@ def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, o
 
 
 def _check_axes(arrays: Mapping[str, Fp8Array], options: Mapping[str, Any]) -> None:
-    """Check that the rotated axis is head_dim, which is the last axis of every layout in C order.
-
-    Raises:
-        ValueError: it is another axis.
-    """
+    """Check that the rotated axis is head_dim, which is the last axis of every layout in C order."""
     layout = other_layout(options)
     for name, x in arrays.items():
         head_dim = x.ndim - 1 if layout else 0

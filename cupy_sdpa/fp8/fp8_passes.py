@@ -31,19 +31,14 @@ def add_conversions(
     targets: Sequence[View] | None = None,
     factors: View | None = None,
 ) -> list[tuple[View, View, View]]:
-    """Add the step that converts arrays to FP8.
+    """Add the step that converts up to three arrays to FP8; returns the elements, the scale and the descale of each.
 
     Args:
-        builder: collects the steps.
-        sources: up to three arrays, ``(D, H, S, B)`` or packed ``(D, H, T)``.
-        dtype: the FP8 dtype.
+        builder, sources, dtype: the arrays are ``(D, H, S, B)`` or packed ``(D, H, T)``.
         rotations: the length of the parts of head_dim that are rotated; 1 for none.
         lengths: int32 ``(B,)``, or None.
         targets: where the elements are written, dense in Fortran order. Default: temporaries.
         factors: where the scale and the descale of each array are written, see :func:`factors_in`. Default: a temporary.
-
-    Returns:
-        The elements, the scale and the descale of each array.
     """
     storage = storage_dtype(dtype, builder.device is not None)
     targets = targets or [builder.temporary(x.shape, storage) for x in sources]
@@ -91,15 +86,12 @@ def forward(
     """Add the steps of the forward pass; returns the call of the kernel.
 
     Args:
-        builder: collects the steps.
+        builder, options, return_stats: as for :func:`.passes.forward`.
         views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
             and sum_exp if they are computed. Without descale_q, q is converted first.
-        options: the options, with views in place of arrays, in the layout of this package.
-        dtype: the FP8 dtype.
-        rotated: whether k is rotated, and q is if it is converted.
+        dtype, rotated: the FP8 dtype, and whether k is rotated, and q is if it is converted.
         out_dtype: the dtype of the output; None for FP8.
         writes_out: whether the engine writes an output of another dtype than FP8; otherwise the output is converted.
-        return_stats: as for :func:`cupy_sdpa.attention`.
     """
     given: dict[str, Any] = {**views}
     if "descale_q" not in given:
@@ -139,9 +131,7 @@ def read_results(
 ) -> Call:
     """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
 
-    Args:
-        views: q, k and v, in FP8 or not, and their factors; without results except stats.
-        options, dtype, out_dtype, return_stats: as for :func:`forward`.
+    ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats.
     """
     given: dict[str, Any] = {**views}
     if "descale_q" not in given:
@@ -158,13 +148,7 @@ def keep_in_fp8(
 ) -> None:
     """Add the steps of a forward pass whose q, k and v are kept in FP8 for the gradients.
 
-    Args:
-        builder: collects the steps.
-        views: q, k, v, out and stats; and "kept q", "kept k", "kept v" and "factors", which are written.
-        options: the options, with views in place of arrays, in the layout of this package.
-        dtype: the FP8 dtype.
-        return_stats: as for :func:`cupy_sdpa.attention`.
-        out_dtype: the dtype of the output.
+    ``views`` are q, k, v, out and stats; and "kept q", "kept k", "kept v" and "factors", which are written.
     """
     q, k, v = (views[name] for name in "qkv")
     part, lengths = (
@@ -184,13 +168,8 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
     """Add the steps of the gradients at the values that :func:`keep_in_fp8` kept, computed in the dtype of the output.
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
-
-    Args:
-        builder: collects the steps.
-        views: dout, out, stats and the results; and q, k, v in FP8, and "factors".
-        options: the options, with views in place of arrays, in the layout of this package.
-        dtype: the FP8 dtype.
-        flags: as for :func:`.passes.backward`.
+    ``views`` are dout, out, stats and the results; and q, k, v in FP8, and "factors". The flags are those of
+    :func:`.passes.backward`.
     """
     given = {**views}
     for i, name in enumerate("qkv"):

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.tensor_spec import dtype_name
+from ..problem.tensor_spec import dtype_name, rounded
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
+from ..runtime.dtypes import PACK, ROTATION, TYPES
 from ..runtime.memory import UNITS
+from .fp8_kernels import rotated_values
 from .rope_kernel import ROPE, SHARED_TURNS, rotated, types_of
 
 
@@ -69,11 +71,9 @@ def _store_kernel() -> str:
 
 
 def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy pages in all layers; pairs of pages (from, to).
+    """Copy pages in all layers of arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order; pairs of pages (from, to).
 
-    Args:
-        storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
-        pairs: the pages; none occurs both as a source and as a target.
+    No page occurs both as a source and as a target.
     """
     if not cupy_runtime.is_array(storages[0]):
         for storage, (source, target) in itertools.product(storages, pairs):
@@ -101,12 +101,7 @@ def _copy_pages_kernel(unit: str) -> str:
 
 
 def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``.
-
-    Args:
-        storages: arrays ``(D, page_size, Hkv, pages, layers)`` in Fortran order.
-        rows: the rows.
-    """
+    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
     if not cupy_runtime.is_array(storages[0]):
         return [storage[:, *_rows(storage, rows)] for storage in storages]
     saved = []
@@ -159,58 +154,78 @@ def _copy_rows_kernel(unit: str) -> str:
         }}"""
 
 
-#: The sequence b of a block, its new tokens from the position ``begin``, and the first of them in a packed array.
-TOKENS = """const int b = blockIdx.y;
-            const int* const counts = (const int*)a.counts;
-            int* const length = (int*)a.lengths + b;
-            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
-            int first = 0;
-            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];"""
-#: The last block of a sequence advances its length: every block has read it then.
-ADVANCE = """if (!a.advance) return;
-            __syncthreads();
-            if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) {
-                __threadfence();
-                int* const finished = (int*)a.finished + b;
-                if (atomicAdd(finished, 1) == gridDim.x * gridDim.z - 1) {
-                    *finished = 0;
-                    *length = begin + count;
-                }
-            }"""
+class Factors(NamedTuple):
+    """How new keys or values become FP8 while they are written. Values beyond the largest number saturate.
+
+    Attributes:
+        scale: float32 ``(1,)``, of the pages.
+        descale: float32 ``(1,)``, of FP8 tokens; None for others.
+        rotation: the length of the parts of head_dim that are rotated; 1 for none.
+    """
+
+    scale: Any = None
+    descale: Any = None
+    rotation: int = 1
 
 
-#: The arguments of a kernel that appends, besides the keys and values: addresses and numbers.
-ARGUMENTS = "table lengths counts finished width page_size heads tokens packed advance"
-#: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, and strides in bytes.
-_SIDE = Struct("Side", "tokens pages unit row head_stride token_stride batch_stride")
-_ARGUMENTS = Struct("Arguments", ARGUMENTS, sides=(_SIDE, 2))
+#: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, strides in bytes, and :class:`Factors`.
+_SIDE = Struct("Side", f"tokens pages unit row head_stride token_stride batch_stride {' '.join(Factors._fields)}")
+_ARGUMENTS = Struct("Arguments", "table lengths counts finished width page_size heads tokens packed advance", sides=(_SIDE, 2))
+#: The threads of a block; and the elements of a row that a thread converts to FP8, which are as many bytes.
+_THREADS, _UNIT = 256, 8
 
 
-def append(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any = None) -> None:
+def append(
+    k: Any,
+    v: Any,
+    keys: Any,
+    values: Any,
+    state: State,
+    *,
+    advance: bool,
+    rotation: Any = None,
+    factors: Sequence[Factors] = (Factors(), Factors()),
+    dtype: str = "",
+) -> None:
     """Write the new tokens of one layer to their pages; one launch.
 
     The other rows of a page that the new tokens begin become 0: cuDNN multiplies them by 0, and NaN would spread.
 
     Args:
         k, v: ``(D, Hkv, S, B)`` and ``(Dv, Hkv, S, B)``, or packed ``(D, Hkv, T)`` and ``(Dv, Hkv, T)``, with unit stride along
-            the first axis. Tokens beyond S or T are stored as 0.
+            the first axis. Tokens beyond S or T are stored as 0. On the GPU those of FP8 are uint8, and their head dims, and
+            those of tokens that are converted, are multiples of 8.
         keys, values: the pages, ``(D, Hkv, page_size, pages)`` and ``(Dv, Hkv, page_size, pages)``; dense in the order
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
         rotation: of the keys by their positions, from :func:`.rope_kernel.record`; or None.
+        factors, dtype: of FP8 pages.
     """
     if not cupy_runtime.is_array(keys):
+        if dtype:
+            k, v = (_elements(x, own, dtype) for x, own in zip((k, v), factors, strict=True))
         _append_on_numpy(k, v, keys, values, state, advance=advance, rotation=rotation)
         return
     batch = state.lengths.size
-    sides = [_side(k, keys), _side(v, values)]
-    lanes = lanes_of(*(side[3] for side in sides))
-    given: list[Any] = [_ARGUMENTS(*arguments_of(k, keys, state, advance=advance), sides)]
+    sides = [_side(x, pages, own, dtype) for x, pages, own in zip((k, v), (keys, values), factors, strict=True)]
+    lanes = min(32, 1 << (max(side[3] for side in sides) - 1).bit_length())
+    per_block = _THREADS // lanes
+    blocks = -(-(k.shape[2] + keys.shape[2]) * k.shape[1] // (4 * per_block))
+    numbers = state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance
+    given: list[Any] = [_ARGUMENTS(*state, *numbers, sides)]
     if rotation is not None:
         given.append(rotation)
-    kernel = _append_kernel(None if rotation is None else dtype_name(k.dtype))
-    kernel(grid_of(k, keys, batch, 256 // lanes), (lanes, 256 // lanes), tuple(given))
+    source = "" if rotation is None and not dtype else dtype if factors[0].descale is not None else dtype_name(k.dtype)
+    _append_kernel(source, dtype)((max(1, min(blocks, 2048 // batch)), batch, 2), (lanes, per_block), tuple(given))
+
+
+def _elements(x: Any, factors: Factors, dtype: str) -> Any:
+    """The FP8 elements of numpy tokens."""
+    with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
+        if factors.descale is not None:
+            return rounded(x.astype(np.float32) * factors.descale * factors.scale, dtype)
+        return rounded(rotated_values(x, factors.rotation, None) * factors.scale, dtype)
 
 
 def _append_on_numpy(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any) -> None:
@@ -238,92 +253,123 @@ def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
         page[:, :, low - start : high - start] = new[:, :, low - begin : high - begin]
 
 
-def lanes_of(*units: int) -> int:
-    """The threads that copy a row, of these numbers of units in keys and values."""
-    return min(32, 1 << (max(units) - 1).bit_length())
-
-
-def grid_of(k: Any, keys: Any, batch: int, rows_per_block: int) -> tuple[int, int, int]:
-    """The blocks for the tokens of a sequence, the sequences, and keys and values."""
-    blocks = -(-(k.shape[2] + keys.shape[2]) * k.shape[1] // (4 * rows_per_block))
-    return max(1, min(blocks, 2048 // batch)), batch, 2
-
-
-def arguments_of(k: Any, keys: Any, state: State, *, advance: bool) -> tuple[Any, ...]:
-    """The values of :data:`ARGUMENTS`."""
-    return (*state, state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance)
-
-
-def _side(x: Any, pages: Any) -> tuple[Any, ...]:
+def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
     """The values of :data:`_SIDE`."""
-    return x, pages, *_layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
+    layout = _layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
+    return x, pages, *((_UNIT, x.shape[0] // _UNIT, *layout[2:]) if dtype else layout), *factors
 
 
 @functools.lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
-    """The values of :data:`_SIDE` after the addresses; the strides of axes of length 1 have no meaning."""
+    """The unit, the row and the strides of :data:`_SIDE`; the strides of axes of length 1 have no meaning."""
     steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
     row = shape[0] * itemsize
     unit = math.gcd(16, row, alignment, *steps)
     return unit, row // unit, *(*steps, 0)[:3]
 
 
-@cuda_kernel
-def _append_kernel(rotates: str | None) -> str:
-    """The kernel of :func:`append`; ``rotates`` is the dtype of keys that are rotated.
+#: Writes a row of a head, which becomes 0 if ``from`` is null; ``to`` is null for a thread without a row.
+_COPY = """template <class Unit>
+        struct Copy {
+            __device__ void operator()(char* to, const char* from, int, int bytes) const {
+                for (int c = threadIdx.x; to && c < bytes / (int)sizeof(Unit); c += blockDim.x)
+                    ((Unit*)to)[c] = from ? ((const Unit*)from)[c] : Unit{};
+            }
+        };"""
 
-    ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
-    of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.
-    """
-    cases = " ".join(
-        f"case {size}: write_rows(a, s, begin, count, first, Copy<{unit}>()); break;" for size, unit in UNITS.items()
-    )
-    header = given = writer = rotate = ""
-    if rotates:
-        of, real = types_of(rotates)
-        header, given = f"{of.header}{ROPE}", ", const Rope rope"
-        writer = f"""struct Rotate {{
+
+def _rotate_code(dtype: str) -> str:
+    """The same with a rotation of the keys."""
+    of, real = types_of(dtype)
+    return f"""{of.header}{ROPE}
+        struct Rotate {{
             const Rope& rope;
             const unsigned long long* turns;
             __device__ void operator()(char* to, const char* from, int position, int bytes) const {{
                 {of.name}* const row = ({of.name}*)to;
                 const int dim = bytes / sizeof({of.name});
                 if (from) rotate_row<{real}>(rope, turns, position, (const {of.name}*)from, row, dim);
-                else for (int c = threadIdx.x; c < dim; c += blockDim.x) row[c] = {of.name}(0.0f);
+                else for (int c = threadIdx.x; to && c < dim; c += blockDim.x) row[c] = {of.name}(0.0f);
             }}
         }};"""
-        rotate = f"""{SHARED_TURNS}
-            if (!blockIdx.z) write_rows(a, s, begin, count, first, Rotate{{rope, turns}});
-            else"""
-    return f"""{header}{_ARGUMENTS}
-        template <class Unit>
-        struct Copy {{
-            __device__ void operator()(char* to, const char* from, int, int bytes) const {{
-                for (int c = threadIdx.x; c < bytes / (int)sizeof(Unit); c += blockDim.x)
-                    ((Unit*)to)[c] = from ? ((const Unit*)from)[c] : Unit{{}};
+
+
+def _convert_code(source: str, dtype: str) -> str:
+    """The same with a conversion to FP8, of a unit at a time. All threads take part in every rotation."""
+    of = TYPES[source]
+    return f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
+        struct Convert {{
+            const Side& s;
+            const float scale, descale;
+            __device__ void operator()(char* to, const char* from, int, int) const {{
+                for (int column = 0; column < s.row; column += blockDim.x) {{
+                    const int unit = column + threadIdx.x;
+                    float x[{_UNIT}] = {{}};
+                    if (from && unit < s.row)
+                        for (int j = 0; j < {_UNIT}; ++j)
+                            x[j] = __fmul_rn(float(((const {of.name}*)from)[{_UNIT} * unit + j]), descale);
+                    rotate(x, (int)s.rotation);
+                    if (to && unit < s.row) ((uint2*)to)[unit] = pack(x, scale);
+                }}
             }}
-        }};
-        {writer}
-        // Writes the rows of new tokens; the source of a row that becomes 0 is null.
+        }};"""
+
+
+@cuda_kernel
+def _append_kernel(source: str, dtype: str) -> str:
+    """The kernel of :func:`append`: tokens of ``source`` are converted to FP8; without an FP8 dtype keys of it are rotated.
+
+    ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
+    of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.
+    """
+    cases = " ".join(f"case {size}: WRITE(Copy<{unit}>()); break;" for size, unit in UNITS.items())
+    code, write = _COPY, f"switch (s.unit) {{ {cases} }}"
+    if dtype:
+        code = _convert_code(source, dtype)
+        write = "WRITE((Convert{s, *(const float*)s.scale, s.descale ? *(const float*)s.descale : 1}));"
+    elif source:
+        code += f"\n{_rotate_code(source)}"
+        write = f"{SHARED_TURNS} if (!blockIdx.z) WRITE((Rotate{{rope, turns}})); else {write}"
+    return f"""{_ARGUMENTS}
+{code}
+        #define WRITE(write) write_rows(a, s, begin, count, first, write)
+        // All threads of the block take part in every row.
         template <class Write>
         __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first, const Write& write) {{
             const int size = a.page_size, b = blockIdx.y, end = begin + count, last = (end - 1) / size * size;
             const int bytes = s.row * s.unit;
             // the rest of the last page, if its first row is new
             const unsigned heads = a.heads, rows = (count == 0 || last < begin ? end : last + size) - begin;
-            for (unsigned i = blockIdx.x * blockDim.y + threadIdx.y; i < rows * heads; i += gridDim.x * blockDim.y) {{
+            for (unsigned base = blockIdx.x * blockDim.y; base < rows * heads; base += gridDim.x * blockDim.y) {{
+                const unsigned i = base + threadIdx.y;
                 const int row = i / heads, head = i % heads, position = begin + row, token = first + row;
-                if (position / size >= a.width) break;
-                const long long page = ((const int*)a.table)[b * a.width + position / size];
+                const bool stored = i < rows * heads && position / size < a.width;
+                const long long page = stored ? ((const int*)a.table)[b * a.width + position / size] : 0;
                 char* const to = (char*)s.pages + ((page * heads + head) * size + position % size) * bytes;
                 const char* const from = (const char*)(
                     s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
-                write(to, row < count && token < a.tokens ? from : nullptr, position, bytes);
+                write(stored ? to : nullptr, stored && row < count && token < a.tokens ? from : nullptr, position, bytes);
             }}
         }}
-        extern "C" __global__ void cupy_sdpa_append(const Arguments a{given}) {{
-            {TOKENS}
+        extern "C" __global__ void cupy_sdpa_append(const Arguments a{", const Rope rope" if source and not dtype else ""}) {{
+            // the sequence b of a block, its new tokens from the position begin, and the first of them in a packed array
+            const int b = blockIdx.y;
+            const int* const counts = (const int*)a.counts;
+            int* const length = (int*)a.lengths + b;
+            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
+            int first = 0;
+            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];
             const Side& s = a.sides[blockIdx.z];
-            {rotate} switch (s.unit) {{ {cases} }}
-            {ADVANCE}
+            {write}
+            // the last block of a sequence advances its length: every block has read it then
+            if (!a.advance) return;
+            __syncthreads();
+            if (threadIdx.x == blockDim.x - 1 && threadIdx.y == blockDim.y - 1) {{
+                __threadfence();
+                int* const finished = (int*)a.finished + b;
+                if (atomicAdd(finished, 1) == gridDim.x * gridDim.z - 1) {{
+                    *finished = 0;
+                    *length = begin + count;
+                }}
+            }}
         }}"""

@@ -65,10 +65,7 @@ _ARRAYS = Struct("Arrays", arrays=(_ARRAY, MAX_ARRAYS))
 def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
     """Convert arrays to FP8 with current scaling, in two launches.
 
-    Args:
-        conversions: the arrays.
-        amax: uint32, one element for each block and array of the launches; None for numpy.
-        dtype: the FP8 dtype.
+    ``amax`` is uint32, one element for each block and array of the launches; None for numpy.
     """
     if cupy_runtime.is_array(conversions[0].factors):
         grid, arguments, source = _launch(conversions)
@@ -109,11 +106,8 @@ def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float
 def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
     """Convert an array with a scale that was computed before, and then compute the next scale; one launch.
 
-    Args:
-        conversion: the array.
-        dtype: the FP8 dtype.
-        state: float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
-            blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
+    ``state`` is float32 ``(STATE + N,)``: the scale, the descale; as uint32 the largest magnitude of this launch, the number of
+    blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
     if not cupy_runtime.is_array(state):
         source, target, factors, rotation, lengths = conversion
@@ -127,12 +121,9 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
 
 
 def update(state: Any, amax: Any, dtype: str) -> None:
-    """Add a magnitude to the history of delayed scaling, if it is finite, and compute the next scale; one launch.
+    """Add a magnitude, float32 ``(1,)``, to the history of delayed scaling if it is finite, and compute the next scale.
 
-    Args:
-        state: as for :func:`delayed`.
-        amax: float32 ``(1,)``; for numpy also a number.
-        dtype: the FP8 dtype.
+    For numpy it may be a number; one launch.
     """
     if cupy_runtime.is_array(state):
         _kernel("float32", dtype, "update")((1,), (1,), (amax, state, np.int64(state.size - STATE)))

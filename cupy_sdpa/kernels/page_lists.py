@@ -10,15 +10,11 @@ from ..runtime.cuda_code import cuda_kernel
 
 
 def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, lengths: Any) -> None:
-    """Write the page table and the lengths of sequences; one launch.
+    """Write the page table ``(P, B)``, in Fortran order, and the lengths of sequences; one launch.
 
-    Args:
-        starts: int32 ``(B + 1,)``, where the list of each sequence begins among all pages.
-        pages: int32 ``(n,)``, the pages of all sequences; an index beyond is not read.
-        last: int32 ``(B,)``, the number of tokens in the last page of each sequence.
-        page_size: tokens per page.
-        table: int32 ``(P, B)`` in Fortran order. Lists are cut after P pages; -1 follows shorter ones.
-        lengths: int32 ``(B,)``.
+    The list of each sequence begins at ``starts`` among all pages; an index beyond them is not read. Lists are cut after P
+    pages;
+    -1 follows shorter ones. ``last`` are the numbers of tokens in the last pages.
     """
     width, batch = table.shape
     if batch:

@@ -236,14 +236,9 @@ def split(
 ) -> None:
     """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
 
-    Args:
-        q: ``(D, Hq, Sq, B)``.
-        keys: the keys. Their pages are aligned to 16 bytes.
-        split: the chunks.
-        chunks: the arrays, written. They may have more queries than q, which are copies of the last one.
-        boundary: the boundary keys; None if the keys have no band.
-        dtype: the dtype of q, k and v.
-        factors: those of FP8 arrays; None for other dtypes.
+    The pages are aligned to 16 bytes. The chunks may have more queries than q, which are copies of the last one. ``boundary``
+    is
+    None if the keys have no band, and ``factors`` for other dtypes than FP8.
     """
     d, heads, queries, batch = q.shape
     staged = chunks.rows.shape[1]

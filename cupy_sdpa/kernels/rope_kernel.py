@@ -59,13 +59,7 @@ def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> An
 
 
 def rotated(x: Any, record: Any, positions: Any) -> Any:
-    """Rotate a numpy array.
-
-    Args:
-        x: ``(D, H, ...)``.
-        record: from :func:`record`.
-        positions: integers whose shape broadcasts to the axes of x after the second.
-    """
+    """Rotate a numpy array ``(D, H, ...)``; the shape of the positions broadcasts to the axes after the second."""
     pairs, dtype = int(record["pairs"]), np.float64 if x.dtype == np.float64 else np.float32
     angles = positions.astype(np.uint64) * record["turns"][:pairs].reshape(-1, 1, *[1] * positions.ndim)
     angles = angles.view(np.int64) * (2 * math.pi / 2**64)
@@ -104,15 +98,7 @@ _NUMBERS = Struct(
 
 
 def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> None:
-    """Rotate the channels of an array; one launch.
-
-    Args:
-        x: ``(D, H, S, B)`` or packed ``(D, H, T)``, with unit stride along the first axis.
-        out: an array of the shape of x for the result.
-        rotation: from :func:`record`.
-        positions: the positions of the tokens.
-        dtype: that of the elements.
-    """
+    """Rotate the channels of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, with unit stride along D; one launch."""
     _, start, end, lengths, offsets = positions
     batch = x.shape[3] if x.ndim == 4 else offsets.size - 1
     rows = math.prod(x.shape[1:])

@@ -30,12 +30,9 @@ class Intervals(NamedTuple):
 def fill_intervals(parents: Any, lengths: Any, counts: Any, found: Intervals) -> None:
     """Write the intervals of trees; one launch.
 
-    Args:
-        parents: int32 ``(Sq, B)`` in Fortran order, or ``(Sq, 1)`` for all sequences. A parent that is not an earlier token
-            is the last key before the tree.
-        lengths: int32 ``(B,)``, the keys of each sequence; or None for Skv.
-        counts: int32 ``(B,)``, the tokens of each tree; or None for Sq.
-        found: the arrays to write.
+    ``parents`` are int32 ``(Sq, B)`` in Fortran order, or ``(Sq, 1)`` for all sequences. A parent that is not an earlier token
+    is
+    the last key before the tree. ``lengths`` and ``counts`` are int32 ``(B,)``, or None for Skv and Sq.
     """
     (tokens, trees), (batch, keys) = parents.shape, found.first.shape
     if not batch:

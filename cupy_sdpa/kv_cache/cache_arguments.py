@@ -44,13 +44,7 @@ def read_counts(counts: int | Sequence[int] | NDArray[Any], batch: int) -> NDArr
 
 
 def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -> list[int]:
-    """The kept tokens of the last step.
-
-    Args:
-        path: the argument of the caller.
-        present: the number of tokens of the last step that the sequence has.
-        sequence: the sequence.
-    """
+    """The kept tokens of the last step, of which the sequence has ``present`` ones."""
     if cupy_runtime.is_array(path):
         raise TypeError("path is a CuPy array; pass host numbers, for example path.get()")
     array = np.asarray(path)
@@ -84,13 +78,7 @@ def check_new_tokens(
 ) -> None:
     """Check the type, device, dtype, shape and strides of new keys and values.
 
-    Args:
-        k, v: the arrays.
-        dims: D and Dv.
-        heads: Hkv.
-        batch: B.
-        dtype: the dtype of the cache; None if another function has checked the dtypes.
-        device: the number of its device; None for numpy arrays.
+    ``dims`` are D and Dv; ``dtype`` is None if another function has checked the dtypes; ``device`` is None for numpy arrays.
     """
     for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
         if not (type(x) in (np.ndarray, np.memmap) if device is None else cupy_runtime.is_array(x)):
@@ -121,14 +109,7 @@ def check_new_tokens(
 
 
 def check_tokens(k: Any, counts: NDArray[np.int64], needed: tuple[int, int], capturing: bool) -> None:
-    """Check that new keys have the counted tokens. Packed arrays of a capture may have more, for later launches.
-
-    Args:
-        k: the keys, dense or packed.
-        counts: the number of new tokens of each sequence.
-        needed: :func:`tokens_of` the counts.
-        capturing: whether the stream is being captured.
-    """
+    """Check that new keys have the counted tokens. Packed arrays of a capture may have more, for later launches."""
     packed, given = k.ndim == 3, k.shape[2]
     if given < needed[packed] or (packed and given > needed[packed] and not capturing):
         names = ("T", "the sum") if packed else ("S", "the maximum")

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import in_words
 from ..fp8.array import Fp8Array, is_factor, made, one_of
 from ..fp8.quantize import SOURCES
-from ..kernels import cache_kernels, fp8_append, fp8_kernels
+from ..kernels import cache_kernels, fp8_kernels
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
 
@@ -32,12 +32,7 @@ class Fp8Pages:
         on_gpu: whether the arrays are CuPy's.
 
     Attributes:
-        dtype, rotated: as above.
         known: the sides (0 for keys, 1 for values) and layers whose scale is known.
-
-    Raises:
-        TypeError, ValueError: a scale is invalid, or a head dim is not a multiple of 16 on the GPU; or keys are rotated and
-            their head dim is odd.
     """
 
     def __init__(
@@ -76,11 +71,7 @@ class Fp8Pages:
         return one_of(factors, 0), one_of(factors, fp8_kernels.FACTOR_STEP)
 
     def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
-        """The arrays of new keys and values, and their dtype.
-
-        Raises:
-            TypeError, ValueError: their dtypes differ or are not supported, or their rotation is not that of the cache.
-        """
+        """The arrays of new keys and values, and their dtype; other dtypes than those of the cache are refused."""
         names = [x.dtype if isinstance(x, Fp8Array) else dtype_name(x.dtype) if hasattr(x, "dtype") else "" for x in (k, v)]
         if names[0] != names[1] or isinstance(k, Fp8Array) is not isinstance(v, Fp8Array):
             raise TypeError(f"k is {names[0] or type(k)} and v is {names[1] or type(v)}; both must have one dtype")
@@ -113,11 +104,7 @@ class Fp8Pages:
                 self._factors[side, layer] = 1
 
     def check_capture(self, layer: int, source: str) -> None:
-        """Check that tokens can be appended while the stream is being captured.
-
-        Raises:
-            RuntimeError: a scale of the layer is not known, or the kernel is not compiled.
-        """
+        """Check that tokens can be appended while the stream is being captured: scales are known, kernels compiled."""
         if self.unknown(layer):
             raise RuntimeError(
                 f"the stream is being captured and layer {layer} has no scale; append tokens before the capture begins, or "
@@ -129,10 +116,7 @@ class Fp8Pages:
     def set_scales(self, k: Any, v: Any, layer: int, counts: Any) -> None:
         """Set the unknown scales of a layer from its first tokens, without infinities and NaN; those of FP8 arrays are adopted.
 
-        Args:
-            k, v: the tokens.
-            layer: the layer.
-            counts: int32 ``(B,)`` in the memory of the cache, the tokens of each sequence.
+        ``counts`` are the tokens of each sequence, int32 ``(B,)`` in the memory of the cache.
         """
         found = [(side, x) for side, x in enumerate((k, v)) if (side, layer) not in self.known]
         conversions = []
@@ -150,16 +134,16 @@ class Fp8Pages:
 
     def append(self, k: Any, v: Any, pages: tuple[Any, Any], layer: int, state: cache_kernels.State, *, advance: bool) -> None:
         """Write new tokens to the pages of the keys and the values of a layer."""
-        source = k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype)
-        keys, values = (self._tokens(x, pages[side], side, layer) for side, x in enumerate((k, v)))
-        fp8_append.append(keys, values, state, source, self.dtype, advance=advance)
-        self._sources.add(source)
+        factors = [self._factors_of(x, side, layer) for side, x in enumerate((k, v))]
+        keys, values = (x.data if isinstance(x, Fp8Array) else x for x in (k, v))
+        cache_kernels.append(keys, values, *pages, state, advance=advance, factors=factors, dtype=self.dtype)
+        self._sources.add(k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype))
 
-    def _tokens(self, x: Any, pages: Any, side: int, layer: int) -> fp8_append.Tokens:
+    def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.Factors:
+        """How tokens are converted; FP8 ones are rotated already."""
         scale, _ = self._pair(side, layer)
-        if isinstance(x, Fp8Array):
-            return fp8_append.Tokens(x.data, pages, scale, x.descale, 1)
-        return fp8_append.Tokens(x, pages, scale, None, self._rotations[side])
+        is_fp8 = isinstance(x, Fp8Array)
+        return cache_kernels.Factors(scale, x.descale if is_fp8 else None, 1 if is_fp8 else self._rotations[side])
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:

@@ -180,12 +180,7 @@ class Pages:
         return Change(lengths, room, by_sequence, owners, len(self.free), freed)
 
     def keep(self, b: int, start: int, path: list[int]) -> tuple[Change, list[Entry], list[tuple[int, int]]]:
-        """Keep some of the tokens of a sequence from ``start``, which become contiguous.
-
-        Args:
-            b: the sequence.
-            start: the position of the first of these tokens.
-            path: the kept tokens, counted from ``start``, ascending.
+        """Keep the tokens ``path`` of a sequence, counted from the position ``start``, ascending; they become contiguous.
 
         Returns:
             The change; the copies of shared pages that will be written, as new entries of the table; and the moved tokens as

@@ -169,11 +169,7 @@ def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
 
 
 def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -> None:
-    """Check the prefix and the options.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid.
-    """
+    """Check the prefix and the options."""
     if isinstance(k, Fp8Array):
         raise TypeError(
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
@@ -197,22 +193,14 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Check that no option is passed that the parts do not take.
-
-    Raises:
-        ValueError: one is passed.
-    """
+    """Check that no option is passed that the parts do not take."""
     for name in _EXCLUDED:
         if not is_one_of(options.get(name), (None, 0)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 
 def _check_elements(problem: Problem, shared_prefix: int, pages: int, arrays: Mapping[str, Any]) -> None:
-    """Check the lengths and the page table, and that all sequences with keys begin with the pages of the prefix.
-
-    Raises:
-        ValueError: a sequence does not, or an element is invalid.
-    """
+    """Check the lengths and the page table, and that all sequences with keys begin with the pages of the prefix."""
     check_lengths(problem, arrays)
     table, lengths, first = arrays["page_table"], arrays["seq_lens_kv"], None
     for b in np.flatnonzero(lengths):

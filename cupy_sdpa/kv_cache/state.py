@@ -72,12 +72,7 @@ class CacheState:
     _ropes: Mapping[int, Rope] = {}
 
     def _create(self, dtype: np.dtype[Any], *, of_numpy: bool) -> None:
-        """Create everything, without tokens.
-
-        Args:
-            dtype: that of the pages in memory.
-            of_numpy: whether the arrays are numpy's.
-        """
+        """Create everything, without tokens; ``dtype`` is that of the pages in memory."""
         self._numpy = of_numpy
         self._storage = [self._zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)]
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
@@ -183,11 +178,9 @@ class CacheState:
     ) -> None:
         """Change lengths and pages between two steps.
 
-        Args:
-            change: the change.
-            before: the lengths on the device that change.
-            copies: pages that are copied, as their new entries of the table.
-            moved: tokens that move to other rows, as pairs of rows (from, to).
+        ``before`` are the lengths on the device that change. ``copies`` are pages that are copied, as their new entries of the
+        table,
+        and ``moved`` tokens that move to other rows, as pairs of rows (from, to).
         """
         lengths = [(place, int(change.lengths[place - self._starts[1]])) for place, _ in before]
         updates = lengths + self._entries(change) + self._places(copies)
@@ -221,11 +214,9 @@ class CacheState:
     ) -> None:
         """Change the device and the host, or neither if an exception is raised.
 
-        Args:
-            change, step: the new values of the host.
-            work: enqueues the work of the device.
-            lengths: the present values of the lengths that the work changes, as places and values of the state array.
-            restore: enqueues what restores the tokens that the work moves.
+        ``work`` enqueues the work of the device, which changes ``lengths``, the present values as places and values of the
+        state
+        array. ``restore`` enqueues what restores the tokens that the work moves.
         """
         counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
         known = self._fp8.known if self._fp8 else frozenset()

@@ -109,7 +109,7 @@ static void __syncthreads() { swapcontext(&running->context, &block); }
 static void __syncwarp() { __syncthreads(); }  // the threads of a warp meet the same barriers
 static thread_local float exchanged[1024];
 static float __shfl_xor_sync(unsigned, float x, int mask) {  // every thread of the block calls it
-    const unsigned own = threadIdx.x;
+    const unsigned own = threadIdx.x + blockDim.x * threadIdx.y;
     exchanged[own] = x;
     __syncthreads();
     const float other = exchanged[own ^ mask];

@@ -187,19 +187,23 @@ def test_delayed_scaling_ignores_what_is_not_finite(value, rotated, engine):
 
 @ON_A_GPU
 def test_a_captured_conversion_advances_its_history(engine):
-    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before."""
+    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before, also that of an output."""
     x = engine.put(np.ones((16, 1, 2, 1), np.float16, order="F"))
     scaling = fp8.DelayedScaling(x, 1)
     scaling.quantize(x)  # compiles
+    of_output, amax = fp8.DelayedScaling(x, 1), engine.put(np.ones(1, np.float32))
+    of_output.update(amax)
     engine.xp.cuda.Device().synchronize()
     with engine.xp.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
         made = scaling.quantize(x)
+        of_output.update(amax)
         graph = stream.end_capture()
         for factor in (2.0, 8.0, 1.0):
-            x[...] = factor
+            x[...], amax[...] = factor, factor
             graph.launch(stream)
         assert float(made.scale.get()[0]) == 448 / 8
+        assert float(of_output.scale.get()[0]) == 448
 
 
 # Views, factors and copies

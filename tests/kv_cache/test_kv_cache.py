@@ -8,7 +8,7 @@ from engines import numbers
 from fake_cupy import DEVICE
 
 import cupy_sdpa
-from cupy_sdpa import KVCache, OutOfPages, attention
+from cupy_sdpa import KVCache, attention
 
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
@@ -39,33 +39,6 @@ def small(engine):
     for layer in range(2):
         cache.append(*[ones(engine, 4, 2, 1, 2)] * 2, layer)
     return cache, ones(engine, 4, 2, 1, 2)
-
-
-def test_a_refused_call_changes_nothing(small, engine):
-    """Lengths, table, pages and tokens are those from before, and the next step is as without the call."""
-    cache, x = small
-    three = ones(engine, 4, 2, 3, 2)
-
-    def state():
-        arrays = [cache.lengths, cache.full_table, *(side(layer) for side in (cache.keys, cache.values) for layer in (0, 1))]
-        return [engine.get(y).copy() for y in arrays], cache.host_lengths, repr(cache)
-
-    before = state()
-    for call, error in (
-        (lambda: cache.begin_step([1, 2, 3]), ValueError), (lambda: cache.begin_step([5, 0]), ValueError),
-        (lambda: cache.begin_step([4, 2]), OutOfPages), (lambda: cache.append(three, three, counts=[4, 1]), ValueError),
-        (lambda: cache.append(three, three), OutOfPages), (lambda: cache.append(x, three), ValueError),
-        (lambda: cache.append(x, x, 2), ValueError), (lambda: cache.append(x.astype("f4"), x), TypeError),
-        (lambda: cache.append(x, x, counts=[2, 0]), ValueError), (lambda: cache.fork(0, 1), ValueError),
-        (lambda: cache.truncate(1, 2), ValueError), (lambda: cache.release(-1), ValueError),
-    ):  # fmt: skip
-        with pytest.raises(error):
-            call()
-        np.testing.assert_equal(state(), before)
-    cache.begin_step([2, 1])
-    for layer in range(2):
-        cache.append(three, three, layer)
-    assert engine.get(cache.lengths).tolist() == cache.host_lengths.tolist() == [3, 2]
 
 
 #: Calls within a step, words of the message if nothing is appended, and if layer 0 is.
@@ -112,23 +85,6 @@ def test_a_layer_is_appended_once(engine):
     with pytest.raises(RuntimeError, match=r"layer 2 of this step is appended already; layers \[1\] are not: pass layer="):
         cache.append(x, x, 2)
     cache.append(x, x, 1)
-
-
-@pytest.mark.parametrize("appended", [0, 1])
-def test_a_step_is_cancelled(appended, small, engine):
-    """Its tokens and pages are removed, whichever layers were appended; later steps are as without it."""
-    cache, x = small
-    before = [engine.get(y).copy() for y in (cache.lengths, cache.full_table)]
-    cache.begin_step([2, 1])
-    for layer in range(appended):
-        cache.append(*[ones(engine, 4, 2, 2, 2)] * 2, layer)
-    cache.cancel_step()
-    for y, z in zip(before, (cache.lengths, cache.full_table), strict=True):
-        np.testing.assert_array_equal(engine.get(z), y)
-    assert (cache.host_lengths.tolist(), cache.free_pages) == ([1, 1], 1)
-    for layer in range(2):
-        cache.append(x, x, layer)
-    assert engine.get(cache.lengths).tolist() == [2, 2]
 
 
 # Addresses and launches

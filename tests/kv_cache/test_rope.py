@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import numbers
 
-from cupy_sdpa import KVCache, Rope, apply_rope, attention
+from cupy_sdpa import KVCache, Rope, apply_rope
 
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
@@ -83,40 +83,6 @@ def test_random_rotations(seed, dtype, engine):
         close(engine, found, wanted, dtype)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("seed", numbers(4, quick=1))
-def test_appended_keys_are_rotated(seed, packed, engine):
-    """The pages contain the keys at their positions, over several steps and layers; values are not rotated."""
-    rng, dtype = np.random.default_rng(seed), engine.dtype
-    d, dv, heads, page, batch = 10, 6, 2, 4, 3
-    cache = KVCache(
-        d, heads, head_dim_v=dv, pages=40, batch=batch, page_size=page, layers=2, dtype=str(dtype), numpy=not engine.on_cudnn
-    )
-    rope, known = random_rope(rng, d), [[np.zeros((n, heads, 0)) for n in (d, dv)] for _ in range(2 * batch)]
-    for _ in range(5):
-        counts = rng.integers(0, 6, batch)
-        for layer in range(2):
-            each = [[rng.standard_normal((n, heads, c)).astype(dtype) for n in (d, dv)] for c in counts]
-            given = []
-            for side, n in enumerate((d, dv)):
-                x = np.full((n, heads, counts.max(), batch), np.nan, dtype)
-                for b, tokens in enumerate(each):
-                    x[:, :, : counts[b], b] = tokens[side]
-                given.append(np.concatenate([tokens[side] for tokens in each], 2) if packed else x)
-            cache.append(*(engine.put(np.asfortranarray(x)) for x in given), layer, counts=counts, rope=None if layer else rope)
-            for b, (k, v) in enumerate(each):
-                begin = known[2 * b + layer][0].shape[2]
-                new = (k if layer else turned(k, rope, begin + np.arange(counts[b]))), v
-                known[2 * b + layer] = [np.concatenate(pair, 2) for pair in zip(known[2 * b + layer], new, strict=True)]
-    table, lengths = engine.get(cache.table), cache.host_lengths
-    for b, layer in np.ndindex(batch, 2):
-        for side, pages in enumerate((cache.keys(layer), cache.values(layer))):
-            own = engine.get(pages)[..., table[: -(-lengths[b] // page), b]]
-            flat = own.transpose(0, 1, 3, 2).reshape(*own.shape[:2], -1)
-            close(engine, flat[..., : lengths[b]], known[2 * b + layer][side], dtype)
-            assert not flat[..., lengths[b] :].any()
-
-
 def test_a_position_of_a_million_is_exact(engine):
     """Angles have no rounding error that grows with the position; scores depend on distances alone."""
     rope = Rope(64)
@@ -126,21 +92,6 @@ def test_a_position_of_a_million_is_exact(engine):
     moved = [engine.get(apply_rope(x, rope, start=n)).ravel() for n in (0, 1_000_000)]
     near, far = engine.get(near).ravel(), engine.get(far).ravel()
     np.testing.assert_allclose(near @ moved[0], far @ moved[1], rtol=2e-5)
-
-
-def test_a_step_with_rotations_is_attention_to_rotated_keys(engine):
-    """Steps of several tokens with ``end=cache.lengths`` are one causal call on rotated arrays."""
-    rope, shape = Rope(8, base=50), ((8, 4), (8, 2), (8, 2))
-    q, k, v = (engine.normal(i, *of, 12, 2) for i, of in enumerate(shape))
-    cache = KVCache(8, 2, pages=6, batch=2, page_size=4, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
-    found = []
-    for begin, end in ((0, 5), (5, 6), (6, 12)):
-        cache.append(k[:, :, begin:end], v[:, :, begin:end], rope=rope)
-        new = apply_rope(q[:, :, begin:end], rope, end=cache.lengths)
-        pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
-        found.append(engine.get(attention(new, cache.keys(), cache.values(), **pages)))
-    whole = attention(apply_rope(q, rope), apply_rope(k, rope), v, causal=True)
-    np.testing.assert_allclose(np.concatenate(found, 2).astype("f4"), engine.get(whole).astype("f4"), atol=2 * engine.tolerance)
 
 
 def test_the_gradient_is_the_transposed_rotation(engine):
@@ -182,21 +133,6 @@ def test_captured_rotations_follow_the_lengths(engine):
             wanted = apply_rope(engine.get(q), rope, end=known.lengths)
             np.testing.assert_allclose(rotated.get().astype("f4"), wanted.astype("f4"), atol=4e-3)
             np.testing.assert_allclose(cache.keys().get().astype("f4"), known.keys().astype("f4"), atol=4e-3)
-
-
-def test_a_refused_rotation_changes_nothing(engine):
-    """A cache refuses a rotation before a step begins; FP8 caches name the remedy."""
-    shape = {"pages": 4, "batch": 1, "numpy": not engine.on_cudnn}
-    x = engine.normal(0, 16, 1, 3, 1, dtype=np.float16)
-    cache = KVCache(16, 1, dtype="float16", **shape)
-    for rope, error in ((Rope(18), ValueError), (8, TypeError), ("half", TypeError)):
-        with pytest.raises(error, match="rope"):
-            cache.append(x, x, rope=rope)
-    assert (cache.host_lengths.tolist(), cache.free_pages) == ([0], 4)
-    fp8 = KVCache(16, 1, dtype="float8_e4m3fn", **shape)
-    with pytest.raises(ValueError, match=r"the cache is float8_e4m3fn; rotate the keys with cupy_sdpa.apply_rope"):
-        fp8.append(x, x, rope=Rope(16))
-    assert fp8.host_lengths.tolist() == [0]
 
 
 def test_rotations_are_values():

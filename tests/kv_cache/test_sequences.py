@@ -5,8 +5,6 @@ import pytest
 from engines import numbers
 
 from cupy_sdpa import (
-    KVCache,
-    attention,
     attention_vjp,
     cu_seqlens_with_gaps,
     page_table_from_lists,
@@ -53,25 +51,6 @@ def test_the_width_of_the_longest_list():
     assert [x.tolist() for x in empty] == [[[-1]], [0]]
 
 
-def test_a_view_has_what_attention_needs(engine):
-    """Attention to a view is attention to the arrays; a new one has the rows that the table has grown by."""
-    cache = KVCache(8, 2, pages=20, batch=2, page_size=4, layers=2, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
-    k, v, q = (engine.normal(i, 8, heads, 9, 2) for i, heads in enumerate((2, 2, 4)))
-    for begin, end in ((0, 3), (3, 9)):
-        for layer in range(2):
-            new = (x[:, :, begin:end] for x in ((k, v), (v, k))[layer])
-            cache.append(*new, layer)
-        for layer, (keys, values) in enumerate(((k, v), (v, k))):
-            found = attention(q[:, :, begin:end], **cache.view(layer), causal="bottom_right")
-            wanted = attention(q[:, :, begin:end], keys[:, :, :end], values[:, :, :end], causal="bottom_right")
-            np.testing.assert_allclose(
-                engine.get(found).astype("f4"), engine.get(wanted).astype("f4"), atol=2 * engine.tolerance
-            )
-    assert set(cache.view()) == {"k", "v", "page_table", "seq_lens_kv"}
-    with pytest.raises(ValueError, match="layer is 2; the cache has 2"):
-        cache.view(2)
-
-
 @pytest.mark.parametrize("seed", numbers(6, quick=2))
 def test_sequences_with_gaps(seed, engine):
     """Results and gradients of each sequence are those of the sequence alone; gaps may contain NaN."""
@@ -105,19 +84,3 @@ def test_sequences_with_gaps(seed, engine):
         for name, wanted in zip(("out", "dq", "dk", "dv"), (right, *gradients), strict=True):
             part = found[name][..., of_kv if name in ("dk", "dv") else of_q]
             np.testing.assert_allclose(part.astype("f8"), wanted[..., 0], atol=8 * engine.tolerance, rtol=0.02)
-
-
-def test_padding_before_each_sequence(engine):
-    """A dense batch with padding at the start is packed without a copy; each sequence is attended to alone."""
-    padding, length = [3, 0, 5], 9
-    q, k, v = (engine.normal(i, 16, 2, length, 3) for i in range(3))
-    starts = engine.put(np.int32([length * b + n for b, n in enumerate(padding)]))
-    offsets = cu_seqlens_with_gaps(starts, engine.put(np.int32([length - n for n in padding])))
-    packed = [x.reshape((16, 2, 3 * length), order="F") for x in (q, k, v)]
-    given = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": length, "max_seqlen_kv": length}
-    out = engine.get(attention(*packed, causal=True, **given)).reshape(16, 2, length, 3, order="F")
-    for b, n in enumerate(padding):
-        own = (engine.get(x)[:, :, n:, b : b + 1].astype("f8") for x in (q, k, v))
-        np.testing.assert_allclose(
-            out[:, :, n:, b].astype("f8"), reference.attention(*own, causal=True)[0][..., 0], atol=2 * engine.tolerance
-        )

@@ -6,7 +6,7 @@ from engines import numbers
 from planner import plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import KVCache, attention, explain, reference, tree_mask, zoo
+from cupy_sdpa import attention, explain, tree_mask, zoo
 from cupy_sdpa.check.draw import GPUS, draw_options
 from cupy_sdpa.check.planned import problems
 
@@ -22,44 +22,6 @@ def draw(rng, tokens, batch):
             visible[token, i, b] = True
             token = parents[token, b]
     return parents, visible
-
-
-def whole(visible, lengths, keys, counts=None):
-    """The mask of all keys, ``(Skv, Sq, 1, B)``."""
-    tokens, _, batch = visible.shape
-    mask = np.zeros((keys, tokens, 1, batch), bool)
-    for b in range(batch):
-        count = tokens if counts is None else counts[b]
-        start = lengths[b] - count
-        mask[:start, :, 0, b] = True
-        mask[start : lengths[b], :count, 0, b] = visible[:count, :count, b]
-    return mask
-
-
-@pytest.mark.parametrize("seed", numbers(10, quick=2))
-def test_random_trees_on_pages(seed, engine):
-    """A token attends to its ancestors, itself, and all keys before the tree; with the parents and with a mask of the tree."""
-    rng = np.random.default_rng(seed)
-    tokens, batch, size = int(rng.choice([1, 2, 5, 9])), int(rng.integers(1, 4)), int(rng.choice([4, 16]))
-    cache = KVCache(16, 2, pages=40, batch=batch, page_size=size, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
-    before, (parents, visible) = rng.integers(0, 30, batch), draw(rng, tokens, batch)
-    total = int(before.max()) + tokens
-    k, v = (engine.normal(seed + i, 16, 2, total, batch) for i in (1, 2))
-    q = engine.normal(seed, 16, 4, tokens, batch)
-    dense = [np.zeros((16, 2, total, batch)) for _ in range(2)]
-    if before.any():
-        cache.append(k, v, counts=before)
-    cache.append(k[:, :, -tokens:], v[:, :, -tokens:])
-    for own, x in zip(dense, (k, v), strict=True):
-        for b, n in enumerate(before):
-            own[:, :, :n, b] = engine.get(x)[:, :, :n, b]
-            own[:, :, n : n + tokens, b] = engine.get(x)[:, :, -tokens:, b]
-    lengths, form = (before + tokens).astype(np.int32), rng.integers(3)
-    given = engine.put(np.asfortranarray(parents)) if form == 0 else parents.tolist() if form == 1 else visible
-    found = attention(q, **cache.view(), **tree_mask(given, **cache.view()), return_stats=True)
-    wanted = reference.attention(engine.get(q).astype(float), *dense, mask=whole(visible, lengths, total), seq_lens_kv=lengths)
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(engine.get(one).astype(float), other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("number", numbers(12, quick=1, sweep=6))
@@ -122,30 +84,6 @@ def test_no_tokens(engine):
     q, k = engine.normal(0, 16, 4, 0, 2), engine.normal(1, 16, 2, 8, 2)
     for empty in ([], np.zeros((0, 2), np.int32), np.zeros((0, 0), bool)):
         assert attention(q, k, k, **tree_mask(empty, k)).shape == (16, 4, 0, 2)
-
-
-def test_trees_of_some_tokens(engine):
-    """With seq_lens_q, the newest tokens of a sequence are as many as it has; one tree is for all sequences."""
-    rng, counts, lengths = np.random.default_rng(0), np.int32([3, 0, 5]), np.int32([7, 2, 5])
-    parents, visible = draw(rng, 5, 1)
-    q, k, v = (engine.normal(i, 16, 2, n, 3) for i, n in enumerate((5, 8, 8)))
-    options = {"seq_lens_kv": engine.put(lengths), "seq_lens_q": engine.put(counts)}
-    mask = tree_mask(parents[:, 0].tolist(), k, **options)
-    assert mask["seq_lens_q"] is options["seq_lens_q"]
-    found = engine.get(attention(q, k, v, **mask, seq_lens_kv=options["seq_lens_kv"])).astype(float)
-    kept = whole(np.repeat(visible, 3, axis=2), lengths, 8, counts)
-    given = (engine.get(x).astype(float) for x in (q, k, v))
-    wanted, _ = reference.attention(*given, mask=kept, seq_lens_kv=lengths, seq_lens_q=counts)
-    np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-2)
-
-
-def test_a_chain_is_causal(engine):
-    """A tree without branches is a causal mask that is aligned to the last key; without lengths, all keys count."""
-    q, k, v = (engine.normal(i, 16, 2, n, 2) for i, n in enumerate((5, 30, 30)))
-    found = attention(q, k, v, **tree_mask([-1, 0, 1, 2, 3], k))
-    np.testing.assert_allclose(
-        engine.get(found).astype(float), engine.get(attention(q, k, v, causal="bottom_right")).astype(float), atol=1e-2
-    )
 
 
 @pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)

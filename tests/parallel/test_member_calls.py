@@ -89,15 +89,14 @@ def inside(band, n, m, aligned):
 
 
 @pytest.mark.cudnn
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", [*CASES, *PACKED])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_calls_of_members_are_planned(direction, name, method, planned, fake):
-    """Every call of the members in the middle and at the ends of a group is supported, and cuDNN plans it for the H200."""
+def test_the_calls_of_members_are_planned(name, method, planned, fake):
+    """Every call of the members in the middle and at the end of a group is supported, and cuDNN plans it for the H200."""
     version = planned(library_version)
     found = set()
-    for rank in (0, 1, SIZE - 1):
+    for rank in (1, SIZE - 1):
         options = {key: fake.asarray(x) if hasattr(x, "shape") else x for key, x in (CASES | PACKED)[name].items()}
         batch, length = (2,), 512 // SIZE
         if name in PACKED:
@@ -107,8 +106,8 @@ def test_the_calls_of_members_are_planned(direction, name, method, planned, fake
         shapes = {"q": (64, 8, length, *batch), "k": (64, 4, length, *batch), "v": (64, 4, length, *batch)}
         arrays = {key: fake.zeros(shape, numpy_dtype("bfloat16"), order="F") for key, shape in shapes.items()}
         cp = context_parallel(Loopback(SIZE).members[rank])
-        report = cp.explain(*arrays.values(), method=method, **options).launches[direction][0]
-        found |= {launch.problem for launch in report.launches or (report,)}
+        for (report,) in cp.explain(*arrays.values(), method=method, **options).launches.values():
+            found |= {launch.problem for launch in report.launches or (report,)}
     assert found
     for problem in found:
         assert not why_not(problem, version, gpus.capability("h200")), problem
