@@ -51,7 +51,7 @@ TESTS = {
     "cupy_sdpa/kernels": ("kernels", "attention"),
     "cupy_sdpa/kernels/block_copies.py": ("block_masks",),
     "cupy_sdpa/kernels/block_results.py": ("block_masks",),
-    "cupy_sdpa/kernels/cache_kernels.py": ("kv_cache",),
+    "cupy_sdpa/kernels/cache_kernels.py": ("kv_cache", "fp8"),
     "cupy_sdpa/kernels/derivative_terms.py": ("jvp",),
     "cupy_sdpa/kernels/fp8_kernels.py": ("fp8",),
     "cupy_sdpa/kernels/page_lists.py": ("kv_cache",),
