@@ -39,19 +39,22 @@ def without_kernels():
     Compiling takes a second, everything else 20 milliseconds. Engine, notes and workspace are those of the plan, and its limit
     applies; the knobs are missing, and a kernel that does not compile is not noticed.
     """
+    from cupy_sdpa import Unsupported
     from cupy_sdpa.cudnn.constants import AttributeType
     from cupy_sdpa.cudnn.descriptor import Descriptor
-    from cupy_sdpa.cudnn_engine.engines import Candidate, EngineSearch, _number_and_notes
+    from cupy_sdpa.cudnn_engine.engines import EngineSearch, _number_and_notes
+    from cupy_sdpa.cudnn_engine.plan import Candidate
     from cupy_sdpa.cudnn_engine.plan_file import Facts
 
     def take(search, config):
         engine, notes = _number_and_notes(config)
         (need,) = config.get("WORKSPACE_SIZE", AttributeType.INT64)
-        total = search.total_bytes(need)
-        if search.limit is not None and total > search.limit:
-            search.refused.append(f"engine {engine}: it needs a workspace of {total} bytes, {search.limit} are allowed")
+        try:
+            search.check_workspace(need)
+        except Unsupported as error:
+            search.refused.append(f"engine {engine}: {error}")
             return None
-        facts = Facts(search.uids, engine, (), notes, need, 0.0, tuple(search.refused))
+        facts = Facts(search.lowered.uids, engine, (), notes, need, 0.0, tuple(search.refused))
         return Candidate(Descriptor("EXECUTION_PLAN"), "", facts)
 
     with mock.patch.object(EngineSearch, "_try", take):
@@ -82,8 +85,8 @@ def plan_problem(problem, gpu):
 def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
+    from cupy_sdpa.cudnn_engine.engines import engine_search
     from cupy_sdpa.cudnn_engine.plan import Plan
-    from cupy_sdpa.cudnn_engine.planner import engine_search
     from cupy_sdpa.offline.remote_planner import load_target
 
     target = load_target(gpu)
@@ -94,25 +97,6 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
         return str(error)
     plan.close()
     return plan.info
-
-
-def candidates_of(problem):
-    """In a child: the (engine, knobs) of a problem's plan, and of every other config that autotuning tries."""
-    from cupy_sdpa.cudnn_engine.autotune import _candidates
-    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import engine_search, load_or_build
-    from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.remote_planner import load_target
-
-    target, graph = load_target("h200"), forward(problem)
-    plan = load_or_build(graph, target, disk_cache=DiskCache(None))
-    found = []
-    with engine_search(graph, target) as search:
-        for candidate in _candidates(search, plan):
-            found.append((candidate.facts.engine, candidate.facts.knobs))
-            candidate.close()
-    plan.close()
-    return (plan.info.engine, plan.info.knobs), found
 
 
 def descriptors_of(problem, gpu):

@@ -59,9 +59,8 @@ _TYPE_OF: dict[type, AttributeType] = {
 class Descriptor:
     """A descriptor. The names of its attributes omit the prefix of its kind.
 
-    >>> with Descriptor("MATMUL") as matmul:           # doctest: +SKIP
-    ...     matmul.set("COMP_TYPE", DataType.FLOAT)
-    ...     matmul.finalize()
+    >>> with Descriptor.finalized("MATMUL", "describe S", COMP_TYPE=DataType.FLOAT) as matmul:  # doctest: +SKIP
+    ...     ...
 
     Args:
         kind: the C name of the descriptor type without ``CUDNN_BACKEND_`` and ``_DESCRIPTOR``.
@@ -82,6 +81,20 @@ class Descriptor:
         self.pointer = pointer.value
         self._pid = os.getpid()
 
+    @classmethod
+    def finalized(cls, kind: str, doing: str, **attributes: Any) -> Descriptor:
+        """A finalized descriptor; attributes that are None are not set, and ``doing`` describes the step in error messages."""
+        made = cls(kind)
+        try:
+            for name, value in attributes.items():
+                if value is not None:
+                    made.set(name, value)
+            made.finalize(doing)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
     def attribute(self, name: str) -> AttributeName:
         """The constant of an attribute.
 
@@ -95,14 +108,13 @@ class Descriptor:
             names = ", ".join(a.removeprefix(prefix) for a in AttributeName.__members__ if a.startswith(prefix))
             raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {names}") from None
 
-    def set(self, name: str, value: Any, kind: AttributeType | None = None) -> None:
-        """Set an attribute to a value or to a list of values; ``kind`` is required if the type of the values is ambiguous."""
+    def set(self, name: str, value: Any) -> None:
+        """Set an attribute to a value or to a list of values."""
         values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         if isinstance(value, bytes):
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
         else:
-            if kind is None:
-                kind = _TYPE_OF[type(values[0])]
+            kind = AttributeType.HANDLE if name == "HANDLE" else _TYPE_OF[type(values[0])]
             elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
             array = (_C_TYPES.get(kind, c_int) * len(elements))(*elements)
         lib = library()
@@ -110,16 +122,10 @@ class Descriptor:
         if status:
             lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
 
-    def set_handle(self, handle: int) -> None:
-        """Bind the descriptor to a cuDNN handle."""
-        self.set("HANDLE", handle, AttributeType.HANDLE)
-
-    def finalize(self, doing: str | None = None) -> None:
+    def finalize(self, doing: str) -> None:
         """Finalize the descriptor; ``doing`` describes the step in the error message."""
         lib = library()
-        status = lib.cudnnBackendFinalize(self.pointer)
-        if status:
-            lib.check(status, doing or f"finalize a {self.kind} descriptor")
+        lib.check(lib.cudnnBackendFinalize(self.pointer), doing)
 
     def get(self, name: str, kind: AttributeType, count: int = 1) -> list[Any]:
         """Up to ``count`` elements of an attribute of a finalized descriptor."""

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 from ..errors import CudnnError
-from .constants import AttributeType
 from .descriptor import Descriptor
 from .launch import Handle
 
@@ -27,10 +26,7 @@ def read_description() -> str:
     Raises:
         CudnnError: there is no GPU.
     """
-    handle = Handle()
-    with Descriptor("DEVICEPROP") as device:
-        device.set("HANDLE", handle.pointer, AttributeType.HANDLE)
-        device.finalize("describe the GPU")
+    with Descriptor.finalized("DEVICEPROP", "describe the GPU", HANDLE=Handle().pointer) as device:
         return device.get_text("JSON_REPRESENTATION")
 
 

@@ -2,18 +2,15 @@
 
 A config is accepted only if its results agree with those of the first one. Deterministic gradients stay deterministic: the
 graph of the ordered engine is not tuned, because its other configs accumulate dQ in scratch memory in arbitrary order.
-
-Only proposed configs are measured. Knob settings that the heuristics do not propose gained 3 % on one of ten problems on an
-H200 and nothing on the others, took up to 21 s to measure, and up to 18 of 28 of them computed wrong results
-(``benchmarks/results/h200_cudnn928_plans.csv``).
+Other knob settings than the proposed ones are not measured (:doc:`/design`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,29 +21,23 @@ from ..problem.problem import Problem
 from ..runtime import cupy_runtime
 from ..runtime.cuda_graph import Recording
 from .disk_cache import current
-from .engines import Candidate, EngineSearch, knobs_text
+from .engines import engine_search
 from .plan import Plan
 from .plan_cache import PlanCache
-from .plan_file import Knobs
-from .planner import engine_search
+from .plan_file import Knobs, knobs_text
 
 #: A config must be faster than the current plan by this factor to replace it; a smaller gain is noise.
 GAIN = 1.02
-#: The norm of the difference from the first config's results, relative to their norm, above which a config is wrong: a few
-#: roundings to bfloat16 (0.4 % each).
+#: The relative norm of the difference from the first config's results above which a config is wrong: roundings to bfloat16.
 TOLERANCE = 0.02
-#: The number of configs measured again in turn, the number of rounds, and the target milliseconds of a round of a config.
-_FINALISTS, _ROUNDS, _ROUND_MS = 4, 7, 1.0
+#: The configs are measured in turn, so many times, and the medians are compared; the target milliseconds of a measurement.
+_ROUNDS, _ROUND_MS = 5, 1.0
+#: Runs a plan with the workspace at an address.
+Execute = Callable[[Plan, int], None]
 
 
 class Trial(NamedTuple):
-    """The measurement of one engine config.
-
-    Attributes:
-        engine, knobs: the config.
-        workspace: bytes of workspace.
-        us: microseconds of one execution, the median; None if it failed or its results were wrong.
-    """
+    """An engine config, its workspace in bytes, and the microseconds of an execution; None if it failed or was wrong."""
 
     engine: int
     knobs: Knobs
@@ -56,13 +47,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of tuning one problem; prints as a table, the fastest config first.
-
-    Attributes:
-        problem: the problem that was tuned.
-        trials: every config, the fastest first.
-        before, after: microseconds of the plan before and after tuning.
-    """
+    """The configs of one problem, the fastest first, and the microseconds of the plan before and after; prints as a table."""
 
     problem: Problem
     trials: tuple[Trial, ...]
@@ -77,83 +62,56 @@ class Tuning:
     def _title(self) -> str:
         return f"{self.problem}: {self.before:.1f} us before, {self.after:.1f} us after, {self.gain:.2f} times as fast"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        times = ("failed or wrong results" if t.us is None else f"{t.us:.1f} us" for t in self.trials)
-        return [
-            (time, str(t.engine), knobs_text(t.knobs), f"{t.workspace} B") for time, t in zip(times, self.trials, strict=True)
-        ]
-
-    _COLUMNS = ("time", "engine", "knobs", "workspace")
+    def _table(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("time", "engine", "knobs", "workspace")]
+        for engine, knobs, workspace, us in self.trials:
+            time = "failed or wrong results" if us is None else f"{us:.1f} us"
+            rows.append((time, str(engine), knobs_text(knobs), f"{workspace} B"))
+        return rows
 
     def __str__(self) -> str:
-        rows = [self._COLUMNS, *self._rows()]
+        rows = self._table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        return _html.with_title(self._title(), _html.table(self._COLUMNS, self._rows()))
+        columns, *rows = self._table()
+        return _html.with_title(self._title(), _html.table(columns, rows))
 
 
-def tune(
-    problem: Problem, plan: Plan, cache: PlanCache, execute: Callable[[Plan, int], None], results: Sequence[Any]
-) -> Tuning:
-    """Measure the engine configs of a problem; the fastest plan is stored in the plan cache and the disk cache.
-
-    Args:
-        problem: the problem of the plan.
-        plan: the current plan.
-        cache: the plan cache that contains the plan.
-        execute: runs a plan with the workspace at an address.
-        results: the arrays that the plan writes.
-    """
-    is_ordered = problem.deterministic and bool(plan.info.graph.by_role("scratch"))
-    times = {plan: _time(plan, execute, 3)}  # infinite: it failed, or its results are wrong
-    fastest = plan
+def tune(problem: Problem, plan: Plan, cache: PlanCache, execute: Execute, results: Sequence[Any]) -> Tuning:
+    """Measure the engine configs of a problem and store the fastest plan; ``execute`` runs a plan, which writes ``results``."""
+    graph = plan.info.graph
+    is_ordered = problem.deterministic and graph.by_role("scratch")
+    fastest, plans, right = plan, {(plan.info.engine, plan.info.knobs): plan}, [plan]
     try:
-        if not is_ordered:
-            expected = _results(plan, execute, results)
-            with engine_search(plan.info.graph, plan.target, problem.settings.max_workspace) as search:
-                for candidate in _candidates(search, plan):
-                    other = Plan(candidate, plan.info.graph, plan.target, plan.key, candidate.facts.build_ms)
-                    times[other] = math.inf
-                    if _agrees(other, execute, results, expected):
-                        times[other] = _time(other, execute, 3)
-                    _progress(f"tuning: {len(times) - 1} engine configs measured")
-        others = sorted((one for one in times if one is not plan and times[one] < math.inf), key=times.__getitem__)
-        finalists = [plan, *others[:_FINALISTS]]
-        rounds = [[_time(one, execute, 1) for one in finalists] for _ in range(_ROUNDS)]
-        times.update(zip(finalists, map(statistics.median, zip(*rounds, strict=True)), strict=True))
-        best = min(finalists, key=times.__getitem__)
-        if times[plan] >= GAIN * times[best]:
-            fastest = best
+        expected = _results(plan, execute, results)
+        with engine_search(graph, plan.target, problem.settings.max_workspace) as search:
+            for candidate in () if is_ordered else search.proposed():
+                other = Plan(candidate, graph, plan.target, plan.key, candidate.facts.build_ms)
+                if plans.setdefault((other.info.engine, other.info.knobs), other) is not other:
+                    other.close()  # heuristics have proposed the config before
+                    continue
+                with contextlib.suppress(Exception):  # also if its workspace cannot be allocated, with any allocator
+                    if _agree(expected, _results(other, execute, results)):
+                        right.append(other)
+        rounds = [[_time(one, execute) for one in right] for _ in range(_ROUNDS)]
+        times = dict(zip(right, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        fastest = min(right, key=lambda one: times[one] * (1 if one is plan else GAIN))
     finally:
-        _progress("")
-        for other in times:
-            if other is not plan and other is not fastest:
-                other.close()
+        for other in {*plans.values()} - {plan, fastest}:
+            other.close()
     fastest.mark_tuned()
     current().put(plan.key, fastest.content())
     if fastest is not plan:
         cache.put(problem, fastest)
-    infos = sorted(((one.info, us) for one, us in times.items()), key=lambda found: found[1])
-    trials = (Trial(info.engine, info.knobs, info.workspace, us if us < math.inf else None) for info, us in infos)
+    trials = [Trial(*config, one.info.workspace, times.get(one)) for config, one in plans.items()]
+    trials.sort(key=lambda trial: trial.us or math.inf)
     return Tuning(problem, tuple(trials), times[plan], times[fastest])
 
 
-def _candidates(search: EngineSearch, plan: Plan) -> Iterator[Candidate]:
-    """Every proposed config except the plan's own, each once; the caller closes them."""
-    seen = {(plan.info.engine, plan.info.knobs)}
-    for candidate in search.proposed():
-        config = candidate.facts.engine, candidate.facts.knobs
-        if config in seen:
-            candidate.close()
-        else:
-            seen.add(config)
-            yield candidate
-
-
-def _results(plan: Plan, execute: Callable[[Plan, int], None], results: Sequence[Any]) -> list[Any]:
+def _results(plan: Plan, execute: Execute, results: Sequence[Any]) -> list[Any]:
     """Copies of a plan's results; an element that the plan does not write is NaN."""
     for array in results:
         array.fill(np.nan)
@@ -162,32 +120,21 @@ def _results(plan: Plan, execute: Callable[[Plan, int], None], results: Sequence
     return [array.copy() for array in results]
 
 
-def _agrees(plan: Plan, execute: Callable[[Plan, int], None], results: Sequence[Any], expected: list[Any]) -> bool:
-    """Whether a plan runs and its results equal the expected ones except for rounding."""
-    try:
-        found = _results(plan, execute, results)
-    except Exception:  # also if its workspace cannot be allocated, with any allocator
-        return False
-    return all(_is_close(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def _is_close(a: Any, b: Any) -> bool:
+def _agree(expected: list[Any], found: list[Any]) -> bool:
+    """Whether results are equal except for rounding; NaN is not."""
     xp = cupy_runtime.cupy()
-    a, b = a.astype(xp.float32), b.astype(xp.float32)
-    difference = xp.where(a == b, 0, a - b)  # the -inf of a fully masked row is equal to itself
-    finite = xp.where(xp.isfinite(a), a, 0)
-    return bool(xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()))  # False for NaN
+    for a, b in zip((x.astype(xp.float32) for x in expected), (x.astype(xp.float32) for x in found), strict=True):
+        difference = xp.where(a == b, 0, a - b)  # the -inf of a fully masked row is equal to itself
+        finite = xp.where(xp.isfinite(a), a, 0)
+        if not xp.linalg.norm(difference.ravel()) <= TOLERANCE * xp.linalg.norm(finite.ravel()):
+            return False
+    return True
 
 
-def _time(plan: Plan, execute: Callable[[Plan, int], None], rounds: int) -> float:
-    """Microseconds of the kernels of an execution, without the host: the median over rounds of many launches."""
-    cuda, handle = cupy_runtime.cupy().cuda, plan.target.handle
-    assert handle
-    workspace, before = cupy_runtime.empty((plan.info.workspace,), np.uint8), cupy_runtime.stream()
-
-    def run() -> None:
-        handle.set_stream(cupy_runtime.stream())
-        execute(plan, workspace.data.ptr)
+def _time(plan: Plan, execute: Execute) -> float:
+    """Microseconds of the kernels of an execution, without the host: the mean of many launches."""
+    cuda, workspace = cupy_runtime.cupy().cuda, cupy_runtime.empty((plan.info.workspace,), np.uint8)
+    recording = Recording(lambda: execute(plan, workspace.data.ptr), [workspace])
 
     def launch_ms(count: int) -> float:  # as many launches before keep the device busy during enqueueing
         begin, end = cuda.Event(), cuda.Event()
@@ -198,18 +145,5 @@ def _time(plan: Plan, execute: Callable[[Plan, int], None], rounds: int) -> floa
         end.synchronize()
         return float(cuda.get_elapsed_time(begin, end)) / count
 
-    try:
-        recording = Recording(run, [workspace])
-    finally:
-        handle.set_stream(before)
-    try:
-        launch_ms(1)
-        count = max(1, min(100, round(_ROUND_MS / launch_ms(1))))
-        return statistics.median(launch_ms(count) for _ in range(rounds)) * 1e3
-    finally:
-        recording.close()
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    with contextlib.closing(recording):
+        return launch_ms(max(1, min(100, round(_ROUND_MS / launch_ms(1))))) * 1e3

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..cudnn.constants import AttributeType, CudaGraphRetention, HeurMode, KnobType, NumericalNote, Status, name_of
 from ..cudnn.descriptor import Descriptor
 from ..cudnn.library import library
 from ..errors import CudnnError, Unsupported
+from ..graph.nodes import Graph
 from ..version import version_text
-from .plan_file import Facts, Knobs
+from .lowering import OperationGraph
+from .plan import Candidate, Scratch, Target
+from .plan_file import Facts, Knobs, knobs_text
 
 _KNOB = "CUDNN_KNOB_TYPE_"
 #: The first cuDNN version whose captured CUDA graphs keep plans alive.
 GRAPH_RETENTION_SINCE = 92800
 
 
-@dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(NamedTuple):
     """An engine and its knobs, for a config that heuristics do not propose."""
 
     engine: int
@@ -31,48 +33,29 @@ class EngineConfig:
         return f"engine {self.engine} ({', '.join(f'{name} {value}' for name, value in self.knobs)})"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A finalized plan. The receiver must close it.
-
-    Attributes:
-        descriptor: the plan.
-        text: the plan as cuDNN serializes it, kernels included.
-        facts: its properties.
-    """
-
-    descriptor: Descriptor = field(repr=False)
-    text: str = field(repr=False)
-    facts: Facts
-
-    def close(self) -> None:
-        """Destroy the plan."""
-        self.descriptor.close()
-
-
-@dataclass
 class EngineSearch:
     """A search for engine configs of a graph that can be finalized and do not exceed the workspace limit.
 
     Args:
-        graph: the finalized operation graph.
-        uids: cuDNN's ids of the tensors that an execution binds, by name.
-        handle: the cuDNN handle that plans will belong to; None for a described GPU.
-        device: the device properties of the described GPU, finalized.
+        graph: the graph.
+        lowered: cuDNN's operation graph.
+        target: the GPU.
+        device: the description of a GPU that need not be installed, finalized; else None.
         limit: the maximum workspace in bytes; None for no limit.
-        total_bytes: a function from the bytes of cuDNN's workspace to the total bytes that an execution needs.
         refused: reasons of the configs refused so far; the search appends to it.
-        no_split: refuse the split-K kernel, see :func:`splits_keys`.
     """
 
-    graph: Descriptor
-    uids: dict[str, int]
-    handle: int | None
-    device: Descriptor | None
-    limit: int | None
-    total_bytes: Callable[[int], int]
-    refused: list[str]
-    no_split: bool = False
+    def __init__(
+        self,
+        graph: Graph,
+        lowered: OperationGraph,
+        target: Target,
+        device: Descriptor | None,
+        limit: int | None,
+        refused: list[str],
+    ) -> None:
+        self.graph, self.lowered, self.limit, self.refused = graph, lowered, limit, refused
+        self._handle, self._device = target.cudnn_handle, device
 
     def first(self, config: EngineConfig | None = None) -> Candidate:
         """The plan of ``config``; by default that of the first proposed config that is supported.
@@ -80,7 +63,8 @@ class EngineSearch:
         Raises:
             Unsupported: no config is supported; the message contains every reason.
         """
-        for candidate in self._configured(config) if config else self.proposed():
+        candidate = self._configured(config) if config else next(self.proposed(), None)
+        if candidate:
             return candidate
         reasons = "\n".join(f"  {reason}" for reason in self.refused)
         light = " in its light configuration; pip install 'cupy-sdpa[cuda12]' (or [cuda13]) has all engines"
@@ -91,86 +75,46 @@ class EngineSearch:
         """The plans of all supported configs that the heuristics propose, in order."""
         for mode in (HeurMode.A, HeurMode.FALLBACK):
             library().last_error()  # clear the error text
-            try:
-                configs = self._heuristic_configs(mode)
-            except Unsupported as error:
-                self.refused.append(f"heuristics {mode.name}: {error}")
-                continue
-            if not configs and not self.refused:  # no failure, but the error text contains the reason
-                causes = library().last_error() or ["no reason given"]
-                self.refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in causes]
-            try:
-                while configs:
-                    with configs.pop(0) as config:
-                        candidate = self._try(config)
-                    if candidate:
-                        yield candidate
-            finally:
+            with contextlib.ExitStack() as stack:
+                try:
+                    configs = self._heuristic_configs(mode, stack)
+                except Unsupported as error:
+                    self.refused.append(f"heuristics {mode.name}: {error}")
+                    continue
+                if not configs and not self.refused:  # no failure, but the error text contains the reason
+                    causes = library().last_error() or ["no reason given"]
+                    self.refused += [f"heuristics {mode.name} proposed none: {cause}" for cause in causes]
                 for config in configs:
-                    config.close()
+                    if candidate := self._try(config):
+                        yield candidate
 
-    def _configured(self, config: EngineConfig) -> Iterator[Candidate]:
-        """The plan of a config, if it is supported."""
+    def _configured(self, config: EngineConfig) -> Candidate | None:
+        """The plan of a config; None if it is not supported."""
         with contextlib.ExitStack() as stack:
+
+            def made(kind: str, doing: str, **attributes: Any) -> Descriptor:
+                return stack.enter_context(Descriptor.finalized(kind, doing, **attributes))
+
             try:
-                descriptor = stack.enter_context(self._engine_config(config, stack))
+                of = {"OPERATION_GRAPH": self.lowered.descriptor, "GLOBAL_INDEX": config.engine, "DEVICEPROP": self._device}
+                engine = made("ENGINE", f"finalize engine {config.engine}", **of)
+                choices = [
+                    made("KNOB_CHOICE", f"set knob {name}", KNOB_TYPE=KnobType[name], KNOB_VALUE=value)
+                    for name, value in config.knobs
+                ]
+                descriptor = made("ENGINECFG", f"configure {config}", ENGINE=engine, KNOB_CHOICES=choices)
             except (Unsupported, CudnnError) as error:
                 self.refused.append(f"{config}: {error}")
-                return
-            candidate = self._try(descriptor)
-        if candidate:
-            yield candidate
+                return None
+            return self._try(descriptor)
 
-    def _engine(self, number: int) -> Descriptor:
-        engine = Descriptor("ENGINE")
-        try:
-            engine.set("OPERATION_GRAPH", self.graph)
-            engine.set("GLOBAL_INDEX", number)
-            if self.device is not None:
-                engine.set("DEVICEPROP", self.device)
-            engine.finalize(f"finalize engine {number}")
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
-    def _engine_config(self, config: EngineConfig, stack: contextlib.ExitStack) -> Descriptor:
-        """The descriptor of a config, which the caller closes; ``stack`` closes the descriptors that it is made of."""
-        engine = stack.enter_context(self._engine(config.engine))
-        choices = []
-        for name, value in config.knobs:
-            choice = stack.enter_context(Descriptor("KNOB_CHOICE"))
-            choice.set("KNOB_TYPE", KnobType[name])
-            choice.set("KNOB_VALUE", value)
-            choice.finalize(f"set knob {name}")
-            choices.append(choice)
-        descriptor = stack.enter_context(Descriptor("ENGINECFG"))
-        descriptor.set("ENGINE", engine)
-        descriptor.set("KNOB_CHOICES", choices)
-        descriptor.finalize(f"configure {config}")
-        return descriptor
-
-    def _heuristic_configs(self, mode: HeurMode) -> list[Descriptor]:
-        """The configs that heuristics propose, most promising first; the caller closes them."""
-        with Descriptor("ENGINEHEUR") as heuristics:
-            heuristics.set("OPERATION_GRAPH", self.graph)
-            heuristics.set("MODE", mode)
-            if self.device is not None:
-                heuristics.set("DEVICEPROP", self.device)
-            heuristics.finalize("query heuristics")
+    def _heuristic_configs(self, mode: HeurMode, stack: contextlib.ExitStack) -> Sequence[Descriptor]:
+        """The configs that heuristics propose, most promising first; ``stack`` closes them."""
+        given = {"OPERATION_GRAPH": self.lowered.descriptor, "MODE": mode, "DEVICEPROP": self._device}
+        with Descriptor.finalized("ENGINEHEUR", "query heuristics", **given) as heuristics:
             count = heuristics.count("RESULTS", AttributeType.BACKEND_DESCRIPTOR)
-            configs: list[Descriptor] = []
-            try:
-                for _ in range(count):
-                    configs.append(Descriptor("ENGINECFG"))
-                filled = heuristics.fill("RESULTS", configs) if configs else 0
-            except BaseException:
-                for config in configs:
-                    config.close()
-                raise
-        for config in configs[filled:]:
-            config.close()
-        return configs[:filled]
+            configs = [stack.enter_context(Descriptor("ENGINECFG")) for _ in range(count)]
+            return configs[: heuristics.fill("RESULTS", configs)] if configs else ()
 
     def _try(self, config: Descriptor) -> Candidate | None:
         """Finalize a config's plan; None, with the reason appended to ``refused``, if it is not supported or exceeds the limit.
@@ -179,44 +123,62 @@ class EngineSearch:
             CudnnError: there is not enough memory to finalize it.
         """
         engine, notes = _number_and_notes(config)
-        plan = Descriptor("EXECUTION_PLAN")
         started = time.perf_counter()
-        try:
-            if self.handle is not None:
-                plan.set_handle(self.handle)
-            plan.set("ENGINE_CONFIG", config)
-            if self.device is not None:
-                plan.set("DEVICEPROP", self.device)
-            disable_graph_retention(plan)
-            plan.finalize(f"finalize a plan with engine {engine}")
-            workspace_bytes: int = plan.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
-            total = self.total_bytes(workspace_bytes)
-            if self.limit is not None and total > self.limit:
-                raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
-            build_ms = (time.perf_counter() - started) * 1e3
-            text = plan.get_text("JSON_REPRESENTATION")
-            knobs = knobs_of(text)
-            if self.no_split and splits_keys(engine, dict(knobs)):
-                raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
-            facts = Facts(self.uids, engine, knobs, notes, workspace_bytes, round(build_ms, 3), tuple(self.refused))
-            return Candidate(plan, text, facts)
-        except BaseException as error:
-            plan.close()
-            # A kernel that does not compile (4001) is a failure of one engine only. Out of memory is temporary.
-            if not isinstance(error, (Unsupported, CudnnError)) or is_out_of_memory(error):
-                raise
-            self.refused.append(f"engine {engine}: {error}")
-            return None
+        with contextlib.ExitStack() as stack:
+            try:
+                of = {"HANDLE": self._handle, "ENGINE_CONFIG": config, "DEVICEPROP": self._device, **graph_retention()}
+                plan = stack.enter_context(
+                    Descriptor.finalized("EXECUTION_PLAN", f"finalize a plan with engine {engine}", **of)
+                )
+                (workspace_bytes,) = plan.get("WORKSPACE_SIZE", AttributeType.INT64)
+                self.check_workspace(workspace_bytes)
+                build_ms = (time.perf_counter() - started) * 1e3
+                text = plan.get_text("JSON_REPRESENTATION")
+                knobs = knobs_of(text)
+                if self.graph.no_split and splits_keys(engine, dict(knobs)):
+                    raise Unsupported(f"its kernel, which splits the keys, is not used for this problem ({knobs_text(knobs)})")
+            except (Unsupported, CudnnError) as error:
+                # A kernel that does not compile (4001) is a failure of one engine only. Out of memory is temporary.
+                if is_out_of_memory(error):
+                    raise
+                self.refused.append(f"engine {engine}: {error}")
+                return None
+            stack.pop_all()
+        facts = Facts(self.lowered.uids, engine, knobs, notes, workspace_bytes, round(build_ms, 3), tuple(self.refused))
+        return Candidate(plan, text, facts)
+
+    def check_workspace(self, workspace_bytes: int) -> None:
+        """Raise Unsupported if an execution needs more memory than the limit, given the bytes of cuDNN's part."""
+        total = Scratch(self.graph).total_bytes(workspace_bytes)
+        if self.limit is not None and total > self.limit:
+            raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
 
 
-def disable_graph_retention(plan: Descriptor) -> None:
-    """Prevent captured CUDA graphs from keeping the plan alive; called before the plan is finalized.
+@contextlib.contextmanager
+def engine_search(
+    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
+) -> Iterator[EngineSearch]:
+    """A search for engine configs of a graph; arguments as for :class:`EngineSearch` and :class:`.lowering.OperationGraph`."""
+    with contextlib.ExitStack() as stack:
+        lowered = stack.enter_context(OperationGraph(graph, target.cudnn_handle, guarded=guarded))
+        yield EngineSearch(graph, lowered, target, described_device(target, stack), limit, list(refused))
+
+
+def described_device(target: Target, stack: contextlib.ExitStack) -> Descriptor | None:
+    """The descriptor of a described GPU, which ``stack`` closes; None for the GPU of this process."""
+    if target.description is None:
+        return None
+    of = {"JSON_REPRESENTATION": target.description.encode()}
+    return stack.enter_context(Descriptor.finalized("DEVICEPROP", "read the description of the GPU", **of))
+
+
+def graph_retention() -> dict[str, Any]:
+    """The attribute of a plan that prevents captured CUDA graphs from keeping it alive.
 
     From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
     6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
     """
-    if library().version >= GRAPH_RETENTION_SINCE:
-        plan.set("CUDA_GRAPH_RETENTION", CudaGraphRetention.NONE)
+    return {"CUDA_GRAPH_RETENTION": CudaGraphRetention.NONE} if library().version >= GRAPH_RETENTION_SINCE else {}
 
 
 def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
@@ -236,15 +198,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether cuDNN could not allocate memory. In that case no other engine is chosen, and no refusal is cached."""
     statuses = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
     return isinstance(error, CudnnError) and error.status in statuses
-
-
-def knobs_text(knobs: Knobs) -> str:
-    """Knobs as text.
-
-    >>> knobs_text((("TILE_M", 3), ("TILE_N", 2)))
-    'TILE_M=3 TILE_N=2'
-    """
-    return " ".join(f"{name}={value}" for name, value in knobs)
 
 
 def knobs_of(text: str) -> Knobs:

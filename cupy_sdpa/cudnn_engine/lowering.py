@@ -93,14 +93,7 @@ class OperationGraph:
 
     def make(self, kind: str, attributes: dict[str, Any], doing: str, handle: int | None = None) -> Descriptor:
         """Create and finalize a descriptor that is destroyed with the graph; attributes that are None are not set."""
-        descriptor = self._stack.enter_context(Descriptor(kind))
-        if handle is not None:
-            descriptor.set_handle(handle)
-        for name, value in attributes.items():
-            if value is not None:
-                descriptor.set(name, value)
-        descriptor.finalize(doing)
-        return descriptor
+        return self._stack.enter_context(Descriptor.finalized(kind, doing, HANDLE=handle, **attributes))
 
     def add(self, nodes: Sequence[Node]) -> None:
         """Add the operations of nodes."""

@@ -6,16 +6,17 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from ..cudnn.descriptor import Descriptor
 from ..cudnn.launch import Handle, Launcher
 from ..cudnn.library import library
 from ..graph.nodes import Graph
 from ..problem.tensor_spec import ITEMSIZE
 from ..runtime import memory
 from ..version import version_text
-from .engines import Candidate, knobs_text
-from .plan_file import Knobs
+from . import plan_file
+from .plan_file import Facts, knobs_text
 
 #: Alignment of scratch tensors in the workspace, in bytes; that of CuPy's allocations.
 ALIGNMENT = 256
@@ -37,34 +38,35 @@ class Target:
     handle: Handle | None = None
     description: str | None = None
 
+    @property
+    def cudnn_handle(self) -> int | None:
+        """The pointer of the handle."""
+        return self.handle.pointer if self.handle else None
 
-@dataclass(frozen=True)
-class PlanInfo:
+
+class Candidate(NamedTuple):
+    """A finalized plan as cuDNN has it, as cuDNN serializes it, and its properties. The receiver closes the descriptor."""
+
+    descriptor: Descriptor
+    text: str
+    facts: Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInfo(Facts):
     """Properties of a plan; they remain valid after the plan is destroyed.
 
     Attributes:
-        engine: cuDNN's number of the engine.
-        knobs: the engine's settings as (name, value); -1 lets the engine choose.
         workspace: bytes of workspace that an execution needs, scratch tensors included.
-        notes: numerical notes, such as ``TENSOR_CORE`` and ``NONDETERMINISTIC``.
-        build_ms: milliseconds that it took to build the plan or to load it from the disk cache.
         loaded: whether it was loaded from the disk cache.
-        tuned: whether it was chosen by measurement (:func:`cupy_sdpa.prepare`).
         size: bytes of the serialized plan, its kernel included.
-        refused: for every engine config tried before this one, the engine and cuDNN's reason for refusing it.
         cudnn: the cuDNN version that built it.
         graph: the operation graph.
     """
 
-    engine: int
-    knobs: Knobs
     workspace: int
-    notes: tuple[str, ...]
-    build_ms: float
     loaded: bool
-    tuned: bool
     size: int
-    refused: tuple[str, ...]
     cudnn: int
     graph: Graph = field(repr=False)
 
@@ -144,17 +146,12 @@ class Plan:
         self.used = False
         self.dependents: set[Closable] = set()
         self._captured = False
-        self._descriptor, self._facts = candidate.descriptor, facts
+        self._descriptor = candidate.descriptor
         self.info = PlanInfo(
-            engine=facts.engine,
-            knobs=facts.knobs,
+            **{**vars(facts), "build_ms": build_ms},
             workspace=scratch.total_bytes(facts.need),
-            notes=facts.notes,
-            build_ms=build_ms,
             loaded=loaded,
-            tuned=facts.tuned,
             size=len(candidate.text),
-            refused=facts.refused,
             cudnn=library().version,
             graph=graph,
         )
@@ -192,12 +189,11 @@ class Plan:
 
     def mark_tuned(self) -> None:
         """Record that the plan was chosen by measurement."""
-        self._facts = replace(self._facts, tuned=True)
         self.info = replace(self.info, tuned=True)
 
     def content(self) -> bytes:
         """The entry in the disk cache."""
-        return self._facts.content(self._descriptor.get_text("JSON_REPRESENTATION"))
+        return plan_file.content(self.info, self._descriptor.get_text("JSON_REPRESENTATION"))
 
     def keep(self) -> None:
         """Never destroy the plan: the caller has captured its kernels into a CUDA graph, which may be replayed at any time."""

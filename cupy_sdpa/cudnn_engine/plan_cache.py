@@ -7,14 +7,15 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from .. import _html
 from ..errors import Unsupported
 from ..problem import problem_file
 from ..problem.problem import Problem
-from .engines import knobs_text
-from .plan import Closable, Plan
+from ..runtime.cuda_graph import Recording
+from .plan import Plan
+from .plan_file import knobs_text
 
 T = TypeVar("T")
 
@@ -31,13 +32,6 @@ class Refusal:
     text: str
 
 
-class CapturedGraph(Closable, Protocol):
-    """A captured CUDA graph, see :class:`cupy_sdpa.runtime.cuda_graph.Recording`."""
-
-    size: int
-    used: bool
-
-
 class Recordings:
     """The captured CUDA graphs of a thread in a CUDA context, limited in bytes.
 
@@ -52,12 +46,12 @@ class Recordings:
     def __init__(self) -> None:
         self.limit, self.bytes, self.warned = RECORDING_LIMIT, 0, False
         #: The dictionary and the key that each graph is stored under.
-        self._owners: OrderedDict[CapturedGraph, tuple[dict[Any, Any], Any]] = OrderedDict()
+        self._owners: OrderedDict[Recording, tuple[dict[Any, Any], Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, recording: CapturedGraph, owner: dict[Any, Any], key: Any) -> bool:
+    def add(self, recording: Recording, owner: dict[Any, Any], key: Any) -> bool:
         """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
         A graph that exceeds the limit on its own is destroyed at once.
@@ -68,7 +62,7 @@ class Recordings:
         if recording.size > self.limit:
             recording.close()
             return True
-        exceeded = self.bytes + recording.size > self.limit
+        exceeded: bool = self.bytes + recording.size > self.limit
         try:
             self.shrink(self.limit - recording.size)
         finally:
@@ -87,7 +81,7 @@ class Recordings:
             else:
                 self.destroy(oldest)
 
-    def destroy(self, recording: CapturedGraph) -> None:
+    def destroy(self, recording: Recording) -> None:
         """Destroy a graph; work that it has enqueued still completes."""
         owner, key = self._owners.pop(recording)
         del owner[key]

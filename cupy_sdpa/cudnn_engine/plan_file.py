@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Settings of an engine: pairs of a knob's name, as in cuDNN's headers, and its value.
@@ -13,20 +13,20 @@ Knobs = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties (facts) of a finalized plan that are stored with it. The names are the keys in the file.
+    """The properties of a finalized plan that are stored with it. The names are the keys in the file.
 
     Attributes:
         uids: cuDNN's ids of the tensors that an execution binds, by name.
         engine: cuDNN's number of the engine.
-        knobs: the engine's settings, (name, value).
-        notes: numerical notes.
+        knobs: the engine's settings as (name, value); -1 lets the engine choose.
+        notes: numerical notes, such as ``TENSOR_CORE`` and ``NONDETERMINISTIC``.
         need: bytes of workspace that cuDNN needs.
-        build_ms: milliseconds that finalization took.
-        refused: reasons why engine configs tried before were refused.
-        tuned: whether the plan was chosen by measurement.
+        build_ms: milliseconds that it took to build the plan, or to load it from the disk cache.
+        refused: for every engine config tried before this one, the engine and cuDNN's reason for refusing it.
+        tuned: whether it was chosen by measurement (:func:`cupy_sdpa.prepare`).
     """
 
-    uids: dict[str, int]
+    uids: dict[str, int] = field(repr=False, hash=False)
     engine: int
     knobs: Knobs
     notes: tuple[str, ...]
@@ -35,9 +35,19 @@ class Facts:
     refused: tuple[str, ...]
     tuned: bool = False
 
-    def content(self, text: str) -> bytes:
-        """The entry with a plan as cuDNN serializes it."""
-        return json.dumps(asdict(self)).encode() + b"\n" + text.encode()
+
+def knobs_text(knobs: Knobs) -> str:
+    """Knobs as text.
+
+    >>> knobs_text((("TILE_M", 3), ("TILE_N", 2)))
+    'TILE_M=3 TILE_N=2'
+    """
+    return " ".join(f"{name}={value}" for name, value in knobs)
+
+
+def content(facts: Facts, text: str) -> bytes:
+    """The entry of a plan as cuDNN serializes it."""
+    return json.dumps({name: getattr(facts, name) for name in _CHECKS}).encode() + b"\n" + text.encode()
 
 
 def read(content: bytes) -> tuple[Facts, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..cudnn.constants import AttributeType
 from ..cudnn.descriptor import Descriptor
@@ -20,9 +20,8 @@ from ..support.why_not import guards
 from ..version import version_text
 from . import plan_file
 from .disk_cache import DiskCache, current
-from .engines import Candidate, EngineConfig, EngineSearch, disable_graph_retention, is_out_of_memory
-from .lowering import OperationGraph
-from .plan import Plan, Scratch, Target
+from .engines import EngineConfig, described_device, engine_search, graph_retention, is_out_of_memory
+from .plan import Candidate, Plan, Scratch, Target
 
 #: Hopper's ordered backward engine: it accumulates dQ in a fixed order, so every run gives the same bits, and allocates nothing
 #: of size Sq x Skv. Heuristics never propose it. On an H200 with 9.28, 8192 by 8192, it takes 1.3 times as long as the default
@@ -81,17 +80,8 @@ def load_or_build(
 ) -> Plan:
     """Load the plan of a graph from the disk cache, or build it and store it there.
 
-    Args:
-        graph: the operation graph.
-        target: the GPU.
-        config: the engine config to use. Default None: the first of cuDNN's heuristics that is supported.
-        limit: bytes of workspace that the plan may need. Default None: no limit.
-        refused: reasons why engine configs tried before were refused.
-        disk_cache: where plans are stored. Default None: the disk cache of the process.
-
-    Raises:
-        Unsupported: no engine config can be finalized; the message contains the reason of each.
-        CudnnError: cuDNN failed.
+    Without a ``config`` it is the first of cuDNN's heuristics that is supported; the other arguments are those of
+    :func:`plan_for` and :class:`.engines.EngineSearch`.
     """
     disk_cache = disk_cache or current()
     key = disk_cache_key(graph, target, config, limit)
@@ -105,14 +95,13 @@ def load_or_build(
                     raise
                 disk_cache.reject(key, f"{type(error).__name__}: {error}")
         started = time.perf_counter()
-        with engine_search(graph, target, limit, refused) as search:
-            candidate = search.first(config)
-        try:
+        with contextlib.ExitStack() as stack:
+            with engine_search(graph, target, limit, refused) as search:
+                candidate = search.first(config)
+            stack.enter_context(candidate.descriptor)
             plan = Plan(candidate, graph, target, key, (time.perf_counter() - started) * 1e3)
-            disk_cache.put(key, candidate.facts.content(candidate.text))
-        except BaseException:
-            candidate.close()
-            raise
+            disk_cache.put(key, plan_file.content(candidate.facts, candidate.text))
+            stack.pop_all()
     return plan
 
 
@@ -124,25 +113,18 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
     """
     started = time.perf_counter()
     facts, text = plan_file.read(content)
-    descriptor = Descriptor("EXECUTION_PLAN")
-    try:
-        with contextlib.ExitStack() as stack:
-            if target.handle is not None:
-                descriptor.set_handle(target.handle.pointer)
-            else:
-                descriptor.set("DEVICEPROP", stack.enter_context(_device_properties(target)))
-            descriptor.set("JSON_REPRESENTATION", text)
-            disable_graph_retention(descriptor)
-            descriptor.finalize("load a serialized plan")
-        workspace_bytes: int = descriptor.get("WORKSPACE_SIZE", AttributeType.INT64)[0]
+    with contextlib.ExitStack() as stack:
+        of = {"HANDLE": target.cudnn_handle, "DEVICEPROP": described_device(target, stack), "JSON_REPRESENTATION": text}
+        made = Descriptor.finalized("EXECUTION_PLAN", "load a serialized plan", **of, **graph_retention())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(made)
+        (workspace_bytes,) = made.get("WORKSPACE_SIZE", AttributeType.INT64)
         if workspace_bytes != facts.need:
             raise ValueError(f"its workspace is {workspace_bytes} bytes, the entry has {facts.need}")
-        return Plan(
-            Candidate(descriptor, text.decode(), facts), graph, target, key, (time.perf_counter() - started) * 1e3, loaded=True
-        )
-    except BaseException:
-        descriptor.close()
-        raise
+        candidate, build_ms = Candidate(made, text.decode(), facts), (time.perf_counter() - started) * 1e3
+        plan = Plan(candidate, graph, target, key, build_ms, loaded=True)
+        stack.pop_all()
+    return plan
 
 
 def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
@@ -156,34 +138,3 @@ def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, li
     scratch = "" if limit is None else str(Scratch(graph).total_bytes(0))
     parts = (library().build, str(nvrtc()), target.model, repr(graph), repr(config), repr(limit), scratch)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def engine_search(
-    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
-) -> Iterator[EngineSearch]:
-    """A search for engine configs of a graph.
-
-    Args:
-        graph, target, limit, refused: as for :func:`load_or_build`.
-        guarded: see :class:`~cupy_sdpa.cudnn_engine.lowering.OperationGraph`.
-    """
-    handle = target.handle.pointer if target.handle else None
-    with contextlib.ExitStack() as stack:
-        lowered = stack.enter_context(OperationGraph(graph, handle, guarded=guarded))
-        device = None if target.description is None else stack.enter_context(_device_properties(target))
-        total_bytes = Scratch(graph).total_bytes
-        yield EngineSearch(lowered.descriptor, lowered.uids, handle, device, limit, total_bytes, list(refused), graph.no_split)
-
-
-def _device_properties(target: Target) -> Descriptor:
-    """The descriptor of a described GPU; the caller closes it."""
-    assert target.description is not None
-    device = Descriptor("DEVICEPROP")
-    try:
-        device.set("JSON_REPRESENTATION", target.description.encode())
-        device.finalize("read the description of the GPU")
-    except BaseException:
-        device.close()
-        raise
-    return device

@@ -316,6 +316,7 @@ class ProgramCall:
 
         def measure(session: Session, plan: Plan) -> None:
             def execute(plan: Plan, workspace: int) -> None:
+                plan.set_stream(cupy_runtime.stream())
                 plan.execute(addresses, self._scalars(attend), workspace)
 
             if not plan.info.tuned:

@@ -13,6 +13,7 @@ import cupy_sdpa
 from cupy_sdpa import CudnnError, attention, get_plan_cache
 from cupy_sdpa.cudnn_engine.plan import Plan, PlanInfo
 from cupy_sdpa.cudnn_engine.plan_cache import PlanCache
+from cupy_sdpa.cudnn_engine.plan_file import Facts
 from cupy_sdpa.graph.attention_forward import forward
 
 PROBLEMS = [cupy_sdpa.problem(*[(64, 4, n, 2)] * 3, dtype="float16") for n in range(1, 6)]
@@ -23,7 +24,8 @@ class FakePlan(Plan):
 
     def __init__(self, fail=None):
         self.fail, self.used, self.closed = fail, False, 0
-        self.info = PlanInfo(2, (("TILE_M", 3),), 256, (), 1.0, False, False, 70000, (), 91900, forward(PROBLEMS[0]))
+        facts = Facts({}, 2, (("TILE_M", 3),), (), 256, 1.0, ())
+        self.info = PlanInfo(**vars(facts), workspace=256, loaded=False, size=70000, cudnn=91900, graph=forward(PROBLEMS[0]))
 
     def close(self):
         self.closed += 1
