@@ -96,11 +96,7 @@ class Descriptor:
         return made
 
     def attribute(self, name: str) -> AttributeName:
-        """The constant of an attribute.
-
-        Raises:
-            AttributeError: the kind has no such attribute; the message lists the attributes of the kind.
-        """
+        """The constant of an attribute; AttributeError lists the attributes of the kind."""
         try:
             return AttributeName[f"{self.kind}_{name}"]
         except KeyError:

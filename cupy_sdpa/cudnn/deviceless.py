@@ -21,21 +21,13 @@ _SOURCE = Path(__file__).with_name("stub_libcuda.c")
 
 
 def read_description() -> str:
-    """The description of the current GPU, as JSON; creates a CUDA context if none exists.
-
-    Raises:
-        CudnnError: there is no GPU.
-    """
+    """The description of the current GPU, as JSON; creates a CUDA context if none exists. CudnnError without a GPU."""
     with Descriptor.finalized("DEVICEPROP", "describe the GPU", HANDLE=Handle().pointer) as device:
         return device.get_text("JSON_REPRESENTATION")
 
 
 def load_driver_or_stub() -> None:
-    """Load NVIDIA's driver if it has a GPU, otherwise the stub; for a process that does not use a GPU.
-
-    Raises:
-        CudnnError: the stub cannot be built, because there is no C compiler.
-    """
+    """Load NVIDIA's driver if it has a GPU, otherwise the stub; for a process that does not use a GPU."""
     try:
         has_gpu = ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
     except OSError:

@@ -19,9 +19,6 @@ class Handle:
 
     A handle is never destroyed. When a thread ends, another one takes over its handles
     (:mod:`cupy_sdpa.cudnn_engine.sessions`).
-
-    Attributes:
-        pointer: the ``cudnnHandle_t``.
     """
 
     __slots__ = ("_stream", "pointer")
@@ -45,10 +42,7 @@ class Handle:
 class Launcher:
     """Launches a finalized plan. Only one thread at a time may use it: launches reuse the ctypes arrays of the pointers.
 
-    Args:
-        plan: the finalized execution plan.
-        uids: cuDNN's ids of the arrays, in the order of the addresses passed to :meth:`launch`.
-        scalars: the by-value scalars: (id, dtype, value), with None for a value that is passed to :meth:`launch`.
+    ``uids`` are cuDNN's ids of the arrays. A scalar is (id, dtype, value), with None for a value that :meth:`launch` gets.
     """
 
     __slots__ = ("_addresses", "_attributes", "_buffers", "_open", "_plan", "_workspace")
@@ -70,13 +64,9 @@ class Launcher:
         )
 
     def launch(self, handle: Handle, addresses: list[Any], scalars: Sequence[float], workspace: int) -> None:
-        """Enqueue the plan on the handle's stream.
+        """Enqueue the plan on the stream of the handle that it was finalized for.
 
-        Args:
-            handle: the handle that the plan was finalized for.
-            addresses: the addresses of the arrays, in the order of ``uids``.
-            scalars: the values of the scalars without a fixed value, in the order of the scalars.
-            workspace: the address of the workspace; 0 if none is needed.
+        Addresses and scalars are in the order of the constructor; the workspace is 0 if none is needed.
         """
         lib = library()
         self._addresses[: len(addresses)] = addresses

@@ -51,11 +51,8 @@ class _DlInfo(ctypes.Structure):
 class Library:
     """A loaded cuDNN. Its attributes include the functions, by their C names.
 
-    Attributes:
-        version: cuDNN's version number; 91900 is 9.19.0.
-        cudart_version: the CUDA version that this cuDNN was built with; 12090 is 12.9.
-        path: the path of the loaded file.
-        found_via: how the file was found, as text.
+    ``version`` 91900 is 9.19.0; ``cudart_version`` 12090 is CUDA 12.9, with which this cuDNN was built; ``found_via`` says how
+    the file was found.
     """
 
     def __init__(self, cdll: ctypes.CDLL, found_via: str) -> None:
@@ -98,11 +95,7 @@ class Library:
         return causes_in(text.value.decode(errors="replace"))
 
     def check(self, status: int, doing: str) -> None:
-        """Raise unless ``status`` is success.
-
-        Args:
-            status: the status that a cuDNN function returned.
-            doing: the purpose of the function call; the message is "cuDNN failed to <doing>".
+        """Raise unless ``status`` is success; the message is "cuDNN failed to <doing>".
 
         Raises:
             Unsupported: a status from 3000 to 3999, the only range that means "not supported by this cuDNN or GPU".

@@ -17,12 +17,9 @@ _FOLDERS = (".", "../../cuda_nvrtc/lib", "../../cu13/lib")
 
 
 class Nvrtc(NamedTuple):
-    """The NVRTC that cuDNN uses.
+    """The NVRTC that cuDNN uses: its version, such as "12.9", or "none", its path, and the build id of the file.
 
-    Attributes:
-        version: the version, such as "12.9"; "none" if there is no NVRTC.
-        path: the path of the loaded file.
-        build: the build id of the file; patch releases of one version have different ones.
+    Patch releases of one version have different build ids.
     """
 
     version: str

@@ -102,11 +102,7 @@ class DiskCache:
         self._discard(key, reason)
 
     def check(self) -> None:
-        """Create the folder, and raise an error if entries cannot be stored in it.
-
-        Raises:
-            OSError: the path is not a folder, cannot be created or written to, or other users may write to it.
-        """
+        """Create the folder; OSError if entries cannot be stored in it, or if other users may write to it."""
         if self.folder is None:
             return
         try:
@@ -243,11 +239,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read_trusted(folder: Path, path: Path) -> bytes:
-    """The bytes of an entry; no bytes if it is too large.
-
-    Raises:
-        OSError: the file cannot be read, is not an entry, or another user may have written it.
-    """
+    """The bytes of an entry, none if it is too large; OSError if it is not an entry that only this user or root can write."""
     descriptor = os.open(path, os.O_RDONLY | _SAFE)
     try:
         _check_trust(folder.stat())

@@ -36,13 +36,8 @@ class EngineConfig(NamedTuple):
 class EngineSearch:
     """A search for engine configs of a graph that can be finalized and do not exceed the workspace limit.
 
-    Args:
-        graph: the graph.
-        lowered: cuDNN's operation graph.
-        target: the GPU.
-        device: the description of a GPU that need not be installed, finalized; else None.
-        limit: the maximum workspace in bytes; None for no limit.
-        refused: reasons of the configs refused so far; the search appends to it.
+    ``device`` is the description of a GPU that need not be installed, finalized; else None. The search appends to ``refused``
+    the reasons of the configs that are refused.
     """
 
     def __init__(

@@ -53,20 +53,13 @@ _ALIGNMENT = {"int32": 4, "int64": 8}
 
 
 class OperationGraph:
-    """A finalized cuDNN operation graph.
+    """A finalized cuDNN operation graph, and cuDNN's id of every tensor that an execution binds, by name.
 
-    Attributes:
-        descriptor: the operation graph.
-        uids: cuDNN's id of every tensor that an execution binds, by name.
-
-    Args:
-        graph: the graph.
-        handle: the cuDNN handle that the plan will belong to; None for a described GPU.
-        guarded: refuse graphs that crash cuDNN. Only the test of :func:`crashing_patterns` turns it off.
+    The handle is that of the plan; None for a described GPU. ``guarded`` refuses graphs that crash cuDNN; only the test of
+    :func:`crashing_patterns` turns it off.
 
     Raises:
         Unsupported: cuDNN does not support the graph, or the graph would crash it.
-        CudnnError: cuDNN failed.
     """
 
     def __init__(self, graph: Graph, handle: int | None = None, *, guarded: bool = True) -> None:

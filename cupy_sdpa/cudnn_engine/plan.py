@@ -125,15 +125,8 @@ class Closable(Protocol):
 class Plan:
     """A finalized execution plan. Its owner, a plan cache, closes it.
 
-    Args:
-        candidate: the finalized plan.
-        graph: the operation graph.
-        target: the GPU.
-        key: the key in the disk cache.
-        build_ms, loaded: see :class:`PlanInfo`.
-
     Attributes:
-        info: properties of the plan.
+        key: the key in the disk cache.
         used: whether it ran without a look-up in its plan cache, see :mod:`cupy_sdpa.replay.replay_cache`.
         dependents: objects that need the plan; they are closed before it.
     """
@@ -175,10 +168,8 @@ class Plan:
     def execute(self, addresses: Mapping[str, int], scalars: Mapping[str, float], workspace: int = 0) -> None:
         """Enqueue the plan on the handle's stream; does not wait for the GPU.
 
-        Args:
-            addresses: the address of every input and output, by name.
-            scalars: the values of by-value scalars that the graph does not fix, by name.
-            workspace: the address of at least ``info.workspace`` bytes.
+        Takes the address of every input and output, the values of by-value scalars that the graph does not fix, both by name,
+        and the address of at least ``info.workspace`` bytes.
         """
         assert self.target.handle is not None, "a plan for a described GPU cannot run"
         if self._scratch_offsets or self._constants:

@@ -36,11 +36,7 @@ class Recordings:
     """The captured CUDA graphs of a thread in a CUDA context, limited in bytes.
 
     The oldest ones that were not launched since the last search are destroyed first, so that a launch only sets a flag.
-
-    Attributes:
-        limit: the maximum number of bytes that they may take.
-        bytes: the bytes that they take.
-        warned: whether the warning about a failed capture was issued.
+    ``warned`` is set with the warning about a failed capture.
     """
 
     def __init__(self) -> None:
@@ -54,10 +50,8 @@ class Recordings:
     def add(self, recording: Recording, owner: dict[Any, Any], key: Any) -> bool:
         """Store a graph as ``owner[key]``, which is deleted when the graph is destroyed.
 
-        A graph that exceeds the limit on its own is destroyed at once.
-
-        Returns:
-            Whether the limit was exceeded, so that graphs were destroyed.
+        A graph that exceeds the limit on its own is destroyed at once. Returns whether the limit was exceeded, so that graphs
+        were destroyed.
         """
         if recording.size > self.limit:
             recording.close()
@@ -164,10 +158,7 @@ class PlanCache:
         """Call ``run`` with the plan of a problem; if there is none, ``build`` it first.
 
         The lock is held during ``run`` but not during ``build``. If another thread stores a plan in the meantime, its plan is
-        used.
-
-        Raises:
-            Unsupported: ``build`` raised it, in this call or an earlier one.
+        used. Raises Unsupported if ``build`` raised it, in this call or an earlier one.
         """
         with self.lock:
             entry = self._entries.get(problem)

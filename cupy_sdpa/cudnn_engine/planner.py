@@ -32,17 +32,12 @@ ORDERED_SINCE = 92501
 
 
 def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = None) -> Plan:
-    """Load or build the plan of a problem.
+    """Load or build the plan of a problem; by default it is stored in the disk cache of the process.
 
     There are two algorithms for deterministic gradients. The first one writes dQ directly; cuDNN then stores dS, of size
     Hq x Sq x Skv x B. If that exceeds ``max_workspace``, Hopper's ordered engine is used, which is slower but needs little
     memory. The choice depends on the problem, the GPU model and the version of cuDNN only, never on the amount of free memory:
     two runs give the same bits.
-
-    Args:
-        problem: the problem.
-        target: the GPU.
-        disk_cache: where plans are stored. Default None: the disk cache of the process.
 
     Raises:
         Unsupported: cuDNN has no plan for the problem; the message contains every reason.
@@ -106,11 +101,7 @@ def load_or_build(
 
 
 def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
-    """Finalize the plan in an entry of the disk cache.
-
-    Raises:
-        CudnnError, Unsupported, ValueError, LookupError: the entry is damaged, or this cuDNN cannot load it.
-    """
+    """Finalize the plan in an entry of the disk cache; raises many errors if it is damaged, or this cuDNN cannot load it."""
     started = time.perf_counter()
     facts, text = plan_file.read(content)
     with contextlib.ExitStack() as stack:

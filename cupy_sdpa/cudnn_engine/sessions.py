@@ -17,13 +17,7 @@ from .plan_cache import PlanCache
 
 
 class Session:
-    """The state of a thread in a CUDA context.
-
-    Attributes:
-        handle: the cuDNN handle.
-        cache: the plans that were finalized for the handle.
-        cached_calls: the cached calls, see :mod:`cupy_sdpa.replay.replay_cache`.
-    """
+    """The state of a thread in a CUDA context: the cuDNN handle, the plans that were finalized for it, and the cached calls."""
 
     def __init__(self) -> None:
         self.handle = Handle()
@@ -64,8 +58,7 @@ def existing_session(context: int) -> Session | None:
 def session(context: int) -> Session:
     """The current thread's session in the current CUDA context; created or taken over from an ended thread on first use.
 
-    Args:
-        context: the id of the current context (:func:`cupy_sdpa.runtime.driver.context_id`), which is never reused.
+    The id of a context (:func:`cupy_sdpa.runtime.driver.context_id`) is never reused.
     """
     sessions: _ThreadSessions | None = getattr(_thread, "sessions", None)
     if sessions is None:

@@ -19,18 +19,10 @@ from .scores import ScoreFunction, Scores, partial_tiles
 def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = frozenset()) -> Graph:
     """The gradients of the forward pass from its output and its log-sum-exp.
 
-    ``D = rowsum(dO ∘ O)``, ``P = exp(S − L)``, ``dV = Pᵀ dO``, ``dS = P ∘ (dO Vᵀ − D)``, ``dK = dSᵀ Q`` and ``dQ = dS K``.
-
-    Args:
-        problem: a problem of the backward pass that needs a single launch.
-        direct: write dQ as the result of the matmul. Otherwise dQ is accumulated in float32 scratch memory, in arbitrary order;
-            this needs no memory of size Sq x Skv.
-        guards: workarounds for bugs of some cuDNN kernels (:mod:`cupy_sdpa.support.why_not`). ``keys`` and ``queries`` mask
-            the elements after the last key or query, where these kernels compute values that must not be used; the result is
-            the same.
-
-    Raises:
-        ValueError: the problem needs more than one launch.
+    ``D = rowsum(dO ∘ O)``, ``P = exp(S − L)``, ``dV = Pᵀ dO``, ``dS = P ∘ (dO Vᵀ − D)``, ``dK = dSᵀ Q`` and ``dQ = dS K``. With
+    ``direct`` dQ is the result of the matmul. Otherwise it is accumulated in float32 scratch memory, in arbitrary order, which
+    needs no memory of size Sq x Skv. The guards ``keys`` and ``queries`` (:mod:`cupy_sdpa.support.why_not`) mask the elements
+    after the last key or query, where some kernels compute values that must not be used; the result is the same.
     """
     if subproblems(problem) != (problem,):
         raise ValueError(f"{problem} needs {len(subproblems(problem))} launches; build a graph for each of its subproblems")
@@ -58,12 +50,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
 
 
 class _Backward:
-    """The steps of the backward pass.
-
-    Args:
-        problem: the problem.
-        guards: ``keys`` and ``queries`` mask the elements after the last one.
-    """
+    """The steps of the backward pass."""
 
     def __init__(self, problem: Problem, guards: frozenset[str]) -> None:
         self.problem, self.guards = problem, guards
@@ -157,7 +144,7 @@ class _Backward:
         """``out = a b``, summed in the compute dtype over the query heads that share a key/value head.
 
         The products are rounded to the dtype of ``out`` before the sum: cuDNN also plans float32 products, but the result is
-        wrong (measured with 9.19 and 9.28: it writes half of the memory that it reads).
+        wrong (9.19 and 9.28: it writes half of the memory that it reads).
         """
         g, m, k = self.g, self.scores.keys, self.scores.queries
         if a.shape[1] == out.shape[1]:

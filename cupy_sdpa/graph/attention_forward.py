@@ -10,7 +10,7 @@ import functools
 
 from ..problem.problem import SEEDS, Problem
 from ..problem.tensor_spec import FP8_LARGEST
-from .nodes import Builder, Graph, Shape, Tensor
+from .nodes import Bernoulli, Builder, Graph, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TRANSPOSED_AXES, Operands, operand
 from .scores import Scores, partial_tiles
 
@@ -19,11 +19,9 @@ from .scores import Scores, partial_tiles
 def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     """``O = softmax(S) V`` with the modified and masked scores S; ``stats`` is the log-sum-exp of each row of S.
 
-    Args:
-        problem: a problem of the forward pass.
-        guards: workarounds for bugs of some cuDNN kernels (:mod:`cupy_sdpa.support.why_not`). ``positions`` reads the indices
-            of keys and heads from memory, and broadcasts all other inputs of the scores along the keys; the result is the
-            same. ``no-split`` excludes the kernel that splits the keys.
+    The guards (:mod:`cupy_sdpa.support.why_not`) avoid bugs of some cuDNN kernels; the result is the same. ``positions`` reads
+    the indices of keys and heads from memory, and broadcasts all other inputs of the scores along the keys. ``no-split``
+    excludes the kernel that splits the keys.
     """
     g, operands = Builder(compute_dtype(problem)), Operands(problem, full_keys="positions" in guards)
     q, out, scores = operands("q"), operands("out"), Scores(g, operands)
@@ -82,13 +80,7 @@ def _keys_and_values(g: Builder, operands: Operands, lengths: Tensor | None) -> 
 
 
 class Dropout:
-    """Dropout of the softmax weights with probability p.
-
-    Args:
-        g: the builder of the graph.
-        operands: the tensors of the problem.
-        shape: ``(B, Hq, Sq, Skv)``.
-    """
+    """Dropout of the softmax weights, ``(B, Hq, Sq, Skv)``, with probability p."""
 
     def __init__(self, g: Builder, operands: Operands, shape: Shape) -> None:
         probability = operands.problem.settings.dropout
@@ -110,7 +102,7 @@ class Dropout:
         seed, offset = (operand(operands.specs[name], BATCH_AXES, "input") for name in SEEDS)
         stored = operands.problem.rng_dump
         keep = operand(stored, SCORE_AXES, "output") if stored else self.g.virtual("R", shape)
-        return self.g.bernoulli("R = 1 with probability 1 − p", keep, seed, offset, probability)
+        return self.g.add(Bernoulli("R = 1 with probability 1 − p", keep, seed, offset, probability))
 
 
 def compute_dtype(problem: Problem) -> str:

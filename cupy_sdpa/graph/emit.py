@@ -85,14 +85,10 @@ _SMALL = frozenset({"index", "constant", "add", "sub", *INTEGER_COMPOSED, "binar
 
 
 class Emitter:
-    """Emits the steps of a score function; each step is emitted only once.
+    """Emits the steps of a score function, each only once, as tensors whose names begin with ``prefix``.
 
-    Args:
-        g: the builder of the graph.
-        writer: the steps.
-        scores: the value of the leaf ``score``.
-        inputs: the arrays that the steps read, by the names of their leaves. An index among these names is read from memory.
-        prefix: the prefix of the names of the emitted tensors.
+    ``scores`` is the value of the leaf ``score``, and ``inputs`` are the arrays that the steps read, by the names of their
+    leaves. An index among these names is read from memory.
     """
 
     def __init__(self, g: Builder, writer: Writer, scores: Tensor, inputs: Mapping[str, Tensor], prefix: str = "f") -> None:
@@ -118,13 +114,10 @@ class Emitter:
         return self.writer.constant(0.0) if number is None else number
 
     def times(self, derivative: int, ds: Tensor, *, finite: bool) -> Tensor:
-        """``dS * derivative``.
+        """``dS * derivative``; with ``finite`` an infinite or NaN derivative is replaced by 0.
 
-        Args:
-            derivative: a step.
-            ds: the gradient.
-            finite: replace an infinite or NaN derivative by 0. Such values occur where a score is masked and the gradient is 0,
-                and beyond the last key or query in the tiles of a kernel, where the score itself is infinite.
+        Such values occur where a score is masked and the gradient is 0, and beyond the last key or query in the tiles of a
+        kernel, where the score itself is infinite.
         """
         if self.writer.value(derivative) == 1:
             return ds

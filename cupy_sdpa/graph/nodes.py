@@ -1,9 +1,8 @@
 """Operation graphs as plain data: tensors, nodes in the order of computation, and shape rules.
 
-A graph contains no pointer, device or plan. :mod:`cupy_sdpa.numpy_engine.interpreter` evaluates every node on numpy arrays;
-:mod:`cupy_sdpa.cudnn_engine.lowering` translates it for cuDNN. ``print(graph)`` shows every step with its formula, shape and
-dtype. Every tensor has four dimensions, ``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores
-``(B, Hq, Sq, Skv)``.
+A graph contains no pointer, device or plan. :mod:`cupy_sdpa.numpy_engine.interpreter` evaluates every node on arrays;
+:mod:`cupy_sdpa.cudnn_engine.lowering` translates it for cuDNN. Every tensor has four dimensions,
+``(batch, heads, rows, columns)``: queries are ``(B, Hq, Sq, D)``, scores ``(B, Hq, Sq, Skv)``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
-
-from ..kernels.block_rows import BLOCK
 
 Shape = tuple[int, int, int, int]
 Role = Literal["input", "output", "scalar", "constant", "scratch", "virtual"]
@@ -299,11 +296,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 @dataclass
 class Builder:
-    """Builds a graph step by step and checks the shapes of each step.
-
-    Args:
-        compute_dtype: the dtype of intermediate results.
-    """
+    """Builds a graph step by step; the steps are those of the nodes."""
 
     compute_dtype: str = "float32"
     nodes: list[Node] = field(default_factory=list)
@@ -321,26 +314,18 @@ class Builder:
         """An intermediate result inside the kernel, row-major, by default in the compute dtype."""
         return Tensor(name, shape, dtype or self.compute_dtype, "virtual", row_major(shape))
 
-    def matmul(
-        self,
-        formula: str,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor | str,
-        *,
-        m: Tensor | None = None,
-        n: Tensor | None = None,
-        k: Tensor | None = None,
-    ) -> Tensor:
+    def add(self, node: Node) -> Tensor:
+        """Add a step; its tensors are named once."""
+        for tensor in node.outputs:
+            if tensor.name in self._names:
+                raise ValueError(f"two tensors are named {tensor.name}")
+        self._names |= {tensor.name for tensor in node.outputs}
+        self.nodes.append(node)
+        return node.out
+
+    def matmul(self, formula: str, a: Tensor, b: Tensor, out: Tensor | str, **lengths: Tensor | None) -> Tensor:
         """``a (B, H, M, K)`` times ``b (B, Hb, K, N)``, with H a multiple of Hb, is ``(B, H, M, N)``; see :class:`Matmul`."""
-        for length in (m, n, k):
-            if length is not None and length.shape != (a.shape[0], 1, 1, 1):
-                raise ValueError(f"matmul {formula}: {length} has shape {length.shape}; it must be {(a.shape[0], 1, 1, 1)}")
-        if a.dtype != b.dtype:
-            raise ValueError(f"matmul {formula}: {a} is {a.dtype} and {b} is {b.dtype}; they must have the same dtype")
-        if a.shape[0] != b.shape[0] or a.shape[1] % max(b.shape[1], 1) or a.shape[3] != b.shape[2]:
-            raise ValueError(f"matmul {formula}: the shapes {a} {a.shape} and {b} {b.shape} do not match")
-        return self._add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b, m, n, k))
+        return self.add(Matmul(formula, self._out(out, (*a.shape[:3], b.shape[3])), a, b, **lengths))
 
     def pointwise(
         self,
@@ -355,89 +340,36 @@ class Builder:
         axis: int | None = None,
     ) -> Tensor:
         """Elementwise; the operands are broadcast to one shape."""
-        operands = [tensor for tensor in (x, b, t) if tensor is not None]
-        if len(operands) != POINTWISE[mode].operands:
-            raise ValueError(f"{mode} {formula}: needs {POINTWISE[mode].operands} operands, got {len(operands)}")
-        dims = [next((n for n in lengths if n != 1), 1) for lengths in zip(*(t.shape for t in operands), strict=True)]
-        for tensor in operands:
-            if any(n not in (1, full) for n, full in zip(tensor.shape, dims, strict=True)):
-                shapes = ", ".join(f"{t} {t.shape}" for t in operands)
-                raise ValueError(f"{mode} {formula}: the shapes {shapes} do not broadcast")
-        shape = (dims[0], dims[1], dims[2], dims[3])
-        return self._add(Pointwise(formula, self._out(out, shape, dtype), mode, x, b, t, axis))
+        shapes = [tensor.shape for tensor in (x, b, t) if tensor is not None]
+        rows, heads, queries, keys = (next((n for n in lengths if n != 1), 1) for lengths in zip(*shapes, strict=True))
+        return self.add(Pointwise(formula, self._out(out, (rows, heads, queries, keys), dtype), mode, x, b, t, axis))
 
     def softmax(
-        self,
-        formula: str,
-        x: Tensor,
-        out: str,
-        dtype: str,
-        stats: Tensor | None = None,
-        *,
-        sink: Tensor | None = None,
-        max: Tensor | None = None,
-        sum_exp: Tensor | None = None,
-        rows: Tensor | None = None,
-        scale: Tensor | None = None,
+        self, formula: str, x: Tensor, out: str, dtype: str, stats: Tensor | None = None, **others: Tensor | None
     ) -> Tensor:
         """Over the columns; ``stats``, or ``max`` and ``sum_exp``, are ``(B, H, rows, 1)``; see :class:`Softmax`."""
-        shape = (*x.shape[:3], 1)
-        stats = stats or (None if max else self.virtual("lse", shape))
-        for tensor in (stats, max, sum_exp):
-            if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"softmax {formula}: {tensor} has shape {tensor.shape}; it must be {shape}")
-        if sink is not None and sink.shape != (1, x.shape[1], 1, 1):
-            raise ValueError(f"softmax {formula}: {sink} has shape {sink.shape}; it must be {(1, x.shape[1], 1, 1)}")
-        return self._add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, sink, max, sum_exp, rows, scale))
-
-    def bernoulli(self, formula: str, out: Tensor, seed: Tensor, offset: Tensor, probability: float) -> Tensor:
-        """``out = 1`` with a probability, else 0; see :class:`Bernoulli`."""
-        return self._add(Bernoulli(formula, out, seed, offset, probability))
+        stats = stats or (None if others.get("max") else self.virtual("lse", (*x.shape[:3], 1)))
+        return self.add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, **others))
 
     def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False, amax: bool = False) -> Tensor:
         """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
-        (b, h, m, n), hb = x.shape, out.shape[1]
-        group = out.shape == (b, hb, m, n) and hb and not h % hb
-        if not group and any(n not in (1, full) for n, full in zip(out.shape, x.shape, strict=True)):
-            raise ValueError(f"reduction {formula}: {x} {x.shape} cannot be reduced to {out} {out.shape}")
-        return self._add(Reduction(formula, out, x, negative, amax))
+        return self.add(Reduction(formula, out, x, negative, amax))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
         """``(B, H, M, N)`` to ``(B, H, N, M)``; a view with exchanged strides."""
         b, h, m, n = x.shape
         strides = (*x.strides[:2], x.strides[3], x.strides[2])
         view = Tensor(out, (b, h, n, m), dtype or x.dtype, "virtual", strides, ragged=x.ragged)
-        return self._add(Transpose(formula, view, x))
+        return self.add(Transpose(formula, view, x))
 
     def paged_load(
         self, formula: str, pages: Tensor, table: Tensor, lengths: Tensor, out: str, *, transposed: bool = False
     ) -> Tensor:
         """The rows of the pages that a table lists; see :class:`PagedLoad`."""
         (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
-        if lengths.shape != (b, 1, 1, 1):
-            raise ValueError(f"paged load {formula}: {lengths} has shape {lengths.shape}; it must be {(b, 1, 1, 1)}")
         rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
         rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d)) if transposed else rows
-        return self._add(PagedLoad(formula, rows, pages, table, lengths, transposed))
-
-    def block_select(self, formula: str, x: Tensor, bits: Tensor, out: str) -> Tensor:
-        """``x`` in the listed blocks, else -inf; see :class:`BlockSelect`."""
-        b, h, rows, columns = x.shape
-        if bits.shape != (shape := (b, h, -(-rows // BLOCK), -(-columns // (8 * BLOCK)))):
-            raise ValueError(f"block select {formula}: {bits} has shape {bits.shape}; it must be {shape}")
-        return self._add(BlockSelect(formula, self.virtual(out, x.shape), x, bits))
+        return self.add(PagedLoad(formula, rows, pages, table, lengths, transposed))
 
     def _out(self, out: Tensor | str, shape: Shape, dtype: str | None = None) -> Tensor:
-        if isinstance(out, str):
-            return self.virtual(out, shape, dtype)
-        if out.shape != shape:
-            raise ValueError(f"{out} has shape {out.shape}; the result of the step has shape {shape}")
-        return out
-
-    def _add(self, node: Node) -> Tensor:
-        for tensor in node.outputs:
-            if tensor.name in self._names:
-                raise ValueError(f"two tensors are named {tensor.name}")
-        self._names |= {tensor.name for tensor in node.outputs}
-        self.nodes.append(node)
-        return node.out
+        return self.virtual(out, shape, dtype) if isinstance(out, str) else out

@@ -41,10 +41,8 @@ def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
 class Operands:
     """The tensors of a problem.
 
-    Args:
-        problem: the problem.
-        full_keys: broadcast every input with the axes of the scores along the keys, by stride 0, and read the indices of keys
-            and heads from memory.
+    With ``full_keys`` every input with the axes of the scores is broadcast along the keys, by stride 0, and the indices of keys
+    and heads are read from memory.
     """
 
     def __init__(self, problem: Problem, *, full_keys: bool = False) -> None:
@@ -123,14 +121,7 @@ class Operands:
         return Tensor("diagonal", (self.batch, 1, self.sq, 1), "int32", "input", (self.sq, 1, 1, 1), (1, -1, 0, -1))
 
     def scratch(self, name: str, like: str, shape: Shape, dtype: str) -> Tensor:
-        """Scratch memory for one call.
-
-        Args:
-            name: the name of the tensor.
-            like: q or k. Scratch memory of packed sequences has as many tokens as this array.
-            shape: ``(B, H, rows, columns)``.
-            dtype: the dtype.
-        """
+        """Scratch memory of one call; with packed sequences it has as many tokens as ``like``, q or k."""
         tensor = Tensor(name, shape, dtype, "scratch", row_major(shape))
         if not self.problem.packed:
             return tensor

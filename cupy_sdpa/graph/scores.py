@@ -17,18 +17,13 @@ from ..score_fn.expression import AXES, EMPTY_EXPRESSION
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
 from .emit import UNBOUNDED, Emitter, is_repeated
-from .nodes import Builder, Tensor
+from .nodes import BlockSelect, Builder, Tensor
 from .operands import SCORE_AXES, Operands
 
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """The modified scores as a function of the scaled scores.
-
-    Attributes:
-        emitter: emits the function and its derivative.
-        root: the step that is the modified score.
-    """
+    """The modified scores, the step ``root`` of the emitter, as a function of the scaled scores."""
 
     emitter: Emitter
     root: int
@@ -37,12 +32,7 @@ class ScoreFunction:
 class Scores:
     """Emits the steps of the scores.
 
-    Args:
-        g: the builder of the graph.
-        operands: the tensors of the problem.
-
     Attributes:
-        scale: a scalar.
         queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch entry; None if they are equal for all entries.
     """
 
@@ -96,7 +86,10 @@ class Scores:
     def select_blocks(self, s: Tensor) -> Tensor:
         """``S <- S in the listed blocks, else -inf``, if there are bits of blocks."""
         bits = self.operands.optional("block_bits", SCORE_AXES)
-        return s if bits is None else self.g.block_select("S where its block is listed, else −∞", s, bits, f"{s} in blocks")
+        if bits is None:
+            return s
+        out = self.g.virtual(f"{s} in blocks", s.shape)
+        return self.g.add(BlockSelect("S where its block is listed, else −∞", out, s, bits))
 
     def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
         """``S <- S where j < Skv, else -inf`` (or i and Sq), which holds for every element of the tensor."""

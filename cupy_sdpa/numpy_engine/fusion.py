@@ -40,11 +40,9 @@ class Fused(Node):
         return tuple({t.name: t for t in read if t.name not in inside}.values())
 
     def kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
-        """The kernel and the dtype of its result; its arguments are the operands, :data:`_PLACE`, and the result.
+        """The kernel for dtypes of the operands and of the evaluation, and the dtype of its result.
 
-        Args:
-            dtypes: the dtypes of the operands.
-            dtype: the dtype of the evaluation.
+        Its arguments are the operands, :data:`_PLACE`, and the result.
         """
         if (dtypes, dtype) not in self.kernels:
             self.kernels[dtypes, dtype] = self._kernel(dtypes, dtype)

@@ -52,16 +52,11 @@ def evaluate(
 ) -> None:
     """Compute a graph and write the results into the arrays of its output tensors.
 
-    Args:
-        graph: the graph.
-        arrays: the caller's array of every input and output tensor, by name, with the caller's axes: of numpy, or of CuPy
-            except for integers that the host needs.
-        scalars: the value of every scalar without a value in the graph, by name.
-        exact: compute in float64 and round only the results.
-        check: the check of the inputs of a backward pass. Default None: they are not checked.
+    ``arrays`` are the caller's, by the names of the input and output tensors: of numpy, or of CuPy except for integers that the
+    host needs. ``scalars`` have the values that the graph lacks. With ``exact`` only the results are rounded.
 
     Raises:
-        ValueError: the check failed; results may have been written.
+        ValueError: ``check`` refused the inputs of a backward pass; results may have been written.
     """
     run = Evaluation(graph, arrays, scalars, exact)
     with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
@@ -83,7 +78,8 @@ class RowCheck:
     """Whether the log-sum-exp and the output that a backward pass gets are those of its forward pass.
 
     The pass computes ``P = exp(S - L)`` and ``dS = P o (dO V^T - D)`` with ``D = rowsum(dO o O)`` in any case. Rows of P add up
-    to 1, or to ``1 - exp(sink - L)``, and rows of dS to ``D (1 - sum(P))``.
+    to 1, or to ``1 - exp(sink - L)``, and rows of dS to ``D (1 - sum(P))``. If the call has only a part of the keys of its rows
+    (``whole`` is False), rows of P add up to less.
 
     The tolerance is a bound of the rounding errors, in float32 for every dtype: statistics of a GPU and of merged parts were
     computed in float32. With u = 2^-23, a unit of float32 for the sums of tensor cores, which truncate:
@@ -97,15 +93,7 @@ class RowCheck:
       D has one of at most ``unit |dO| |O| + half sum |dO|``.
 
     The tanh of a soft cap is exact on the CPU. Hardware computes it with a relative error of 2^-11, so statistics of a GPU may
-    be refused.
-
-    Score functions may magnify these errors without a bound: their rows are not checked.
-
-    Args:
-        graph: the graph of the backward pass.
-        sinks: the sinks, or None.
-        dropout: the dropout probability.
-        whole: whether the keys of the call are all keys of its rows. Rows of P of a part of the keys add up to less.
+    be refused. Score functions may magnify these errors without a bound: their rows are not checked.
     """
 
     def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool) -> None:

@@ -32,18 +32,12 @@ GPU_TILE_ELEMENTS = 1 << 24
 class Analysis:
     """What all evaluations of a graph have in common.
 
-    Args:
-        graph: the graph.
-
     Attributes:
         views: name, axes and the index that adds new axes, of the arrays of the caller.
-        constants: the arrays that do not depend on the call, by name.
-        scalars: the tensors of the scalars.
         right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
         steps: every node with the names of the tensors that no later node reads.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
-        packed: the names of the tensors of packed sequences.
         lengths: the lengths of each batch entry, if only these are computed.
         separable: whether a block of rows can be computed without the other rows.
         shape: batch, heads, rows and columns.
@@ -84,24 +78,17 @@ def analyze(graph: Graph) -> Analysis:
 
 
 class Evaluation:
-    """One evaluation of a graph: the state that all tiles share. The arguments are those of :func:`evaluate`.
+    """One evaluation of a graph: the state that all tiles share. Arguments and other attributes are those of :func:`.evaluate`
+    and :class:`Analysis`.
 
     Attributes:
         xp: the module of the arrays, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
-        scalars: the values of scalars, by name.
         dtype: the dtype of intermediate results.
-        exact: whether intermediate results are not rounded.
-        right_operands, packed, separable: as for :class:`Analysis`.
-        rows: the number of queries.
         summed: the products that are summed over the tiles of a head; ``later``: the results of nodes that read such sums.
         whole: the tensors of which a tile reads or writes all rows.
-        row_sums: unfinished sums over the tiles of a head, by the name of the product.
-        steps: every node with the names of the tensors that no later node reads.
-        totals: sums over tiles, by the name of the result.
-        group_sums: unfinished sums over a group of heads, by the name of the result.
-        largest: the largest magnitudes so far, by the name of the result.
-        heads: the number of query heads.
+        row_sums, group_sums: unfinished sums over the tiles of a head, and over a group of heads.
+        totals, largest: sums over tiles, and the largest magnitudes so far, by the name of the result.
     """
 
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
@@ -158,9 +145,6 @@ class Tile:
     """A block of rows of one head of one batch entry, and the values of the tensors there, as matrices.
 
     Attributes:
-        run: the evaluation.
-        batch, head: the batch entry and the query head.
-        start, stop: the rows.
         last: whether it is the last tile of the head.
         columns: the number of keys of this batch entry; None if it equals that of the tensors.
         cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
@@ -391,7 +375,6 @@ class SummedRows(NamedTuple):
         right_operands: the right operands of the other products, of which every tile reads all rows.
         products: the products that are summed, such as ``dV = P^T dO``.
         later: the results of the nodes that read these sums. They are computed with the last tile of a head.
-        rows: the number of queries.
     """
 
     right_operands: set[str]

@@ -29,11 +29,7 @@ _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
 
 
 def load_target(gpu: str) -> Target:
-    """Load the description of a GPU as a target to plan for.
-
-    Args:
-        gpu: the name of a description, such as ``"h200"``, or the path of a file written by
-            ``python -m cupy_sdpa info --describe``.
+    """The GPU of a description as a target: its name, such as ``"h200"``, or the path of a file (``info --describe``).
 
     Raises:
         ValueError: there is no such description.
@@ -52,10 +48,6 @@ class Planner(_workers.Pool):
         workers: number of processes.
         cudnn: path of the libcudnn.so.9 to use. Default None: the library that this process would load.
 
-    Attributes:
-        version: the version of cuDNN in the workers.
-        environment: the environment of the workers.
-
     Raises:
         CudnnError: this machine cannot plan; the message lists what is missing.
     """
@@ -71,15 +63,9 @@ class Planner(_workers.Pool):
             raise
 
     def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
-        """Plan a problem; the support table is not consulted.
+        """Plan a problem; the support table is not consulted, and the plan is stored only in ``disk_cache``, a folder.
 
-        Args:
-            problem: the problem.
-            target: the GPU, from :func:`load_target`.
-            disk_cache: folder to store the plan in. Default None: not stored.
-
-        Returns:
-            The properties of the plan, or the reason why there is no plan: cuDNN's refusal, or a crash of the process.
+        Returns its properties, or the reason why there is no plan: cuDNN's refusal, or a crash of the process.
 
         Raises:
             CudnnError: cuDNN failed, or a worker cannot be started.

@@ -67,12 +67,10 @@ class Step(NamedTuple):
 
 
 class Expression(NamedTuple):
-    """The steps of a score function and a mask function.
+    """The steps of a score function and a mask function, operands first.
 
-    Attributes:
-        steps: the steps, operands first.
-        score: the index of the modified score, or None if the score is not modified.
-        mask: the index of the condition under which the query attends to the key, or None if there is no mask.
+    ``score`` is the index of the modified score, ``mask`` that of the condition under which the query attends to the key; None
+    if there is none.
     """
 
     steps: tuple[Step, ...]
@@ -93,9 +91,6 @@ class Writer:
     """Appends steps to an expression; simplifies them, and appends equal steps once.
 
     Simplifications hold for all values of the operands: ``x + 0``, ``x * 1``, ``-(-x)``, and arithmetic on constants.
-
-    Args:
-        steps: the steps to start from.
     """
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
@@ -112,13 +107,7 @@ class Writer:
         return self.leaf("constant", kind=kind, value=value)
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
-        """Append an operation on earlier steps.
-
-        Args:
-            mode: the pointwise mode.
-            args: the indices of the operands.
-            kind: the kind of the result; None derives it from the operands.
-        """
+        """Append an operation on earlier steps; ``kind`` is that of the result, by default derived from the operands."""
         if mode in COMMUTES:  # a canonical order, so that equal steps are recognized
             args = tuple(sorted(args))
         kind = kind or self._kind(mode, args)
@@ -139,11 +128,9 @@ class Writer:
         return negated[condition]
 
     def reachable(self, *roots: int | None, known: Container[int] = ()) -> list[int]:
-        """The steps that the roots depend on, the roots included, operands first.
+        """The steps that the roots depend on, the roots included, operands first; roots that are None are skipped.
 
-        Args:
-            roots: steps; entries that are None are skipped.
-            known: steps to leave out, together with their operands unless other steps need these.
+        The steps ``known`` are left out, together with their operands unless other steps need these.
         """
         visited: set[int] = set()
         stack = [root for root in roots if root is not None]
@@ -205,13 +192,7 @@ class Writer:
 
 
 class NormalizedExpression(NamedTuple):
-    """An expression in normal form, and the traced names of its scalars and arrays.
-
-    Attributes:
-        expression: the steps, in normal form.
-        numbers: for every by-value scalar of the expression its name during tracing.
-        captured: for every captured array of the expression its name during tracing.
-    """
+    """An expression in normal form, and the names during tracing of its by-value scalars and captured arrays."""
 
     expression: Expression
     numbers: dict[str, str]
@@ -219,13 +200,7 @@ class NormalizedExpression(NamedTuple):
 
 
 def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedExpression:
-    """The expression of a score and a mask: without unused steps; order and names depend on its structure only.
-
-    Args:
-        writer: contains the steps.
-        score: the step of the modified score, or None.
-        mask: the step of the mask, or None.
-    """
+    """The expression of a score and a mask: without unused steps; order and names depend on its structure only."""
     indices: dict[int, int] = {}
     steps: list[Step] = []
     traced_names: dict[str, dict[str, str]] = {"number": {}, "captured": {}}

@@ -41,11 +41,9 @@ MAX_CODES = 4096
 
 
 def identity(function: Any) -> Hashable | None:
-    """The identity of a function.
+    """A hashable value: as long as it is equal, the function computes the same, apart from side effects.
 
-    Returns:
-        A hashable value: as long as it is equal, the function computes the same, apart from side effects. None if the function
-        may compute something else in a way that cannot be seen.
+    None if the function may compute something else in a way that cannot be seen.
 
     >>> import numpy as np
     >>> def softcap(cap):
@@ -102,14 +100,7 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     """Append the parts of a value: first its type or another object without an equal, then numbers, texts and further values.
 
     The parts of a value are never the beginning of those of another one, so different sequences of values have different parts.
-
-    Args:
-        value: the value.
-        parts: the list to append to.
-        functions: the functions that are being identified, to end recursion.
-
-    Raises:
-        _UnknownError: the value has no identity.
+    ``functions`` are those that are being identified, to end recursion. Raises _UnknownError if the value has no identity.
     """
     if len(parts) > MAX_PARTS:
         raise _UnknownError
@@ -247,10 +238,9 @@ class _Reads:
     """The values that a code object and its nested functions load. It keeps the code object alive, so its id is unique.
 
     Attributes:
-        code: the code object.
         unknown: whether the code does something that the analysis does not follow.
-        cells: the index of each closure variable, and the attributes that are loaded from it.
-        names: the name of each global or builtin, and the attributes that are loaded from it.
+        cells, names: the index of each closure variable, and the name of each global or builtin, with the attributes that are
+            loaded from it.
     """
 
     __slots__ = ("cells", "code", "names", "unknown")
@@ -277,13 +267,10 @@ def _analyze(code: types.CodeType) -> _Reads:
 def _collect(
     code: types.CodeType, closure: frozenset[str], cells: dict[tuple[str, ...], None], names: dict[tuple[str, ...], None]
 ) -> bool:
-    """Collect the chains ``name.a.b`` that code loads; False if it does something that cannot be followed.
+    """Collect the chains ``name.a.b`` that code loads from closure variables (``cells``), and from globals and builtins.
 
-    Args:
-        code: the code of the function, or of a function nested in it.
-        closure: the closure variables of the outermost function that are visible here.
-        cells: the chains from closure variables, to add to.
-        names: the chains from globals and builtins, to add to.
+    ``closure`` has the closure variables of the outermost function that are visible here. Returns False if the code does
+    something that cannot be followed.
     """
     if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return False

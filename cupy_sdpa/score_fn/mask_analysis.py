@@ -38,12 +38,7 @@ class LinearForm(NamedTuple):
 
 
 class LinearForms:
-    """The linear forms of steps; each step is analyzed once.
-
-    Args:
-        writer: contains the steps.
-        numbers: the values of the by-value scalars.
-    """
+    """The linear forms of steps, given the values of the by-value scalars; each step is analyzed once."""
 
     def __init__(self, writer: Writer, numbers: Mapping[str, float]) -> None:
         self.writer, self.numbers = writer, numbers
@@ -73,12 +68,7 @@ class LinearForms:
 
 
 class SplitScore(NamedTuple):
-    """A step without its infinite values.
-
-    Attributes:
-        step: the values of the step where all conditions hold; None if it is infinite everywhere.
-        conditions: the conditions under which the step is not infinite.
-    """
+    """The values of a step where all conditions hold, under which it is not infinite; None if it is infinite everywhere."""
 
     step: int | None
     conditions: tuple[int, ...] = ()
@@ -90,11 +80,6 @@ def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tup
     ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
     all hold. A score that is ``-inf`` everywhere, or a number up to :data:`MASKED_SCORE`, becomes 0 and a False condition.
     A condition on the score itself remains a part of the score, which is ``-inf`` where it does not hold.
-
-    Args:
-        writer: contains the steps.
-        numbers: the values of the by-value scalars.
-        score: the step of the score.
     """
     splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
@@ -151,16 +136,7 @@ def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:
 
 
 def split_band(writer: Writer, numbers: Mapping[str, float], conditions: Sequence[int]) -> tuple[Sides | None, list[int]]:
-    """Split conditions into a band and the other conditions.
-
-    Args:
-        writer: contains the steps.
-        numbers: the values of the by-value scalars.
-        conditions: the steps that must all hold.
-
-    Returns:
-        The intersection of all bands, or None without a band; and the other conditions.
-    """
+    """Split conditions that must all hold into the intersection of all bands, None without a band, and the other conditions."""
     left, right, others = math.inf, math.inf, []
     forms = LinearForms(writer, numbers)
     for condition in _conjuncts(writer, conditions):

@@ -37,12 +37,9 @@ _INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module i
 
 
 class Tracer:
-    """Records the operations on traced values.
+    """Records the operations on traced values, with the numpy functions of traced values, by name.
 
-    Args:
-        functions: the numpy functions of traced values, by name.
-        sizes: the lengths of the axes of the scores, by the names of :data:`~cupy_sdpa.score_fn.expression.AXES`.
-        steps: the steps to start from.
+    ``sizes`` are the lengths of the axes of the scores, by the names of :data:`~cupy_sdpa.score_fn.expression.AXES`.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], sizes: Mapping[str, int], steps: Iterable[Step]) -> None:
@@ -70,11 +67,7 @@ class Tracer:
         return self.writer.leaf("captured", str(access), kind)
 
     def index(self, index: Value) -> Any:
-        """A computed index of an array.
-
-        Raises:
-            IndexError: it is no integer, or it is not computed with integers only.
-        """
+        """A computed index of an array; IndexError if it is no integer, or if it is not computed with integers only."""
         if index.kind != "int":
             of_bool = "it is a condition: write np.where(condition, 1, 0)"
             raise IndexError(of_bool if index.kind == "bool" else f"it is a float{_NOT_EXACT}")
@@ -133,12 +126,7 @@ def line_of_function() -> str:
 
 
 class Value(np.lib.mixins.NDArrayOperatorsMixin):
-    """A traced value. Python's operators call the numpy functions of the same name.
-
-    Attributes:
-        tracer: records the operations.
-        step: the index of the step that computes the value.
-    """
+    """A traced value: the step that computes it. Python's operators call the numpy functions of the same name."""
 
     __slots__ = ("step", "tracer")
     __hash__ = None  # type: ignore[assignment]  # == returns a condition
@@ -227,13 +215,7 @@ _OPERANDS_ONLY = "call it with its operands only"
 
 
 class CapturedArray:
-    """A captured array, from which a score function reads one element.
-
-    Args:
-        tracer: records the reads.
-        name: the name of the array in ``tensors=``.
-        array: a numpy or CuPy array; only its shape and dtype are used.
-    """
+    """An array of ``tensors=``, from which a score function reads one element; only its shape and dtype are used."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -299,12 +281,7 @@ class CapturedArray:
 
 
 def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
-    """Convert an operand to a traced value.
-
-    Args:
-        tracer: records a number.
-        x: a traced value or a number.
-        kind: ``int`` records an integer as an integer; otherwise numbers are recorded as floats.
+    """A number or a traced value as a traced value; integers are recorded as integers only if ``kind`` is ``int``.
 
     Raises:
         TypeError: ``x`` is neither a traced value nor a number, or was traced in another call.

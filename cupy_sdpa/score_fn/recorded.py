@@ -20,11 +20,7 @@ _OF_CONDITIONS = frozenset(
 
 
 class Result(NamedTuple):
-    """The result of an earlier call of a recorded function.
-
-    Attributes:
-        call: the number of the call.
-    """
+    """The result of an earlier call of a recorded function, by the number of the call."""
 
     call: int
 
@@ -35,9 +31,8 @@ class Result(NamedTuple):
 class Computed(NamedTuple):
     """An index that a function computes from the axes of the scores, and from elements of arrays.
 
-    Attributes:
-        steps: the steps, operands first; the last one is the index. They have no by-value scalars.
-        reads: the elements that they read; the name of a step that reads one is its number.
+    The last of the steps is the index. They have no by-value scalars; the name of a step that reads an element is its number
+    in ``reads``.
     """
 
     steps: tuple[Step, ...]
@@ -47,10 +42,8 @@ class Computed(NamedTuple):
 class Access(NamedTuple):
     """How a function indexes a captured array.
 
-    Attributes:
-        name: the name of the array in ``tensors=``.
-        axes: the index along every axis of the array: the name of an axis of the scores, an integer, or a computed index. That
-            is :class:`Computed`, but in a recorded function a :class:`Result` or another access.
+    The index along every axis is the name of an axis of the scores, an integer, or a computed index. That is :class:`Computed`,
+    but in a recorded function a :class:`Result` or another access.
     """
 
     name: str
@@ -82,12 +75,9 @@ class Access(NamedTuple):
 
 
 class NumpyCall(NamedTuple):
-    """One call of a recorded function.
+    """One call of a numpy function in a recorded function, and the source line that made it.
 
-    Attributes:
-        function: the numpy function.
-        operands: the name of a parameter, an element of an array (:class:`Access`), a :class:`Result`, or a number.
-        line: the source line that made the call.
+    An operand is the name of a parameter, an element of an array (:class:`Access`), a :class:`Result`, or a number.
     """
 
     function: Callable[..., Any]
@@ -99,15 +89,11 @@ class NumpyCall(NamedTuple):
 
 
 class Recorded:
-    """A score or mask function as it was when it was traced: a function that makes the same numpy calls.
+    """A score or mask function as it was when it was traced: a function that makes the same numpy calls and returns an operand.
 
     It keeps no reference to the function, to what the function refers to, or to arrays, so later changes of these have no
-    effect. Equal ones are the same object, see :func:`recorded`.
-
-    Args:
-        name: module, qualified name and first source line of the function.
-        calls: the calls.
-        result: what the function returns, an operand.
+    effect. Equal ones are the same object, see :func:`recorded`. ``name`` has the module, the qualified name and the first
+    source line of the function.
     """
 
     def __init__(self, name: tuple[str, str, str], calls: Sequence[NumpyCall], result: Any) -> None:
@@ -171,12 +157,7 @@ _known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary
 
 
 def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
-    """A recorded function, without the calls that its result does not depend on.
-
-    Args:
-        function: the function, of which only the name is used.
-        calls, result: see :class:`Recorded`.
-    """
+    """A recorded function, without the calls that its result does not depend on; of ``function`` only the name is used."""
     needed: set[int] = set()
     stack = [result]
     while stack:
@@ -206,11 +187,9 @@ def relocated(
 ) -> Recorded:
     """The function for a call at other positions: a function of the indices in the call.
 
-    Args:
-        function: the function.
-        reads: the elements of arrays of the call, in place of those that the function reads.
-        starts: what is added to an index of the call, by its axis: a number, or an element of an array.
-        places: the element of an array that contains the position, for other axes.
+    ``reads`` has the elements of arrays of the call in place of those that the function reads. ``starts`` are added to indices
+    of the call, by axis: numbers, or elements of arrays. ``places`` are the elements that contain the positions, for other
+    axes.
     """
     shifts = [NumpyCall(np.add, (axis, start), function.name[2]) for axis, start in starts.items()]
     indices = {**places, **{axis: Result(number) for number, axis in enumerate(starts)}}

@@ -28,8 +28,7 @@ class Traced(NamedTuple):
 
     Attributes:
         expression: the steps, or None if no step remains.
-        numbers: the values of the by-value scalars, by their names in the expression.
-        captured: how captured arrays are indexed, by their names in the expression.
+        numbers, captured: the values of the by-value scalars, and how captured arrays are indexed, by their names in it.
         band: the number of keys before and after the diagonal that a query attends to, or None if no band was recognized.
         lines: the source line in which each mode was first used, for messages.
     """
@@ -42,13 +41,7 @@ class Traced(NamedTuple):
 
 
 class FunctionTracer(Tracer):
-    """Calls functions with traced values and records their steps.
-
-    Args:
-        sizes: the lengths of the axes of the scores, by the names of :data:`~cupy_sdpa.score_fn.expression.AXES`.
-        arrays: the captured arrays, by their names in ``tensors=``.
-        steps: the steps to start from.
-    """
+    """Calls functions with traced values, and with the captured arrays by their names in ``tensors=``; records their steps."""
 
     def __init__(self, sizes: Mapping[str, int], arrays: Mapping[str, Any], steps: Iterable[Step] = ()) -> None:
         super().__init__(FUNCTIONS, sizes, steps)
@@ -80,11 +73,7 @@ class FunctionTracer(Tracer):
         return self.writer.add("add", self.writer.add("sub", score, score), step)
 
     def check_used(self) -> None:
-        """Check that the functions take all arrays.
-
-        Raises:
-            ValueError: the message contains the names.
-        """
+        """Raise ValueError if there are arrays that no function takes."""
         if unused := self.arrays.keys() - self.used:
             raise ValueError(
                 f"tensors has {', '.join(sorted(unused))}, which no function takes: add a parameter of that name, or remove it"
@@ -134,11 +123,7 @@ class FunctionTracer(Tracer):
 
 
 class Recorder(FunctionTracer):
-    """Records the numpy calls of functions.
-
-    Args:
-        arrays: see :class:`FunctionTracer`.
-    """
+    """Records the numpy calls of functions."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._calls: list[NumpyCall] = []
@@ -183,11 +168,7 @@ _PARAMETERS = {"score_mod": ("score", *AXES), "mask_mod": AXES}
 
 
 def check_function(option: str, function: Any) -> None:
-    """Check that a score function or a mask function is callable, and that its parameters are not in another order.
-
-    Raises:
-        TypeError: a parameter has the name of another one's place, or the object is no function.
-    """
+    """Raise TypeError if a function is not callable, or if its parameters are in another order."""
     if not callable(function):
         raise TypeError(
             f"{option} is {in_words(function)}; it must be a function {_SIGNATURES[option]}. A bool array is "
@@ -216,11 +197,7 @@ def trace(
 ) -> Traced:
     """Trace the score function and the mask function of a call.
 
-    Args:
-        score_mod, mask_mod: the functions, or None.
-        arrays: the captured arrays, by their names in ``tensors=``.
-        sizes: the lengths of the axes of the scores.
-        bands: whether to separate conditions on ``q_idx - kv_idx`` as a band.
+    With ``bands`` conditions on ``q_idx - kv_idx`` are separated as a band.
 
     Raises:
         TypeError, ValueError, IndexError: an operation cannot be traced; raised in the line that uses it.
@@ -244,15 +221,7 @@ def trace(
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """The functions of a call as they are now.
-
-    Args:
-        functions: the functions, by the names of their options.
-        arrays: the captured arrays, by their names in ``tensors=``.
-
-    Raises:
-        TypeError, ValueError, IndexError: as :func:`trace`.
-    """
+    """The functions of a call as they are now, by the names of their options; raises what :func:`trace` raises."""
     known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
     if len(known) == len(functions):
         return known

@@ -125,12 +125,9 @@ def _logical_xor(x: Any, b: Any) -> Value:
 
 
 def _bitwise(logical: Callable[[Any, Any], Value], of_bits: Callable[[Any, int, Any], Value], x: Any, b: Any) -> Value:
-    """An operation on two conditions, or on a traced integer and the bits of a number.
+    """An operation on two conditions, or on a traced integer x and the bits of a number, in any order.
 
-    Args:
-        logical: the operation on conditions.
-        of_bits: the operation on an integer x, a number, and ``x & number``.
-        x, b: the operands, in any order.
+    ``of_bits`` takes x, the number, and ``x & number``.
     """
     for value, number in ((x, b), (b, x)):
         is_number = isinstance(number, numbers.Integral) and not isinstance(number, bool)

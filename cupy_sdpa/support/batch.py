@@ -20,16 +20,10 @@ NOT_DETERMINISTIC = "dq is a sum in an order that changes: pass deterministic=Tr
 
 
 def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
-    """Why the bits of out, the row statistics, dq, dk and dv of a sequence may depend on the rest of the batch.
+    """Why the bits of out, the row statistics, dq, dk and dv of a sequence may depend on the rest of the batch, and the remedy.
 
-    Gradients of arrays that several sequences share, such as sinks, are sums over the batch in any case.
-
-    Args:
-        problem: the problem of the caller.
-        on_cudnn: whether cuDNN runs it; the interpreter computes every head of every sequence by itself.
-
-    Returns:
-        The reason and the remedy; empty if the bits do not depend on it.
+    Empty if they do not. Gradients of arrays that several sequences share, such as sinks, are sums over the batch in any case.
+    The interpreter computes every head of every sequence by itself.
     """
     *_, sq, _, _ = problem.sizes
     settings = problem.settings
@@ -70,11 +64,7 @@ def _of_pages(problem: Problem) -> str:
 
 
 def check_batch_invariant(problem: Problem, *, on_cudnn: bool) -> None:
-    """Check that ``batch_invariant=True`` holds; arguments as for :func:`batch_dependence`.
-
-    Raises:
-        Unsupported: it does not, or this is unknown.
-    """
+    """Raise Unsupported if ``batch_invariant=True`` does not hold, or if this is unknown; see :func:`batch_dependence`."""
     if reason := batch_dependence(problem, on_cudnn=on_cudnn):
         raise not_invariant(reason)
 

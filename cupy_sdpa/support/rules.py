@@ -40,10 +40,7 @@ Violations = Callable[[Problem, int, int], Iterator[str]]
 def when(condition: Callable[[Problem], Any], text: str, capabilities: Container[int] = _ANY) -> Violations:
     """The violation of problems with a condition on some GPUs.
 
-    Args:
-        condition: whether a problem is refused.
-        text: the message, a format of the problem ``p``, the compute capability ``gpu`` and the version ``cudnn``.
-        capabilities: the GPUs. Default: all.
+    ``text`` is a format of the problem ``p``, the compute capability ``gpu`` and the version ``cudnn``.
     """
 
     def violations(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:

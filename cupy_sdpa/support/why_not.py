@@ -45,13 +45,7 @@ class Reason(NamedTuple):
 
 
 def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
-    """Return every known reason why cuDNN cannot run a problem.
-
-    Args:
-        problem: the problem.
-        cudnn: the version of cuDNN; 9.19.0 is 91900.
-        capability: the compute capability of the GPU; 9.0 is 90.
-    """
+    """Every known reason why cuDNN cannot run a problem, with this version (9.19.0 is 91900) on this GPU (9.0 is 90)."""
     return [reason._replace(lift=_lift(reason, problem, cudnn, capability)) for reason in _reasons(problem, cudnn, capability)]
 
 
@@ -83,7 +77,7 @@ def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
 
 @functools.cache
 def disabled_names() -> frozenset[str]:
-    """Return the rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
+    """The rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
 
     Raises:
         ValueError: a name is unknown, or names a rule that protects memory.

@@ -8,16 +8,13 @@ import builtins
 import collections
 import functools
 import itertools
-import json
 import math
 import random
-import re
 import sys
 import textwrap
 import time
 import types
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import functions
@@ -284,22 +281,6 @@ def test_functions_of_the_zoo():
     other = [zoo.softcap(2.5), zoo.natten(10, 10, 5), zoo.alibi_by_index(5), zoo.clipped(-1.0, 1), zoo.dilated(4, 3)]
     assert [identity(f) for f in one] == [identity(f) for f in same]
     assert len({identity(f) for f in [*one, *other]}) == 10
-
-
-def test_functions_of_the_documentation_have_identities():
-    """Every function of a page or a notebook that has the arguments of a score or mask function."""
-    root = Path(__file__).parents[2]
-    texts = [path.read_text(encoding="utf-8") for path in (root / "docs").glob("*.md")]
-    for path in (root / "notebooks").glob("*.ipynb"):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    found = {}
-    for text in texts:
-        for code in re.findall(r"^def \w+\([^)]*kv_idx[^)]*\):\n(?: .*\n?)+", text, re.MULTILINE):
-            exec(code, names := {"np": np})
-            found |= {name: value for name, value in names.items() if isinstance(value, types.FunctionType)}
-    assert {"closer", "of_one_document", "pull_back"} <= found.keys()
-    assert None not in map(identity, found.values())
 
 
 def test_arguments_may_be_used_in_any_way():

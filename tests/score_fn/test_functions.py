@@ -17,7 +17,6 @@ from functions import (
     arrays,
     drawn,
     has_plan,
-    packed,
     refused,
     right_on_the_gpu,
 )
@@ -53,17 +52,6 @@ def test_functions_are_right_on_the_gpu(functions, dtype, cupy):
 def test_random_functions_are_right_on_the_gpu(number, cupy):
     """Both passes, compared with the same function in float64."""
     right_on_the_gpu(cupy, "bfloat16", *(drawn(number).options(xp, q=200, kv=200) for xp in (np, cupy)))
-
-
-@pytest.mark.parametrize("names", ["score_mod", "mask_mod", "score_mod mask_mod", "return_dtensors", "score_mod return_dbias"])
-@pytest.mark.parametrize("number", numbers(6, sweep=3))
-def test_random_problems(names, number, engine):
-    """Functions together with other options, in repeated calls."""
-    engine.agrees(engine.draw(names.split(), number), refused=True)
-
-
-def _numbers(*shape):
-    return np.random.default_rng(8).standard_normal(shape).astype(np.float32)
 
 
 def asked(**options):
@@ -135,58 +123,6 @@ def test_random_functions_are_planned(number, planned):
     gpu = ("h200", "b200", "a100", "rtx5090")[number % 4]
     options = drawn(number).options(q=200, kv=200)
     has_plan(planned, problem(*shapes(), dtype="bfloat16", backward=number < 4, **options), gpu, ())
-
-
-STARTS = {"cu_seqlens_q": (B + 1,), "cu_seqlens_kv": (B + 1,), "max_seqlen_q": 200, "max_seqlen_kv": 200}
-#: Options that functions are planned with.
-OTHERS = {
-    "lengths": {"seq_lens": True}, "packed": STARTS, "packed causal": STARTS | {"causal": True}, "bucket": {"bucket": 128},
-    "bucket and lengths": {"bucket": 128, "causal": True, "seq_lens": True}, "bias": {"bias": (200, 200, HQ, 1)},
-    "mask": {"mask": (200, 200, 1, B)}, "bottom right": {"causal": "bottom_right", "seq_lens": True},
-    "window": {"window": (100, 9)},
-    "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "softcap": {"softcap": 3.0},
-    "dropout": {"dropout_p": 0.25, "seed": 7},
-}  # fmt: skip
-FUNCTIONS = {
-    "softcap": {"score_mod": zoo.softcap(2.0)},
-    "key_bias": {"score_mod": zoo.key_bias, "tensors": {"weight": (B, 200)}},
-    "document": {"mask_mod": zoo.document, "tensors": {"document_id": np.zeros((B, 200), np.int32)}},
-}
-PAIRS = [(name, other) for name in FUNCTIONS for other in OTHERS if other not in ("softcap", "alibi") or name == "document"]
-
-
-@pytest.mark.cudnn
-@pytest.mark.parametrize(("name", "other"), PAIRS)
-def test_functions_with_other_options_are_planned(name, other, planned):
-    """Gradients for the H200, a part of the forward passes for other GPUs; except what the table refuses."""
-    number, allowed = PAIRS.index((name, other)), ("query-numbers", "packed-gradients")
-    where = [(*shape[:2], B * shape[2]) for shape in shapes()] if "packed" in other else shapes()
-    for gpu, backward in (("h200", True), (GPUS[1 + number // 2 % (len(GPUS) - 1)], False))[: 1 + number % 2]:
-        options = FUNCTIONS[name] | OTHERS[other]
-        has_plan(
-            planned, problem(*where, dtype="bfloat16", backward=backward, return_stats=not backward, **options), gpu, allowed
-        )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "other"), [pair for pair in PAIRS if pair[1][:6] in ("packed", "bucket")])
-def test_functions_with_rounded_or_packed_lengths_on_the_gpu(name, other, cupy):
-    """Larger problems than the random ones, compared with numpy."""
-    given = {
-        "key_bias": {"weight": _numbers(B, 200)},
-        "document": {"document_id": np.arange(2 * 200).reshape(B, 200) // 37 % 3},
-    }
-
-    def options(xp):
-        tensors = {key: xp.asarray(x.astype(x.dtype.kind + "4")) for key, x in given.get(name, {}).items()}
-        found = FUNCTIONS[name] | ({"tensors": tensors} if tensors else {}) | OTHERS[other]
-        if "packed" in other:
-            found |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), xp.asarray([0, 130, 310], np.int32))
-        if found.pop("seq_lens", False):
-            found |= {"seq_lens_q": xp.asarray([130, 200], np.int32), "seq_lens_kv": xp.asarray([200, 66], np.int32)}
-        return found
-
-    right_on_the_gpu(cupy, "bfloat16", options(np), options(cupy), packed if "packed" in other else lambda x: x)
 
 
 # Lines of the user, and operators
