@@ -15,7 +15,7 @@ from .boundary.arguments import check_counts, check_offsets
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import as_float, read_count, read_flag
 from .kernels import rope_kernel as kernels
-from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, make_spec, stride_obstacle
+from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, stride_obstacle
 from .runtime import cupy_runtime
 
 if TYPE_CHECKING:
@@ -228,13 +228,13 @@ def apply_rope(
     with cupy_runtime.on_device_of(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions[1:]]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
-        kernels.apply(x, out, record, kernels.Positions(first, *dense), array.signature[0])
+        kernels.apply(x, out, record, kernels.Positions(first, *dense), array.spec.dtype)
     return out  # type: ignore[no-any-return]
 
 
 def _check(x: Argument, others: dict[str, Argument]) -> None:
     """Check the arrays of :func:`apply_rope`."""
-    spec = make_spec("x", x.signature)
+    spec = x.spec
     if spec.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
     packed = "cu_seqlens" in others
@@ -255,7 +255,7 @@ def _check(x: Argument, others: dict[str, Argument]) -> None:
         batch = offsets.size - 1
     for name, other in others.items():
         if name != "cu_seqlens":
-            check_spec(make_spec(name, other.signature), Expected(name, (batch,), "int32", "(B,)"))
+            check_spec(other.spec, Expected(name, (batch,), "int32", "(B,)"))
 
 
 def _on_numpy(shape: tuple[int, ...], positions: kernels.Positions) -> Any:

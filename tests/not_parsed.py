@@ -4,8 +4,7 @@ import contextlib
 
 import pytest
 
-from cupy_sdpa.boundary import arguments, user_functions
-from cupy_sdpa.problem import validation
+from cupy_sdpa.boundary import argument, arguments, user_functions
 from cupy_sdpa.problem.problem import Problem
 
 
@@ -20,6 +19,6 @@ def not_parsed():
         patch.setattr(user_functions, "trace", fail)
         patch.setattr(arguments, "read_settings", fail)
         patch.setattr(arguments, "make_problem", fail)
-        patch.setattr(validation, "make_spec", fail)
+        patch.setattr(argument, "make_spec", fail)
         patch.setattr(Problem, "__post_init__", fail)
         yield

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import in_words
 from ..problem.problem import CU_SEQLENS, LENGTHS
-from ..problem.tensor_spec import Expected, Signature, alignment_of, byte_range, check_spec, dtype_name, make_spec
+from ..problem.tensor_spec import Expected, TensorSpec, alignment_of, byte_range, check_spec, dtype_name, make_spec
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
@@ -30,30 +30,33 @@ class Argument(NamedTuple):
     """An array argument.
 
     Attributes:
-        name: the name of the argument.
+        spec: its name and metadata.
         array: the array, or its view.
-        signature: dtype, shape, strides and alignment.
         address: the address of the first element in the GPU's memory; 0 for numpy arrays.
         device: the device of a CuPy array; None for numpy arrays, and for those that the interpreter computes with.
     """
 
-    name: str
+    spec: TensorSpec
     array: Any
-    signature: Signature
     address: int
     device: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the argument."""
+        return self.spec.name
 
 
 def read_array(name: str, array: Any) -> Argument:
     """The record of an array."""
     if isinstance(array, View):
-        return Argument(name, array, array.signature, array.offset, array.storage.device)
+        return Argument(array.spec(name), array, array.offset, array.storage.device)
     if name in INT32:
         array = as_int32(name, array)
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, signature_of(array, 0), 0, None)
+        return Argument(spec_of(name, array), array, 0, None)
     if type(array) is InterpretedArray:
-        return Argument(name, array, signature_of(array, 0), array.data.ptr, None)
+        return Argument(spec_of(name, array), array, array.data.ptr, None)
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
@@ -81,7 +84,7 @@ def read_array(name: str, array: Any) -> Argument:
             f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
-    return Argument(name, array, signature_of(array, array.data.ptr), array.data.ptr, array.data.device_id)
+    return Argument(spec_of(name, array, array.data.ptr), array, array.data.ptr, array.data.device_id)
 
 
 def as_int32(name: str, array: Any) -> Any:
@@ -106,11 +109,11 @@ def as_int32(name: str, array: Any) -> Any:
     return found.astype(np.int32)
 
 
-def signature_of(array: Any, address: int) -> Signature:
-    """The signature of a numpy or CuPy array at an address."""
+def spec_of(name: str, array: Any, address: int = 0) -> TensorSpec:
+    """The spec of a CuPy array at an address, or of a numpy array."""
     # Only cuDNN needs aligned arrays, and it reads integers one at a time.
     alignment = 16 if array.dtype.kind == "i" else alignment_of(address)
-    return dtype_name(array.dtype), array.shape, array.strides, alignment
+    return make_spec(name, dtype_name(array.dtype), array.shape, array.strides, alignment)
 
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
@@ -160,7 +163,7 @@ def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> Non
     if passed:
         arrays_on_gpu(arguments.values())
     for argument, one in passed:
-        check_spec(make_spec(argument.name, argument.signature), one)
+        check_spec(argument.spec, one)
         if one.writable:
             check_separate([argument], list(arguments.values()))
 

@@ -14,8 +14,8 @@ from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has
 from ..problem.tensor_spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
-    Signature,
-    dense_signature,
+    TensorSpec,
+    dense_spec,
     dtype_name,
     has_callers_axes,
     numpy_dtype,
@@ -26,7 +26,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import Argument, arrays_on_gpu, check_separate, read_array, signature_of
+from .argument import Argument, arrays_on_gpu, check_separate, read_array, spec_of
 from .call import Call, Fill, for_gpu
 from .libraries import check_one_library
 from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
@@ -131,12 +131,12 @@ def _read_specs(
     if options.get("layout") is None and not has_callers_axes():
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
             layouts.check_strides_of(name, arguments[name].array)
-    settings, scalars = read_settings(options, _scale(options, arguments["q"].signature), deterministic=deterministic)
+    settings, scalars = read_settings(options, _scale(options, arguments["q"].spec.shape), deterministic=deterministic)
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
-    signatures = {name: argument.signature for name, argument in arguments.items()}
-    fills |= _missing_lengths(signatures)
-    signatures |= {name: dense_signature(fill.dtype, (fill.size,)) for name, fill in fills.items()}
-    problem, functions, gradients = _define_problem(signatures, options, settings, outputs, return_dtensors)
+    specs = {name: argument.spec for name, argument in arguments.items()}
+    fills |= _missing_lengths(specs)
+    specs |= {name: dense_spec(name, fill.dtype, (fill.size,)) for name, fill in fills.items()}
+    problem, functions, gradients = _define_problem(specs, options, settings, outputs, return_dtensors)
     source_lines: dict[str, str] = {}
     if functions:
         if on_gpu:
@@ -180,8 +180,7 @@ def _is_integer(name: str, value: Any) -> bool:
     return True
 
 
-def _scale(options: Mapping[str, Any], q: Signature) -> float:
-    _, shape, *_ = q
+def _scale(options: Mapping[str, Any], shape: tuple[int, ...]) -> float:
     return read_scale(options.get("scale"), shape[0] if shape else 0)
 
 
@@ -198,13 +197,13 @@ def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, dra
     return fills
 
 
-def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
+def _missing_lengths(specs: Mapping[str, TensorSpec]) -> dict[str, Fill]:
     """The missing lengths if only those of q or only those of k are passed: the full length for every batch entry."""
-    passed = [name for name in LENGTHS if name in signatures]
-    (_, q, *_), (_, k, *_) = signatures["q"], signatures["k"]
-    if len(passed) != 1 or any(name in signatures for name in CU_SEQLENS) or not len(q) == len(k) == 4:
+    passed = [name for name in LENGTHS if name in specs]
+    q, k = specs["q"].shape, specs["k"].shape
+    if len(passed) != 1 or any(name in specs for name in CU_SEQLENS) or not len(q) == len(k) == 4:
         return {}  # other shapes are refused later
-    if "page_table" in signatures and "seq_lens_kv" not in signatures:
+    if "page_table" in specs and "seq_lens_kv" not in specs:
         return {}
     (missing,) = set(LENGTHS) - set(passed)
     *_, length, batch = q if missing == "seq_lens_q" else k
@@ -212,20 +211,19 @@ def _missing_lengths(signatures: Mapping[str, Signature]) -> dict[str, Fill]:
 
 
 def _define_problem(
-    signatures: Mapping[str, Signature],
+    specs: Mapping[str, TensorSpec],
     options: Mapping[str, Any],
     settings: Settings,
     outputs: RequestedOutputs,
     return_dtensors: Any,
 ) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
     """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
-    problem, functions = make_problem(tuple(signatures.items()), settings, outputs), None
+    problem, functions = make_problem(tuple(specs.values()), settings, outputs), None
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
-        captured = {name: read_array(name, array).signature for name, array in functions.arrays.items()}
-        made = functions.table_reads.items()
-        captured |= {name: dense_signature(dtype_name(read.dtype), read.shape) for name, read in made}
-        problem = make_problem(tuple({**signatures, **captured}.items()), functions.settings, outputs)
+        captured = [read_array(name, array).spec for name, array in functions.arrays.items()]
+        captured += [dense_spec(name, dtype_name(read.dtype), read.shape) for name, read in functions.table_reads.items()]
+        problem = make_problem((*specs.values(), *captured), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:
         problem = with_captured_gradients(problem, gradients.names_in(problem))
@@ -310,12 +308,7 @@ def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:
 # Shapes in place of arrays
 
 
-def read_shapes(q: Any, k: Any, v: Any, options: Mapping[str, Any], **others: Any) -> Problem:
-    """The problem that an engine runs for arrays or shapes; arguments as for :func:`call_of_shapes`."""
-    return call_of_shapes(q, k, v, options, **others).engine_problem
-
-
-def call_of_shapes(
+def read_shapes(
     q: Any,
     k: Any,
     v: Any,
@@ -330,75 +323,69 @@ def call_of_shapes(
     return_dsinks: bool = False,
     return_dtensors: Any = False,
     deterministic: bool = False,
-    on_gpu: bool = True,
-) -> Call:
-    """The call of views of arrays, or of dense arrays of some shapes in Fortran order; no element is read."""
+) -> Problem:
+    """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read."""
     check_names(options)
     user_functions.check_tensors(options)
     own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens, device=0 if on_gpu else None)
+    views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
     outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
     if backward:
         outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    return _read_specs(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
+    call = _read_specs(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
+    return call.engine_problem
 
 
 def views_of_shapes(
-    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False, device: int | None = 0
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """The views of arrays, or of dense arrays of shapes; no element is read.
+    """The views of arrays on a GPU, or of dense arrays of shapes: q, k and v, and the options with views in place of arrays."""
 
-    Returns:
-        q, k and v by name; and the options with views in place of arrays.
-    """
+    def view(spec: TensorSpec) -> View:
+        return View(Storage(spec.name, spec.alignment, 0), numpy_dtype(spec.dtype), spec.shape, spec.strides)
 
-    def view(name: str, signature: Signature) -> View:
-        kind, shape, strides, alignment = signature
-        return View(Storage(name, alignment, device), numpy_dtype(kind), shape, strides)
-
-    signatures = {name: _shape_signature(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    views = {name: view(name, signature) for name, signature in signatures.items()}
+    specs = [_spec_of_shape(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    given |= {name: view(name, signature) for name, signature in _shape_options(options, signatures["q"], seq_lens).items()}
-    tensors = {name: _shape_signature(name, x, "float32") for name, x in (options.get("tensors") or {}).items()}
-    if tensors:
-        given["tensors"] = {name: view(f"tensors[{name!r}]", signature) for name, signature in tensors.items()}
-    return views, given
+    given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0], seq_lens).items()}
+    if tensors := options.get("tensors"):
+        given["tensors"] = {
+            name: view(_spec_of_shape(user_functions.tensor_name(name), x, "float32")) for name, x in tensors.items()
+        }
+    return {spec.name: view(spec) for spec in specs}, given
 
 
-def _shape_options(options: Mapping[str, Any], q: Signature, seq_lens: bool) -> dict[str, Signature]:
-    """The signatures of the options' arrays, for which shapes or True are passed."""
-    dtype, shape, *_ = q
-    _, heads, *_ = *shape, 1, 1  # too few dimensions are refused later
-    dtypes = {"mask": "bool", "bias": dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool) -> dict[str, TensorSpec]:
+    """The specs of the options' arrays, for which shapes or True are passed."""
+    _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
+    dtypes = {"mask": "bool", "bias": q.dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
     dtypes |= dict.fromkeys((*LENGTHS, "page_table", *CU_SEQLENS), "int32")
-    signatures: dict[str, Signature] = {}
+    specs: dict[str, TensorSpec] = {}
     for name in ARRAYS:
         value = options.get(name)
         if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
             if value:
-                signatures[name] = dense_signature("float32", (heads,))
+                specs[name] = dense_spec(name, "float32", (heads,))
         elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
-                signatures[name] = dense_signature("int64", (1,))
+                specs[name] = dense_spec(name, "int64", (1,))
         elif value is not None:
-            signatures[name] = _shape_signature(name, value, dtypes[name])
-    if "page_table" in signatures:  # it requires lengths
-        _, table, *_ = signatures["page_table"]
-        signatures = {"seq_lens_kv": dense_signature("int32", table[1:])} | signatures
-    if (seq_lens or any(name in signatures for name in LENGTHS)) and len(shape) == 4:  # for both q and k, as in a call
-        return dict.fromkeys(LENGTHS, dense_signature("int32", shape[3:])) | signatures
-    return signatures
+            specs[name] = _spec_of_shape(name, value, dtypes[name])
+    if "page_table" in specs:  # it requires lengths
+        specs = {"seq_lens_kv": dense_spec("seq_lens_kv", "int32", specs["page_table"].shape[1:])} | specs
+    if (seq_lens or any(name in specs for name in LENGTHS)) and len(q.shape) == 4:  # for both q and k, as in a call
+        return {name: dense_spec(name, "int32", q.shape[3:]) for name in LENGTHS} | specs
+    return specs
 
 
-def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
+def _spec_of_shape(name: str, x: Any, dtype: Any) -> TensorSpec:
+    """The spec of an array or a view, or of a dense array of a shape."""
     if isinstance(x, View):
-        return x.signature
+        return x.spec(name)
     if isinstance(x, (np.ndarray, InterpretedArray)):
-        return signature_of(x, 0)
+        return spec_of(name, x)
     if cupy_runtime.is_array(x):
-        return signature_of(x, x.data.ptr)
+        return spec_of(name, x, x.data.ptr)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
         raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
     if any(n < 0 for n in x):
@@ -410,4 +397,4 @@ def _shape_signature(name: str, x: Any, dtype: Any) -> Signature:
     except TypeError:
         if (dtype := str(dtype)) not in ITEMSIZE:  # numpy does not know bfloat16 and FP8
             raise TypeError(f"{name} is {dtype}; attention takes {', '.join(FLOAT_DTYPES)}") from None
-    return dense_signature(dtype, tuple(int(n) for n in x))
+    return dense_spec(name, dtype, tuple(int(n) for n in x))

@@ -24,12 +24,11 @@ from ..problem.tensor_spec import (
     TensorSpec,
     callers_axes,
     density_obstacle,
-    make_spec,
     order_obstacle,
     stride_obstacle,
 )
 from ..runtime import cupy_runtime
-from .argument import as_int32, signature_of
+from .argument import as_int32, spec_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -261,7 +260,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
     if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
-        spec = make_spec(name, signature_of(array, 0))
+        spec = spec_of(name, array)
         obstacle = _vector_obstacle(spec, on_gpu, written)
         if obstacle and (required or not is_named()):
             confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")

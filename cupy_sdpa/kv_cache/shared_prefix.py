@@ -17,7 +17,7 @@ from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
 from ..problem.problem import Problem, row_stats_shape
-from ..problem.tensor_spec import Expected, check_spec, make_spec
+from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
 from ..programs.calls import Reading, call_program
 from ..programs.executor import Inputs
@@ -180,7 +180,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
         raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
-    lengths = make_spec("seq_lens_kv", read_array("seq_lens_kv", options["seq_lens_kv"]).signature)
+    lengths = read_array("seq_lens_kv", options["seq_lens_kv"]).spec
     check_spec(lengths, Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)"))
     page, width = k.shape[2], options["page_table"].shape[0]
     if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):

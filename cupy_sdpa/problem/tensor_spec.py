@@ -20,9 +20,6 @@ FP8_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
-#: The metadata of an array that a problem depends on: (dtype name, shape, strides in bytes, alignment in bytes).
-Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
-
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
@@ -112,19 +109,13 @@ def alignment_of(place: int) -> int:
     return place & -place & 15 or 16
 
 
-def dense_signature(dtype: str, shape: tuple[int, ...]) -> Signature:
-    """The signature of a dense array in Fortran order."""
-    return dtype, shape, dense_strides(shape, ITEMSIZE.get(dtype, 1)), 16
-
-
 def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
     """The spec of a dense array in Fortran order."""
-    return TensorSpec(name, *dense_signature(dtype, shape))
+    return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE.get(dtype, 1)), 16)
 
 
-def make_spec(name: str, signature: Signature) -> TensorSpec:
+def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], alignment: int = 16) -> TensorSpec:
     """The spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
-    dtype, shape, strides, alignment = signature
     if 0 in shape:
         return dense_spec(name, dtype, shape)
     normalized = list(strides)
@@ -274,7 +265,7 @@ def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
-    >>> print(stride_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
+    >>> print(stride_obstacle(make_spec("q", "float16", x.shape, x.strides)))
     q has a stride of 102400 bytes along head_dim; an element has 2: axis 0 must be contiguous. q has shape (2, 8, 100, 64) \
 in C order: if its axes are (batch 2, heads 8, seq 100, head_dim 64), pass layout='bhsd'; if they are (head_dim, heads, seq, \
 batch), copy it with asfortranarray(q)
@@ -319,7 +310,7 @@ def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.float16)
-    >>> print(order_obstacle(make_spec("q", ("float16", x.shape, x.strides, 16))))
+    >>> print(order_obstacle(make_spec("q", "float16", x.shape, x.strides)))
     q has shape (1, 8, 100, 64) in C order: if its axes are (batch 1, heads 8, seq 100, head_dim 64), pass layout='bhsd'; if \
 they are (head_dim, heads, seq, batch), copy it with asfortranarray(q)
     """

@@ -28,7 +28,6 @@ from .tensor_spec import (
     FLOAT_DTYPES,
     FP8_LARGEST,
     Expected,
-    Signature,
     TensorSpec,
     check_broadcastable,
     check_equal,
@@ -38,7 +37,6 @@ from .tensor_spec import (
     has_callers_axes,
     in_callers_axes,
     legend_in_callers_axes,
-    make_spec,
     shown_shape,
 )
 
@@ -97,12 +95,12 @@ OUTPUT_ONLY = RequestedOutputs()
 
 @functools.lru_cache(maxsize=4096)
 def make_problem(
-    signatures: tuple[tuple[str, Signature], ...],
+    specs_of_arrays: tuple[TensorSpec, ...],
     settings: Settings = DEFAULT_SETTINGS,
     requested: RequestedOutputs = OUTPUT_ONLY,
 ) -> Problem:
-    """Construct the problem of the given arrays and settings."""
-    arrays = {name: make_spec(name, signature) for name, signature in signatures}
+    """The problem of arrays and settings. Results that are not among the arrays are dense, and so are dout, out and stats."""
+    arrays = {spec.name: spec for spec in specs_of_arrays}
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
         raise ValueError(

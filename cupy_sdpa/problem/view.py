@@ -11,7 +11,7 @@ import numpy as np
 
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
-from .tensor_spec import Signature, alignment_of, byte_range, dense_strides, dtype_name
+from .tensor_spec import TensorSpec, alignment_of, byte_range, dense_strides, dtype_name, make_spec
 
 
 class Storage(NamedTuple):
@@ -67,13 +67,12 @@ class View:
         dtype = np.dtype(dtype)
         return cls(Storage(name, 16, device), dtype, tuple(shape), dense_strides(tuple(shape), dtype.itemsize))
 
-    @property
-    def signature(self) -> Signature:
-        """The metadata that a problem depends on."""
+    def spec(self, name: str) -> TensorSpec:
+        """What a problem depends on, if the view is its array of this name."""
         alignment = 16
         if self.storage.device is not None and self.dtype.kind != "i":  # only cuDNN needs aligned arrays
             alignment = alignment_of(self.offset | self.storage.alignment)
-        return dtype_name(self.dtype), self.shape, self.strides, alignment
+        return make_spec(name, dtype_name(self.dtype), self.shape, self.strides, alignment)
 
     @property
     def ndim(self) -> int:

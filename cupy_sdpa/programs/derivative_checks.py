@@ -114,7 +114,7 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
         TypeError, ValueError: it has not; the message contains both values.
     """
     legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
-    check_arrays([Expected(name, shape, read_array(of, like).signature[0], legend)], {of: like, name: array})
+    check_arrays([Expected(name, shape, read_array(of, like).spec.dtype, legend)], {of: like, name: array})
 
 
 def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any) -> None:

@@ -31,7 +31,7 @@ from ..numpy_engine.interpreter import RowCheck, evaluate
 from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
-from ..problem.tensor_spec import TensorSpec, make_spec
+from ..problem.tensor_spec import TensorSpec
 from ..problem.view import Storage, View, on_host
 from ..replay.call_key import HOST, read_key
 from ..replay.replay_cache import cache_call, remove_oldest
@@ -499,7 +499,7 @@ def run_program(
         program = builder.build()
     passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     # in an order that does not depend on which results the caller passes
-    signature = Signature(tuple(make_spec(name, view.signature) for name, view in sorted(inputs.views.items())))
+    signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
     _check(call, [name for name in result_names if name in passed])
     call.plan()

@@ -19,7 +19,7 @@ from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..boundary.user_functions import gradient_name, kept_options
 from ..problem.problem import row_stats_shape
-from ..problem.tensor_spec import check_spec, dtype_name, make_spec, numpy_dtype
+from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from . import block_mask_steps
@@ -191,7 +191,7 @@ def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
     for name in ("out", "dq", "dk", "dv"):
         if name in found and name in views and name in call.result_names:
             expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
-            check_spec(make_spec(name, views[name].signature), expected)
+            check_spec(views[name].spec(name), expected)
     return {name: found[name] for name in call.result_names}
 
 

@@ -123,5 +123,5 @@ def _ones(width: int, present: bool) -> list[Constant]:
 
 def _is_dense(array: Any) -> bool:
     """Whether the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
-    *_, alignment = (array if isinstance(array, View) else View.of("", array)).signature
-    return bool(array.flags.f_contiguous) and alignment == 16
+    spec = (array if isinstance(array, View) else View.of("", array)).spec("")
+    return bool(array.flags.f_contiguous) and spec.alignment == 16
