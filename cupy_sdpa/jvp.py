@@ -9,23 +9,21 @@ from typing import Any, Unpack
 import numpy as np
 
 from ._typing import Array, ArrayT
-from .block_masks.method import check as check_mask
-from .boundary.arguments import read_shapes, views_of_shapes
+from .boundary.arguments import views_of_shapes
 from .boundary.compute import check_converted
 from .boundary.layouts import in_own_layout
-from .boundary.options import PAGES, Options, read_flag, takes_options
+from .boundary.options import PAGES, Options, check_names, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
-from .programs.block_mask_calls import without_keys
 from .programs.calls import Reading, call_program, parts_of, resolved
 from .programs.derivative import ARRAYS, RESULTS, TANGENTS, WIDENED, derivative
 from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, check_widened, read_form
-from .programs.derivative_form import Form, Widened, form_of
+from .programs.derivative_form import Form, Widened
+from .programs.describe import problems_of, program_of
 from .programs.executor import Inputs
-from .programs.program import Builder
 from .replay.replay_cache import run_cached
 from .replay.views import on_own_arrays
 from .runtime import cupy_runtime
@@ -213,25 +211,9 @@ def jvp_problems(
         raise ValueError("tangents is empty; pass at least one of dq, dk, dv")
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
+    check_names({**options, "block_mask": None})
     arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
-    q, k, v = (arrays[name] for name in "qkv")
-    mask, _, others = parts_of(resolved(q, k, options, automatic=False))
-    others |= {name: options[name] for name in ("compute_dtype",) if name in options}  # which is refused
-    if mask is None:
-        read_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens, deterministic=deterministic)  # checks the arguments
-    views, own = views_of_shapes(q, k, v, others, dtype=dtype, seq_lens=seq_lens)
-    if mask is not None:
-        check_mask(**views, mask=mask)
-    given = tuple(name in tangents for name in TANGENTS)
-    shape, value_dim, kind = views["q"].shape, views["v"].shape[0], views["q"].dtype
-    form = form_of(shape[0], value_dim, given, {**others, "block_mask": mask}, deterministic=deterministic)
-    builder = Builder(views["q"].storage.device)
-    # tangents and results are assumed to be dense
-    shapes = {name: views[name[1:]].shape for name in TANGENTS if name in tangents}
-    shapes |= dict.fromkeys(("out", "dout"), (value_dim, *shape[1:]))
-    made = {name: View.dense(name, of, kind, builder.device) for name, of in shapes.items()}
-    if return_stats:
-        made["stats"] = View.dense("stats", row_stats_shape(shape), np.float32, builder.device)
-    derivative(builder, views | made, own, form=form, mask=mask, deterministic=deterministic)
-    found = builder.build().problems()
-    return tuple(found) if found else (without_keys(shape, views["v"].shape, kind, return_stats=return_stats),)
+    views, own = views_of_shapes(**arrays, options=options, dtype=dtype, seq_lens=seq_lens)
+    views |= {name: views[name[1:]] for name in tangents}
+    own |= {**views, "return_stats": return_stats, "deterministic": deterministic}
+    return problems_of(program_of(attention_jvp, **own, for_gpu=True))

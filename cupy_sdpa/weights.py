@@ -9,18 +9,19 @@ import numpy as np
 
 from ._typing import Array
 from .block_masks.method import is_passed
-from .boundary.arguments import read_forward, read_shapes, views_of_shapes
+from .boundary.arguments import read_forward, views_of_shapes
 from .boundary.conversion import convert
 from .boundary.layouts import other_layout
 from .boundary.libraries import library_of
 from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
-from .boundary.user_functions import FUNCTIONS, has_functions, kept_options
+from .boundary.user_functions import FUNCTIONS, kept_options
 from .errors import Unsupported
 from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
 from .programs.calls import Reading, call_program
+from .programs.describe import problems_of, program_of
 from .programs.executor import Inputs
 from .programs.program import Builder
 from .programs.steps import Constant
@@ -127,16 +128,8 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
-    _refuse(options)
-    options = dense_options(q, k, options)
-    read_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)  # checks the arguments
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
-    own = kept_options(views["q"], own) if has_functions(own) else own
-    builder = Builder(views["q"].storage.device)
-    shape = _shape_of_keys(views["k"], own)
-    sums = View.dense("sums", row_stats_shape((shape[0], views["q"].shape[1], *shape[2:])), np.float32, builder.device)
-    _add_steps(builder, views["q"], views["k"], sums, own)
-    return tuple(builder.build().problems())
+    return problems_of(program_of(weight_sums, views["q"], views["k"], **own, for_gpu=True))
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import in_words
 from ..problem.problem import CU_SEQLENS, LENGTHS
 from ..problem.tensor_spec import Expected, TensorSpec, alignment_of, byte_range, check_spec, dtype_name, make_spec
-from ..problem.view import View
+from ..problem.view import Elements, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from .libraries import library_of
@@ -30,33 +30,35 @@ class Argument(NamedTuple):
     """An array argument.
 
     Attributes:
-        spec: its name and metadata.
+        name: the name of the argument.
         array: the array, or its view.
         address: the address of the first element in the GPU's memory; 0 for numpy arrays.
         device: the device of a CuPy array; None for numpy arrays, and for those that the interpreter computes with.
     """
 
-    spec: TensorSpec
+    name: str
     array: Any
     address: int
     device: int | None
 
     @property
-    def name(self) -> str:
-        """The name of the argument."""
-        return self.spec.name
+    def spec(self) -> TensorSpec:
+        """What a problem depends on."""
+        if isinstance(self.array, View):
+            return self.array.spec(self.name)
+        return spec_of(self.name, self.array, 0 if self.device is None else self.address)
 
 
 def read_array(name: str, array: Any) -> Argument:
     """The record of an array."""
     if isinstance(array, View):
-        return Argument(array.spec(name), array, array.offset, array.storage.device)
+        return Argument(name, array, array.offset, array.storage.device)
     if name in INT32:
         array = as_int32(name, array)
     if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(spec_of(name, array), array, 0, None)
+        return Argument(name, array, 0, None)
     if type(array) is InterpretedArray:
-        return Argument(spec_of(name, array), array, array.data.ptr, None)
+        return Argument(name, array, array.data.ptr, None)
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
@@ -84,7 +86,7 @@ def read_array(name: str, array: Any) -> Argument:
             f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
-    return Argument(spec_of(name, array, array.data.ptr), array, array.data.ptr, array.data.device_id)
+    return Argument(name, array, array.data.ptr, array.data.device_id)
 
 
 def as_int32(name: str, array: Any) -> Any:
@@ -141,7 +143,8 @@ def share_elements(a: Argument, b: Argument) -> bool:
     distance = b.address - a.address
     if a_to <= distance + b_from or distance + b_to <= a_from:
         return False
-    return bool(np.shares_memory(np.asarray(_Layout(a)), np.asarray(_Layout(b))))
+    one, other = (np.asarray(Elements(x.address, x.array)) for x in (a, b))  # to compare layouts; it reads no element
+    return bool(np.shares_memory(one, other))
 
 
 def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -> None:
@@ -166,17 +169,3 @@ def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> Non
         check_spec(argument.spec, one)
         if one.writable:
             check_separate([argument], list(arguments.values()))
-
-
-class _Layout:
-    """A numpy array with the memory layout of an array on the GPU, to compare layouts; its elements must not be accessed."""
-
-    def __init__(self, argument: Argument) -> None:
-        array = argument.array
-        self.__array_interface__ = {
-            "data": (argument.address, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "version": 3,
-        }

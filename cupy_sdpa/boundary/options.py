@@ -7,7 +7,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -166,12 +166,7 @@ def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without:
     :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
-        return functools.partial(_with_signature, only=only, without=without)
-    return _with_signature(function)
-
-
-def _with_signature(function: Any, only: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
-    """The function with the signature of :func:`takes_options`."""
+        return functools.partial(takes_options, only=only, without=without)
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # a default ... lets a call with other names reach the check of the names
@@ -212,18 +207,16 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-def refuse_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> NoReturn:
-    """Raise the error of a call with too many arguments, or without a required one."""
-    _check_arguments(function, others, options)
-    names = [p.name for p in _positional(function) if p.default is p.empty]
-    raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
-
-
 def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A call with wrong arguments, which raises an error, or in :func:`cupy_sdpa.layout.default`."""
+    """A call in :func:`cupy_sdpa.layout.default`, or one that lacks an array or has too many, which raises TypeError.
+
+    ``arguments`` are the ``locals()`` of the function, with ``*positional`` and ``**options``, at the beginning.
+    """
     positional, options = arguments.pop("positional"), arguments.pop("options")
     if positional or any(value is ... for value in arguments.values()):
-        refuse_arguments(function, positional, options)
+        _check_arguments(function, positional, options)
+        names = [p.name for p in _positional(function) if p.default is p.empty]
+        raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
     return in_default(function, **arguments, **options)
 
 

@@ -148,7 +148,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
         )
     _check_qkv(q, k, v, packed, paged)
     if packed:
-        (_check_packed_queries if paged else _check_packed)(arrays, settings)
+        _check_packed(arrays, settings, paged)
     if paged:
         _check_paged(arrays, q)
     problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"), page_table=arrays.get("page_table"))
@@ -260,48 +260,32 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")
 
 
-def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
-    """Check the arrays and numbers that describe packed sequences."""
-    for name in CU_SEQLENS:
+def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: bool) -> None:
+    """Check the arrays and numbers that describe packed sequences, of pages only packed queries."""
+    for name in CU_SEQLENS[: 1 if paged else 2]:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
-    for name in LENGTHS:
+    for name in LENGTHS[: 1 if paged else 2]:
         if name in arrays:
             raise ValueError(
                 f"{name} and cu_seqlens_* are both passed; cu_seqlens_* define the lengths of packed sequences: omit {name}. "
                 "For sequences with gaps pass cu_seqlens_* of cupy_sdpa.cu_seqlens_with_gaps(starts, lengths)"
             )
-    cu_seqlens_q, cu_seqlens_kv = (arrays[name] for name in CU_SEQLENS)
-    for spec in (cu_seqlens_q, cu_seqlens_kv):
-        _check_integers(spec)
-        if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != cu_seqlens_q.shape:
-            raise ValueError(
-                f"cu_seqlens_q has shape {cu_seqlens_q.shape} and cu_seqlens_kv {cu_seqlens_kv.shape}; both must be (B + 1,)"
-            )
-    for name, maximum in (("max_seqlen_q", settings.max_seqlen_q), ("max_seqlen_kv", settings.max_seqlen_kv)):
-        if maximum is None:
-            raise ValueError(f"{name} is None; packed sequences need the maximum length, or an upper bound")
-
-
-def _check_packed_queries(arrays: Mapping[str, TensorSpec], settings: Settings) -> None:
-    """Check the arrays and numbers that describe packed queries of paged keys."""
-    if "seq_lens_q" in arrays:
-        raise ValueError("seq_lens_q and cu_seqlens_q are both passed; cu_seqlens_q defines the lengths of packed queries")
-    starts = arrays["cu_seqlens_q"]
-    _check_integers(starts)
-    if len(starts.shape) != 1 or starts.shape[0] < 1:
-        raise ValueError(f"cu_seqlens_q has shape {starts.shape}; it must be (B + 1,)")
-    if settings.max_seqlen_q is None:
-        raise ValueError("max_seqlen_q is None; packed queries need the maximum length, or an upper bound")
-    if settings.max_seqlen_kv is not None:
+    offsets = [arrays[name] for name in CU_SEQLENS if name in arrays]
+    for spec in offsets:
+        if spec.dtype not in ("int32", "int64"):
+            raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype('int32')")
+        if len(spec.shape) != 1 or spec.shape[0] < 1 or spec.shape != offsets[0].shape:
+            shapes = " and ".join(f"{spec.name} has shape {spec.shape}" for spec in offsets)
+            raise ValueError(f"{shapes}; {'it' if paged else 'both'} must be (B + 1,)")
+    most = {"max_seqlen_q": settings.max_seqlen_q, "max_seqlen_kv": settings.max_seqlen_kv}
+    if paged and most.pop("max_seqlen_kv") is not None:
         raise ValueError(
             f"max_seqlen_kv is {settings.max_seqlen_kv} and page_table is passed: it bounds the lengths; omit max_seqlen_kv"
         )
-
-
-def _check_integers(spec: TensorSpec) -> None:
-    if spec.dtype not in ("int32", "int64"):
-        raise TypeError(f"{spec.name} is {spec.dtype}; it must be int32 or int64: convert with .astype('int32')")
+    for name, maximum in most.items():
+        if maximum is None:
+            raise ValueError(f"{name} is None; packed sequences need the maximum length, or an upper bound")
 
 
 def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:

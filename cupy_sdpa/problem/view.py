@@ -171,20 +171,22 @@ def on_host(view: View, array: Any) -> Any:
         whole = array.array
         return InterpretedArray(type(whole)(view.shape, view.dtype, whole.data + view.offset, view.strides))
     dtype = view.dtype if array.dtype.isnative else view.dtype.newbyteorder(array.dtype.byteorder)
-    return np.asarray(_Place(view, array)).view(dtype) if view.size else np.empty(view.shape, dtype, order="F")
+    if not view.size:
+        return np.empty(view.shape, dtype, order="F")
+    address = array.__array_interface__["data"][0] + view.offset
+    return np.asarray(Elements(address, view, array, writeable=array.flags.writeable)).view(dtype)
 
 
-class _Place:
-    """The elements of a view in memory of the host, which it keeps alive."""
+class Elements:
+    """The elements of an array, or of a view, at an address, with the protocol of numpy; ``owner`` is kept alive."""
 
-    def __init__(self, view: View, array: Any) -> None:
-        self._array = array
-        address, writeable = array.__array_interface__["data"][0], array.flags.writeable
+    def __init__(self, address: int, array: Any, owner: Any = None, *, writeable: bool = True) -> None:
+        self._owner = owner
         self.__array_interface__ = {
-            "data": (address + view.offset, not writeable),
-            "shape": view.shape,
-            "strides": view.strides,
-            "typestr": f"|V{view.itemsize}",
+            "data": (address, not writeable),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
             "version": 3,
         }
 

@@ -9,11 +9,8 @@ from ..block_masks.block_mask import BlockMask
 from ..block_masks.entries import Sizes
 from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
 from ..boundary.argument import as_int32
-from ..boundary.arguments import read_shapes
 from ..boundary.engine import interpreted
 from ..boundary.options import check_spelling, is_one_of
-from ..problem.problem import Problem
-from ..problem.tensor_spec import dtype_name
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
@@ -115,12 +112,6 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
         found = " and ".join(text.format(n) for text, n in zip(names, lengths, strict=True))
         raise ValueError(f"block_mask is for {mask.sq} queries and {mask.skv} keys; {found}")
     check_groups(mask, queries[1], batch)
-
-
-def without_keys(q: Sequence[int], v: Sequence[int], dtype: Any, **outputs: Any) -> Problem:
-    """The problem of a call in which no query attends to a key, from shapes: nothing is computed."""
-    (d, hq, sq, b), (dv, hkv, *_) = q, v
-    return read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(dtype), **outputs)
 
 
 def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:

@@ -22,6 +22,7 @@ from ..boundary.options import read_band
 from ..boundary.user_functions import Gradients as TensorGradients
 from ..problem.bucket import read_bucket
 from ..problem.problem import row_stats_shape
+from ..problem.view import View
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
@@ -149,4 +150,5 @@ def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
     """Create the results that the caller did not pass."""
     for name, (shape, dtype) in wanted.items():
         if name not in inputs.arrays:
-            inputs.add(name, cupy_runtime.new_result(q, shape, dtype))
+            described = isinstance(q, View)
+            inputs.add(name, View.dense(name, shape, dtype, 0) if described else cupy_runtime.new_result(q, shape, dtype))

@@ -9,15 +9,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..boundary.arguments import read_shapes
 from ..boundary.call import Description, Found, in_mode
 from ..graph import graph_of
 from ..problem.problem import Problem
+from ..problem.tensor_spec import dtype_name
 from ..replay.call_report import Report, explain_on_device, joined
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
 from ..support.why_not import workarounds
-from .block_mask_calls import without_keys
 from .executor import ProgramCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
@@ -60,7 +61,7 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
         call: the call.
         explain: returns the report on a problem. Default: the report on the engine of the arrays; plans are built and cached.
     """
-    problems = [attend.problem for attend in call.program.launches] or [_nothing(call)]
+    problems = problems_of(call)
     if explain is not None:
         report = joined([explain(problem) for problem in problems])
     elif not call.on_gpu:
@@ -90,9 +91,11 @@ def _batch_dependence(call: ProgramCall, report: Report) -> str | None:
     return batch_dependence(call.problem, on_cudnn=report.engine == "cuDNN")
 
 
-def _nothing(call: ProgramCall) -> Problem:
-    """The problem of a call in which no query attends to a key."""
-    q, v = call.arrays["q"], call.arrays["v"]
-    return without_keys(
-        q.shape, v.shape, q.dtype, backward="dq" in call.result_names, return_stats="stats" in call.result_names
-    )
+def problems_of(call: ProgramCall) -> tuple[Problem, ...]:
+    """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
+    if launches := call.program.launches:
+        return tuple(attend.problem for attend in launches)
+    q, v, results = call.arrays["q"], call.arrays["v"], call.result_names
+    (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
+    flags: dict[str, Any] = {"backward": "dq" in results, "return_stats": "stats" in results}
+    return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)

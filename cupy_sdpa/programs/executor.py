@@ -89,8 +89,8 @@ class ProgramCall:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the arrays are CuPy's."""
-        return cupy_runtime.is_array(self.arrays["q"])
+        """Whether the arrays are CuPy's, or views of a described call, which have no elements."""
+        return cupy_runtime.is_array(self.arrays["q"]) or isinstance(self.arrays["q"], View)
 
     def on(self, arrays: dict[str, Any]) -> ProgramCall:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments."""
@@ -445,7 +445,7 @@ class Inputs:
 
     def _view(self, name: str, array: Any) -> View:
         """The view of an array; in a program that is described for a GPU the view is one of a GPU."""
-        view = View.of(name, array)
+        view = replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
         if view.storage.device is not None or not for_gpu(self.arrays["q"]):
             return view
         return replace(view, storage=view.storage._replace(device=0))
@@ -461,8 +461,8 @@ class Inputs:
 
 
 def is_any_array(value: Any) -> bool:
-    """Whether a value is an array of numpy or CuPy."""
-    return isinstance(value, (np.ndarray, InterpretedArray)) or cupy_runtime.is_array(value)
+    """Whether a value is an array of numpy or CuPy, or the view of one."""
+    return isinstance(value, (np.ndarray, InterpretedArray, View)) or cupy_runtime.is_array(value)
 
 
 #: The programs of the latest calls, by what they depend on.

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, Fill
 from ..kernels.merge import Parts
-from ..problem.problem import Problem
 from ..problem.view import View
 from . import attention_steps
 from .binding import Bindings
@@ -83,10 +82,6 @@ class Program:
             return False
         (attend,) = self.launches
         return not attend.scalars and all(x.storage.name == name and not x.offset for name, x in attend.arrays.items())
-
-    def problems(self) -> list[Problem]:
-        """The problems that an engine runs, in the order of the steps: for plans and for reports."""
-        return [attend.problem for attend in self.launches]
 
     @property
     def summary(self) -> str:

@@ -8,7 +8,7 @@ from planner import library_version, plan_problem
 
 from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, zoo
 from cupy_sdpa.composed import jvp_problems
-from cupy_sdpa.programs.describe import program_of
+from cupy_sdpa.programs import describe
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
@@ -54,7 +54,7 @@ def problems_of(mask, scores=False, **flags):
     if flags.pop("backward", False):
         function, arrays = attention_backward, (q, q, k, v, q, np.empty((mask.sq, q.shape[1], 1), np.float32, order="F"))
     options |= {"block_mask": mask, **flags}
-    return program_of(function, *arrays, for_gpu=True, **options).program.problems()
+    return describe.problems_of(describe.program_of(function, *arrays, for_gpu=True, **options))
 
 
 @pytest.mark.cudnn

@@ -25,6 +25,7 @@ from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
 from cupy_sdpa.offline import remote_planner as offline
 from cupy_sdpa.offline.remote_planner import Planner, kept_planner, load_target
 from cupy_sdpa.problem.subproblems import subproblems
+from cupy_sdpa.problem.tensor_spec import make_spec
 from cupy_sdpa.problem.validation import make_problem
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import guards, why_not
@@ -195,7 +196,7 @@ def head_dim_strided():
     q = q.transpose(0, 2, 1, 3)
     k = np.empty((64, 4, 128, 2), np.float16)  # C order: axis 0 has the largest stride
     return forward(
-        make_problem(tuple((name, ("bfloat16", x.shape, x.strides, 16)) for name, x in zip("qkv", (q, k, q), strict=True)))
+        make_problem(tuple(make_spec(name, "bfloat16", x.shape, x.strides) for name, x in zip("qkv", (q, k, q), strict=True)))
     )
 
 
