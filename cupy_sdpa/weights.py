@@ -13,7 +13,7 @@ from .boundary.arguments import read_forward, views_of_shapes
 from .boundary.conversion import convert
 from .boundary.layouts import other_layout
 from .boundary.libraries import library_of
-from .boundary.options import Options, read_band, read_flag, read_scale, takes_options
+from .boundary.options import Options, check_names, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, kept_options
 from .errors import Unsupported
 from .kernels.weights_kernel import exponentials, gathered, negated_rows
@@ -128,6 +128,7 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
+    check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
     return problems_of(program_of(weight_sums, views["q"], views["k"], **own, for_gpu=True))
 

@@ -76,8 +76,10 @@ _WITHIN = {(per_head, per_entry): _within(per_head, per_entry) for per_head in (
 
 
 def _dense(q: Any, mask: BlockMask) -> Any:
-    """The mask as an array of the engine of q; its shape if q is one."""
-    if not hasattr(q, "dtype") or isinstance(q, View):
+    """The mask as an array of the engine of q; its view or its shape if q is one."""
+    if isinstance(q, View):
+        return View.dense("mask", mask.shape, bool, q.storage.device)
+    if not hasattr(q, "dtype"):
         return mask.shape
     if "dense" not in mask.tables:
         mask.tables["dense"] = Constant(mask.to_dense())
