@@ -22,13 +22,17 @@ from ..errors import CudnnError
 from ..runtime import cupy_runtime
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, Help, Status, counted, file_error, one_line, output_file, positive, print_labeled
+from .console import CommandError, Status, brief, counted, errors_of_the_command, one_line, output_file, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.case import Case
     from ..check.run import Limits, Summary
 
-_EPILOG = """\
+DESCRIPTION = (
+    "Draw random problems, run each several times in worker processes, and compare the results with a "
+    "float64 reference. Without a GPU: test the CPU engine, and planning for described GPUs."
+)
+EPILOG = """\
 examples:
   python -m cupy_sdpa check                     for one minute
   python -m cupy_sdpa check --minutes 20 --json report.json
@@ -45,15 +49,8 @@ _INTERVAL, _TERMINAL_INTERVAL = 10.0, 0.2
 _MAX_PRINTED = 12
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "check",
-        description="Draw random problems, run each several times in worker processes, and compare the results with a "
-        "float64 reference. Without a GPU: test the CPU engine, and planning for described GPUs.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "--minutes",
         type=float,
@@ -84,7 +81,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
-    parser.set_defaults(command=command)
 
 
 def _lengths(text: str) -> tuple[int, int]:
@@ -173,12 +169,8 @@ def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
 
     if "plan" in engines and engines != ("cpu", "plan"):
         raise CommandError("--engine plan has no effect with --saved: use plan --saved, which plans for described GPUs")
-    try:
+    with errors_of_the_command():
         problems = [problem for problem in store.read_problems(path) if not problem.trivial]
-    except OSError as error:
-        raise CommandError(file_error(error)) from error
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     found: dict[str, Case] = {}
     smaller = 0
     for number, problem in enumerate(problems, 1):
@@ -249,7 +241,7 @@ def _planner() -> int | str:
         with Planner() as planner:
             return planner.version
     except CudnnError as error:
-        return one_line(machine.brief(error))
+        return one_line(brief(error))
 
 
 def versions() -> dict[str, Any]:

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
+
+from ..errors import CudnnError
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
 #: The width of a progress bar.
 BAR = 30
-
-
 #: The seconds after which a step that is still running is shown on a terminal, and between two updates.
 WAIT, UPDATE = 1.0, 0.5
 
@@ -43,6 +43,25 @@ class CommandError(Exception):
 def width() -> int:
     """The width of the terminal (or of ``COLUMNS``), at most ``WIDTH``."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+@contextlib.contextmanager
+def errors_of_the_command() -> Iterator[None]:
+    """Raise errors of the package in the block, of files, versions, shapes and options, as errors of the command."""
+    try:
+        yield
+    except CudnnError as error:
+        raise CommandError(brief(error)) from error
+    except OSError as error:
+        raise CommandError(file_error(error)) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def brief(error: CudnnError) -> str:
+    """The message of a failure without the list of searched places, which ``info`` prints."""
+    more = " `python -m cupy_sdpa info` lists the searched places" if error.summary != str(error) else ""
+    return error.summary + more
 
 
 def positive(value: str) -> int:
@@ -71,33 +90,6 @@ def output_file(value: str) -> Path:
     if is_new:
         target.unlink(missing_ok=True)
     return Path(value)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces ``path`` if the block succeeds, and is removed if it fails.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
-    target = Path(os.path.realpath(path))  # preserves a symbolic link
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        if target.exists() and not target.is_file():
-            raise CommandError(f"cannot write {path}: it is {'a folder' if target.is_dir() else 'not a file'}")
-        if target.exists() and not os.access(target, os.W_OK):
-            raise CommandError(f"cannot write {path}: it is write-protected")
-        file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror} ({target.parent})") from error
-    try:
-        with file:
-            yield file
-        os.replace(temporary, target)
-    except OSError as error:  # for example, the disk is full
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)  # the temporary file does not exist after a successful rename
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -200,11 +192,7 @@ class Status:
 
 
 class Progress(Status):
-    """A progress bar; called with the number of finished steps and their total.
-
-    Args:
-        title: the text before the bar.
-    """
+    """A progress bar after a title; called with the number of finished steps and their total."""
 
     def __init__(self, title: str) -> None:
         super().__init__()
@@ -218,11 +206,7 @@ class Progress(Status):
 
 @contextlib.contextmanager
 def working(title: str) -> Iterator[None]:
-    """Show how long the block takes, from one second on.
-
-    Args:
-        title: what the block does, such as "planning".
-    """
+    """Show how long the block takes, from one second on, after a title such as "planning"."""
     with Status() as status:
         done, started = threading.Event(), time.monotonic()
 

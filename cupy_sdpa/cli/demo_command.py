@@ -16,9 +16,9 @@ from ..attention_functions import attention
 from ..problem.tensor_spec import numpy_dtype
 from ..runtime import cupy_runtime
 from ..version import __version__
-from . import demo_picture, demo_text
-from .console import CommandError, Help, add_json, milliseconds, output_file, positive, print_labeled, result, working
-from .devices import Placed, add_options, check_memory, place, plan_facts
+from . import demo_picture, demo_text, devices, machine
+from .console import CommandError, add_json, milliseconds, output_file, positive, print_labeled, result, working
+from .devices import Placed, place, plan_facts
 from .timing import measure
 
 Array = NDArray[Any]
@@ -29,7 +29,8 @@ CHECK, ROWS = 1 << 32, 1 << 15
 #: The tokens whose time on numpy is the basis of the estimate for more of them, and the seconds from which it is printed.
 SAMPLE, SHOWN = 1024, 2.0
 
-_EPILOG = """\
+DESCRIPTION = "Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which."
+EPILOG = """\
 examples:
   python -m cupy_sdpa demo
   python -m cupy_sdpa demo --causal --dtype float16 --plot causal.png
@@ -42,34 +43,20 @@ continues it is in the repository: python -m examples.generation
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "demo",
-        description="Self-attention over the opening of Alice's Adventures in Wonderland: which words attend to which.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
-    _add_shapes(parser)
-    add_options(parser)
-    add_json(parser)
-    parser.set_defaults(command=command)
-
-
-def _add_shapes(group: argparse.ArgumentParser) -> None:
-    """Add the options of the call."""
-    group.add_argument("--causal", action="store_true", help="each word attends only to itself and earlier words")
-    group.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
-    group.add_argument("--heads", type=positive, default=8, metavar="N", help="query heads (default 8)")
-    group.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--causal", action="store_true", help="each word attends only to itself and earlier words")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
+    parser.add_argument("--heads", type=positive, default=8, metavar="N", help="query heads (default 8)")
+    parser.add_argument(
         "--kv-heads",
         type=positive,
         metavar="N",
         help="key and value heads (default: a quarter of the query heads, or the same)",
     )
-    group.add_argument("--head-dim", type=positive, default=64, metavar="N", help="head dim (default 64)")
-    group.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help="the longest call on numpy (default 60)")
-    group.add_argument(
+    parser.add_argument("--head-dim", type=positive, default=64, metavar="N", help="head dim (default 64)")
+    parser.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help="the longest call on numpy (default 60)")
+    parser.add_argument(
         "--plot",
         type=output_file,
         nargs="?",
@@ -77,6 +64,8 @@ def _add_shapes(group: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also draw the attention map (default of FILE: attention.png; needs matplotlib)",
     )
+    devices.add_options(parser)
+    add_json(parser)
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -128,7 +117,7 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     tokens = demo_text.tokens()
     count = arguments.seq or len(tokens)
     dtype = numpy_dtype(arguments.dtype)
-    check_memory(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
+    machine.check_memory(2 * (query_heads + key_heads) * head_dim * count * (4 + dtype.itemsize), f"--seq {count}")
     q, k, v = (array.astype(dtype) for array in demo_text.heads(tokens, count, query_heads, key_heads, head_dim))
     return [tokens[i % len(tokens)] for i in range(count)], (q, k, v)
 
@@ -162,7 +151,8 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
     print_labeled("engine", str(placed))
     print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
     result(
-        text={"tokens": len(words), "different": len(set(words))}, engine=placed.facts(), causal=causal, dtype=str(q.dtype),
+        text={"tokens": len(words), "different": len(set(words))}, engine={"name": placed.engine, "reason": placed.why},
+        causal=causal, dtype=str(q.dtype),
         shapes={"q": list(q.shape), "k": list(k.shape), "v": list(k.shape)},
     )  # fmt: skip
     own = ", engine='cupy'" * bool(placed.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import machine
-from .console import CommandError, replacing
+from .console import CommandError
 
 #: The number of tokens in the passage.
 WINDOW = 40
@@ -28,13 +29,7 @@ def window(count: int, position: int) -> NDArray[np.intp]:
 
 
 def draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any]]], heading: str) -> None:
-    """Write the figure.
-
-    Args:
-        path: the file; its suffix selects the format.
-        words: the tokens of the passage.
-        maps: the title and the weights ``(queries, keys)`` of each head.
-        heading: the title of the figure.
+    """Write the figure with a heading, in the format of the file: the title and the weights ``(queries, keys)`` of each head.
 
     Raises:
         CommandError: the file cannot be written.
@@ -54,9 +49,10 @@ def draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any
         axes.set_xlabel("key")
         axes.set_ylabel("query")
         figure.colorbar(image, ax=axes, shrink=0.7, extend="max", label="attention weight")
+    drawn = io.BytesIO()
     try:
-        with replacing(path) as file:
-            figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
+        figure.savefig(drawn, dpi=110, format=path.suffix[1:] or "png")
+        path.write_bytes(drawn.getvalue())  # at once, so that an interrupted command leaves no part of a figure
     except (OSError, ValueError) as error:  # ValueError: unknown format
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise CommandError(f"cannot write {path}: {reason}") from error

@@ -46,15 +46,7 @@ def _text() -> str:
 
 
 def word_vectors(words: list[str], dimensions: int) -> Array:
-    """A unit vector for every position of the text; related words get similar vectors.
-
-    Args:
-        words: the tokens.
-        dimensions: the maximum number of dimensions of a vector.
-
-    Returns:
-        ``(len(words), at most dimensions)``.
-    """
+    """A unit vector for every position of the text, of at most some dimensions; related words get similar vectors."""
     _, ids = np.unique(words, return_inverse=True)
     counts = np.zeros((ids.max() + 1,) * 2)
     for distance in range(1, NEIGHBORS + 1):
@@ -84,13 +76,9 @@ def heads(words: list[str], count: int, query_heads: int, key_heads: int, head_d
     mostly position. A query is the same vector, scaled, so that related tokens attend to each other; the scale differs between
     the heads of a group, and a larger one gives sharper attention. A value is the key times a random matrix.
 
-    Args:
-        words: the tokens; they are repeated if ``count`` is larger.
-        count: the number of tokens.
-        query_heads, key_heads, head_dim: the sizes of the result.
-
     Returns:
-        q ``(head_dim, query_heads, count, 1)``, k and v ``(head_dim, key_heads, count, 1)``, float32 in Fortran order.
+        q ``(head_dim, query_heads, count, 1)``, k and v ``(head_dim, key_heads, count, 1)``, float32 in Fortran order. The
+        words are repeated if ``count`` is larger.
     """
     word = word_vectors(words, min(WORD_DIMENSIONS, max(1, 3 * head_dim // 4)))
     word = word[np.arange(count) % len(words)]
@@ -110,17 +98,7 @@ def heads(words: list[str], count: int, query_heads: int, key_heads: int, head_d
 
 
 def weights(q: Array, k: Array, head: int, rows: Array, causal: bool) -> Array:
-    """Attention weights of some queries: rows of one head's softmax, in float64.
-
-    Args:
-        q, k: ``(head_dim, heads, seq, 1)``.
-        head: the query head.
-        rows: the queries.
-        causal: query i attends to keys up to and including i.
-
-    Returns:
-        ``(len(rows), keys)``; every row sums to 1.
-    """
+    """Attention weights of some queries: rows of the softmax of one query head, ``(len(rows), keys)`` in float64."""
     query = q[:, head, rows, 0].astype(np.float64)
     key = k[:, head * k.shape[1] // q.shape[1], :, 0].astype(np.float64)
     scores = query.T @ key / math.sqrt(q.shape[0])

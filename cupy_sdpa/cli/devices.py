@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 CUDNN_DTYPES = ("float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """Arrays on the device of the selected engine.
 
     Attributes:
@@ -55,10 +53,6 @@ class Placed:
         """The options of a call that select the engine."""
         return {"engine": "cupy"} if self.engine == "CuPy" else {}
 
-    def facts(self) -> dict[str, str]:
-        """The engine and the reason, for ``--json``."""
-        return {"name": self.engine, "reason": self.why}
-
 
 def plan_facts(plan: PlanInfo) -> dict[str, Any]:
     """The properties of a plan, for ``--json``."""
@@ -80,15 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose(requested: str, dtype: str) -> tuple[str, str]:
-    """Select the engine.
-
-    Args:
-        requested: ``auto``, ``cudnn``, ``cupy`` or ``numpy``.
-        dtype: the dtype of q, k and v.
-
-    Returns:
-        The engine, ``cuDNN``, ``CuPy`` or ``numpy``, and the reason.
+def _choose(requested: str, dtype: str) -> tuple[str, str]:
+    """The engine for a dtype, ``cuDNN``, ``CuPy`` or ``numpy``, and the reason.
 
     Raises:
         CommandError: ``cudnn`` or ``cupy`` is requested and not available.
@@ -98,30 +85,29 @@ def choose(requested: str, dtype: str) -> tuple[str, str]:
     if requested == "cupy":
         if missing := machine.obstacles_of_cupy():
             raise CommandError(f"--engine cupy cannot run here: {'; '.join(missing)}")
-        return "CuPy", f"{machine.gpus()[cupy_runtime.cupy().cuda.runtime.getDevice()]}, without cuDNN"
+        return "CuPy", f"{machine.gpus()[_device()]}, without cuDNN"
     reasons = machine.obstacles()
     if not reasons and dtype not in CUDNN_DTYPES:
         reasons = [f"cuDNN supports {' and '.join(CUDNN_DTYPES)}, not {dtype}; use --dtype bfloat16"]
     if not reasons:
-        device = cupy_runtime.cupy().cuda.runtime.getDevice()
-        return "cuDNN", f"{machine.gpus()[device]}, cuDNN {version_text(library().version)}"
+        return "cuDNN", f"{machine.gpus()[_device()]}, cuDNN {version_text(library().version)}"
     if requested == "cudnn":
         raise CommandError(f"--engine cudnn cannot run here: {'; '.join(reasons)}")
     return "numpy", reasons[0]
 
 
-def place(requested: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -> Placed:
-    """Select the engine and copy q, k and v to its device.
+def _device() -> int:
+    """The number of the current GPU."""
+    return int(cupy_runtime.cupy().cuda.runtime.getDevice())
 
-    Args:
-        requested: ``auto``, ``cudnn``, ``cupy`` or ``numpy``.
-        arrays: q, k and v, ``(head_dim, heads, seq, batch)``.
-        options: the options of the :func:`cupy_sdpa.attention` call.
+
+def place(requested: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any) -> Placed:
+    """Select the engine for a call with options, and copy q, k and v to its device.
 
     Raises:
         CommandError: ``cudnn`` or ``cupy`` is requested and cannot run the call.
     """
-    engine, why = choose(requested, arrays[0].dtype.name)
+    engine, why = _choose(requested, arrays[0].dtype.name)
     if engine == "numpy":
         return Placed(arrays, engine, why)
     moved = [cupy_runtime.cupy().asarray(array, order="F") for array in arrays]
@@ -135,20 +121,3 @@ def place(requested: str, arrays: Sequence[np.ndarray[Any, Any]], **options: Any
     if requested == "cudnn":
         raise CommandError(refusal)
     return Placed(arrays, "numpy", refusal)
-
-
-def check_memory(needed: int, what: str) -> None:
-    """Check that the arrays fit into memory.
-
-    Args:
-        needed: bytes.
-        what: the subject of the message.
-
-    Raises:
-        CommandError: the system has less memory available.
-    """
-    available = machine.memory_available()
-    if available is not None and needed > available:
-        raise CommandError(
-            f"{what} needs {needed / 2**30:.1f} GiB of memory including the result, {available / 2**30:.1f} GiB are available"
-        )

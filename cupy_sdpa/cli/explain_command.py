@@ -13,11 +13,14 @@ from ..replay.call_report import Report
 from ..runtime import cupy_runtime
 from ..support import gpus
 from ..version import RELEASES, version_text
-from . import machine, problem_options
-from .console import CommandError, Help, add_json, one_line, print_wrapped, result, working
+from . import problem_options
+from .console import CommandError, add_json, errors_of_the_command, one_line, print_wrapped, result, working
 from .devices import plan_facts
 
-_EPILOG = f"""\
+#: The shape comes first: after --causal it would be parsed as its value.
+USAGE = "%(prog)s D,Hq,Sq,B [options]"
+DESCRIPTION = "Print whether a GPU can run a problem, and its plan; or all reasons why it cannot."
+EPILOG = f"""\
 examples:
   python -m cupy_sdpa explain 128,64,4096,1 --kv-heads 8 --gpu h200
   python -m cupy_sdpa explain 64,8,1000,2 --causal --backward --gpu h200 --steps
@@ -29,15 +32,8 @@ the problem cannot run.
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "explain",
-        usage="%(prog)s D,Hq,Sq,B [options]",  # the shape comes first: after --causal it would be parsed as its value
-        description="Print whether a GPU can run a problem, and its plan; or all reasons why it cannot.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("queries", type=problem_options.shape, metavar="D,Hq,Sq,B", help="the shape of q")
     problem_options.add_options(parser)
     parser.add_argument("--backward", action="store_true", help="the backward pass")
@@ -50,31 +46,21 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--steps", action="store_true", help="also print the steps of the graph")
     add_json(parser)
-    parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``explain``; returns 1 if the problem cannot run."""
     if arguments.gpu is None and cupy_runtime.current_device() is None:
         raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
-    try:
+    with errors_of_the_command():
         described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
         with working("planning"):
             report = _explained(described, arguments.gpu, arguments.cudnn)
-        report = dataclasses.replace(report, scalars=_scalars(described, arguments.softcap))
-    except CudnnError as error:
-        raise CommandError(machine.brief(error)) from error
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise CommandError(str(error)) from error
+    scale = "scale", max(described.sizes[0], 1) ** -0.5  # which the problem does not contain
+    report = dataclasses.replace(report, scalars=(scale, ("softcap", arguments.softcap)) if arguments.softcap else (scale,))
     result(**as_json(report))
     print_wrapped(str(report) if arguments.steps else report.summary())
     return 0 if report else 1
-
-
-def _scalars(problem: Problem, softcap: float | None) -> tuple[tuple[str, float], ...]:
-    """The scalars of the formulas, which the problem does not contain."""
-    scale = "scale", max(problem.sizes[0], 1) ** -0.5
-    return (scale, ("softcap", softcap)) if softcap else (scale,)
 
 
 def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:

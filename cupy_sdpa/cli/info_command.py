@@ -17,9 +17,10 @@ from ..cudnn_engine import disk_cache
 from ..errors import CudnnError
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, Help, add_json, one_line, result, working
+from .console import CommandError, add_json, one_line, result, working
 
-_EPILOG = """\
+DESCRIPTION = "Print versions, the path of each library, the GPUs, and the engines that can run on this machine."
+EPILOG = """\
 example:
   python -m cupy_sdpa info                         for bug reports
   python -m cupy_sdpa info --describe > card.json  the current GPU, for
@@ -31,19 +32,12 @@ example:
 _WHERE = {"numpy": "on the CPU", "CuPy": "on any GPU of CuPy, without cuDNN: engine='cupy'", "cuDNN": "on the GPU"}
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "info",
-        description="Print versions, the path of each library, the GPUs, and the engines that can run on this machine.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "--describe", action="store_true", help="print only the description of the current GPU, in cuDNN's format"
     )
     add_json(parser)
-    parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:

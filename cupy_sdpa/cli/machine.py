@@ -114,22 +114,6 @@ def obstacles() -> list[str]:
     return reasons
 
 
-def brief(error: CudnnError) -> str:
-    """The message of a failure without the list of searched places, which ``info`` prints."""
-    more = " `python -m cupy_sdpa info` lists the searched places" if error.summary != str(error) else ""
-    return error.summary + more
-
-
-def check_library(cudnn: str | None) -> None:
-    """Check the path of a cuDNN library.
-
-    Raises:
-        CommandError: there is no such file.
-    """
-    if cudnn is not None and not Path(cudnn).is_file():
-        raise CommandError(f"--cudnn {cudnn}: there is no such file; pass the path of a libcudnn.so.9")
-
-
 def cuda_text(version: int) -> str:
     """A CUDA version in the usual form.
 
@@ -139,10 +123,15 @@ def cuda_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def memory_available() -> int | None:
-    """The bytes of memory available without swapping; None if the system does not report it."""
-    path = Path("/proc/meminfo")
-    if not path.exists():  # not Linux
-        return None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+def check_memory(needed: int, what: str) -> None:
+    """Check that arrays fit into memory without swapping, if the system reports it.
+
+    Raises:
+        CommandError: the system has less memory available than the needed bytes.
+    """
+    path = Path("/proc/meminfo")  # on Linux
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE) if path.exists() else None
+    if found and needed > (available := int(found[1]) * 1024):
+        raise CommandError(
+            f"{what} needs {needed / 2**30:.1f} GiB of memory including the result, {available / 2**30:.1f} GiB are available"
+        )

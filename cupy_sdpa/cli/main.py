@@ -13,7 +13,8 @@ from .._interrupt import restore
 from ..version import __version__
 from .console import CommandError, Help, one_line, output_of
 
-#: The commands, each a module of this folder (``demo_command``), and their purposes.
+#: The commands and their purposes. Each is a module of this folder such as ``demo_command``, with the texts of its help,
+#: ``add_options`` for its parser, and ``command``, which runs it.
 COMMANDS = {
     "demo": "attention over a text: result, error, time and plot",
     "info": "versions, libraries, GPUs, and what is missing",
@@ -36,14 +37,7 @@ command failed and one line on stderr gives the reason.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the arguments after ``python -m cupy_sdpa``; None for the arguments of the process.
-
-    Returns:
-        The exit status: see :func:`exit_status`.
-    """
+    """Run a command, by default that of the process, and return its :func:`exit_status`."""
 
     def command() -> int:
         parser = _parser(sys.argv[1:] if argv is None else argv)
@@ -60,14 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_status(command: Callable[[], int], program: str) -> int:
-    """Run a command and return its exit status; print a failure as one line on stderr.
+    """Run a command and return its exit status; print a failure as one line on stderr, after the name of the program.
 
-    Args:
-        command: returns 0 for success, 1 for a negative result (a wrong result, a problem that cannot run).
-        program: the name printed before the line.
-
-    Returns:
-        The command's own status; 2 if it failed, 130 if it was interrupted, 141 if its output was closed.
+    The status is the command's own: 0 for success, 1 for a negative result (a wrong result, a problem that cannot run); 2 if it
+    failed, 130 if it was interrupted, 141 if its output was closed.
     """
     restore()
     for stream in (sys.stdout, sys.stderr):
@@ -104,8 +94,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     named = next((word for word in argv if not word.startswith("-")), "")
     for name, purpose in COMMANDS.items():
         if name == named:
-            importlib.import_module(f".{name}_command", __package__).add_to(commands)
-            commands.choices[name].set_defaults(parser=commands.choices[name])
+            module = importlib.import_module(f".{name}_command", __package__)
+            usage = getattr(module, "USAGE", None)
+            own = commands.add_parser(
+                name, usage=usage, description=module.DESCRIPTION, epilog=module.EPILOG, formatter_class=Help
+            )
+            module.add_options(own)
+            own.set_defaults(command=module.command, parser=own)
         else:
             commands.add_parser(name, help=purpose)
     return parser

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CudnnError
 from ..problem.problem import Problem
 from ..support import gpus
-from . import machine, problem_options
-from .console import CommandError, Help, Progress, add_json, file_error, one_line, positive, print_labeled, result, working
+from . import problem_options
+from .console import CommandError, Progress, add_json, errors_of_the_command, one_line, positive, print_labeled, result, working
 from .devices import plan_facts
 
 if TYPE_CHECKING:
     from .. import store
 
-_EPILOG = f"""\
+USAGE = "%(prog)s D,Hq,Sq,B ... --gpu NAME -o FOLDER [options]"
+DESCRIPTION = "Build cuDNN plans that a process on another machine can load in milliseconds."
+EPILOG = f"""\
 examples:
   python -m cupy_sdpa plan --gpu h200 --saved problems.jsonl -o plans/
   python -m cupy_sdpa plan 128,32,4096,1 --kv-heads 8 --gpu h200 -o plans/
@@ -29,15 +30,8 @@ CUPY_SDPA_TRACE=problems.jsonl python serve.py writes the problems of a program.
 {problem_options.EPILOG}"""
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan",
-        usage="%(prog)s D,Hq,Sq,B ... --gpu NAME -o FOLDER [options]",
-        description="Build cuDNN plans that a process on another machine can load in milliseconds.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("queries", type=problem_options.shape, nargs="*", metavar="D,Hq,Sq,B", help="shapes of q")
     parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, in place of shapes")
     parser.add_argument(
@@ -52,30 +46,23 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     problem_options.add_options(parser)
     parser.add_argument("--backward", action="store_true", help="both passes of a training step")
     add_json(parser)
-    parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``plan``; returns 1 if a problem has no plan."""
     from .. import store
 
-    if arguments.cudnn and "/" in arguments.cudnn:
-        machine.check_library(arguments.cudnn)
+    if arguments.cudnn and "/" in arguments.cudnn and not Path(arguments.cudnn).is_file():
+        raise CommandError(f"--cudnn {arguments.cudnn}: there is no such file; pass the path of a libcudnn.so.9")
     if bool(arguments.queries) == bool(arguments.saved):
         raise CommandError("pass shapes such as 128,32,4096,1, or --saved FILE")
-    try:
+    with errors_of_the_command():
         with working("reading the problems"):
             problems = store.read_problems(arguments.saved) if arguments.saved else list(_problems(arguments))
         with Progress("planning") as progress:
             built = store.build(
                 problems, arguments.gpu, arguments.output, cudnn=arguments.cudnn, workers=arguments.jobs, progress=progress
             )
-    except OSError as error:
-        raise CommandError(file_error(error)) from error
-    except CudnnError as error:
-        raise CommandError(machine.brief(error)) from error
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise CommandError(str(error)) from error
     for entry in built:
         print_labeled("refused" if entry.plan is None else "planned", f"{entry.problem}; {entry.gpu}: {_outcome(entry)}")
     refused = sum(entry.plan is None for entry in built)

@@ -82,13 +82,9 @@ def _window(text: str) -> tuple[int | None, ...]:
 
 
 def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backward: bool, stats: bool = False) -> Problem:
-    """The problem of the shape of q and the options.
+    """The problem of the shape of q, in the order of ``--layout``, and of the options that :func:`add_options` adds.
 
-    Args:
-        arguments: those of :func:`add_options`.
-        queries: the shape of q, in the order of ``--layout``.
-        backward: whether it is the backward pass.
-        stats: whether the forward pass returns the log-sum-exp, also without ``--stats``.
+    With ``stats`` the forward pass returns the log-sum-exp, also without ``--stats``.
 
     Raises:
         CommandError: the shapes are not those of a call.
@@ -112,9 +108,7 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     shapes = [tuple(x[axis] for axis in _axes(arguments, name, options)) for name, x in zip("qkv", sizes, strict=True)]
     if arguments.layout != "dhsb":
         options["layout"] = "thd" if arguments.packed else arguments.layout
-    return problem(
-        *shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options
-    )  # fmt: skip
+    return problem(*shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options)
 
 
 def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:
@@ -152,22 +146,16 @@ def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
     for name in ("window", "scale", "softcap", "num_splits", "bucket", "max_workspace"):
         if (value := getattr(arguments, name)) is not None:
             yield name, value
-    if arguments.causal:
-        yield "causal", arguments.causal
     for name in ("mask", "bias"):
         if (given := getattr(arguments, name)) is not None:
             own = given or (k["s"], q["s"], 1, 1)
             yield name, own if given or arguments.layout == "dhsb" else own[::-1]
-    if arguments.alibi:
-        yield "alibi_slopes", True
-    if arguments.sinks:
-        yield "sinks", True
-    if arguments.dropout:
-        yield "dropout_p", arguments.dropout
     if arguments.lengths and arguments.packed:
         raise CommandError("--lengths and --packed are given: packed sequences have lengths anyway")
-    if arguments.lengths:
-        yield "seq_lens", True
+    names = {"causal": "causal", "alibi": "alibi_slopes", "sinks": "sinks", "dropout": "dropout_p", "lengths": "seq_lens"}
+    for given, name in names.items():
+        if value := getattr(arguments, given):
+            yield name, value
     if arguments.packed:
         for part, side in ((q, "q"), (k, "kv")):
             if side == "q" or not arguments.pages:

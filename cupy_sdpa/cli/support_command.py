@@ -12,10 +12,11 @@ from ..support.known_bugs import BUGS, GUARDS, Bug
 from ..support.rules import RULES
 from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
-from .console import CommandError, Help, add_json, print_wrapped, result
+from .console import add_json, errors_of_the_command, print_wrapped, result
 from .support_problems import PROBES
 
-_EPILOG = f"""\
+DESCRIPTION = "Print what each cuDNN version and GPU can run, and all known bugs."
+EPILOG = f"""\
 examples:
   python -m cupy_sdpa support --cudnn 9.19      what another version can run
 
@@ -23,25 +24,16 @@ examples:
 """
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "support",
-        description="Print what each cuDNN version and GPU can run, and all known bugs.",
-        epilog=_EPILOG,
-        formatter_class=Help,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--cudnn", metavar="VERSION", help="the cuDNN version (default: the newest known one)")
     add_json(parser)
-    parser.set_defaults(command=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``."""
-    try:
+    with errors_of_the_command():
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     if not result(**_facts(version)):
         print_wrapped("\n".join(_lines(version)))
     return 0

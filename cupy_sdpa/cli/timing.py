@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,16 +15,8 @@ from .console import counted
 ROUNDS, SECONDS, BATCH = 7, 1.0, 20
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The result and the times of a call.
-
-    Attributes:
-        out: the result of the first call.
-        first: seconds of the first call.
-        median: median seconds of the repeated calls.
-        repeats: the number of repeated calls, in words.
-    """
+class Timing(NamedTuple):
+    """The result of the first call, its seconds, the median seconds of the repeated calls, and their number in words."""
 
     out: Any
     first: float
@@ -34,12 +25,7 @@ class Timing:
 
 
 def measure(call: Callable[[], Any], on_gpu: bool) -> Timing:
-    """Time a call, first and repeated. On the GPU calls are repeated in batches, so that the launch overhead is hidden.
-
-    Args:
-        call: the call.
-        on_gpu: whether it enqueues its work on CuPy's current stream.
-    """
+    """Time a call, first and repeated. On the GPU calls are repeated in batches, so that the launch overhead is hidden."""
 
     def seconds(count: int) -> tuple[Any, float]:
         started = time.perf_counter()
