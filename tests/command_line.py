@@ -86,12 +86,3 @@ def python(*words, cwd, path=(), stdout=subprocess.PIPE, **environment):
         timeout=300, check=False,
     )  # fmt: skip
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def complaint(capsys):
-    """The error of a command, one line, without the program's name."""
-    err = capsys.readouterr().err
-    assert err.startswith("cupy_sdpa: ")
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    return err.removeprefix("cupy_sdpa: ").rstrip("\n")

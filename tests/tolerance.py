@@ -1,22 +1,15 @@
 """The tolerance policy: no tolerance is set by hand.
 
-The error of a result, with float64 as the truth, may be at most :data:`FACTOR` times that of the naive computation in the same
-precision, plus a floor for rounding. The rule is flash-attention's (its tests/test_flash_attn.py). The naive computation is
-this package's interpreter in the declared precision.
+The rule is :func:`cupy_sdpa.tolerance.compare`: the error of a result, with float64 as the truth, may be at most :data:`FACTOR`
+times that of the naive computation in the same precision, plus a floor for rounding. The naive computation is this package's
+interpreter in the declared precision.
 """
 
 import numpy as np
 
-#: The factor of the naive computation's error.
-FACTOR = 2
+from cupy_sdpa.tolerance import FACTOR, compare, max_error
 
-
-def worst(a, b) -> float:
-    """The largest absolute difference; 0 for equal infinities, inf if either is NaN."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    with np.errstate(invalid="ignore"):
-        gap = np.where(a == b, 0.0, np.abs(a - b))
-    return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
+__all__ = ["FACTOR", "assert_close", "gradient_floor", "rounding_floor"]
 
 
 def rounding_floor(truth, dtype) -> float:
@@ -24,7 +17,7 @@ def rounding_floor(truth, dtype) -> float:
     finite = np.where(np.isfinite(truth), truth, 0.0)
     rounded = finite.astype(dtype)
     moved = (rounded + dtype.type(0.3)).astype(dtype) - dtype.type(0.3)
-    return 2 * worst(moved.astype(dtype), finite)
+    return 2 * max_error(moved.astype(dtype), finite)
 
 
 def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
@@ -39,18 +32,9 @@ def gradient_floor(dout, q, k, v, tau, truth, dtype) -> float:
 
 
 def assert_close(actual, truth, naive, floor=None) -> None:
-    """Assert that ``actual`` is as near to the truth as its precision allows.
-
-    Args:
-        actual: the result.
-        truth: the result in float64.
-        naive: the naive computation in the precision of ``actual``.
-        floor: the error of rounding alone; by default :func:`rounding_floor`.
-    """
-    actual, naive = np.asarray(actual), np.asarray(naive)
-    if floor is None:
-        floor = rounding_floor(truth, naive.dtype)
-    assert actual.shape == np.shape(truth), f"shape {actual.shape}, expected {np.shape(truth)}"
-    error, allowed = worst(actual, truth), FACTOR * worst(naive, truth) + floor
-    assert np.isfinite(allowed), "the naive computation is wrong, or its floor is"
-    assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e} (naive computation {worst(naive, truth):.3e})"
+    """Assert that ``actual`` is as near to the truth as its precision allows; ``floor`` is by default :func:`rounding_floor`."""
+    actual, truth, naive = np.asarray(actual), np.asarray(truth), np.asarray(naive)
+    floor = rounding_floor(truth, naive.dtype) if floor is None else floor
+    assert np.isfinite(max_error(naive, truth) + floor), "the naive computation is wrong, or its floor is"
+    message = compare("the result", actual, truth, naive, floor)
+    assert not message, message

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_sdpa import check, reference
+from cupy_sdpa import check, explain, reference
 from cupy_sdpa.check import Case
-from cupy_sdpa.check.case import GRADIENTS, Paged, parse
+from cupy_sdpa.check.case import GRADIENTS, parse
 from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
@@ -18,20 +18,10 @@ from cupy_sdpa.check.execute import Expected, execute
 from cupy_sdpa.check.inputs import Inputs
 from cupy_sdpa.check.oracle import MASKED, Results
 from cupy_sdpa.check.planned import problems
-from cupy_sdpa.support.why_not import why_not
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
-INDEPENDENT = (
-    "case",
-    "data",
-    "functions",
-    "drawn_memory",
-    "drawn_pages",
-    "inputs",
-    "oracle",
-    "tolerances",
-)
+INDEPENDENT = ("case", "data", "functions", "drawn_memory", "drawn_pages", "inputs", "oracle", "tolerances")
 
 
 @pytest.mark.parametrize("engine", ["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "plan"))])
@@ -62,28 +52,29 @@ def test_shared_prefixes_need_no_layout():
     assert [case for case in drawn if named_layout(case)] == []
 
 
-def test_a_head_dim_of_one_in_any_order():
-    """The strides of a head dim of 1 do not tell the order of the axes, so the call names the layout."""
-    assert execute(Case(d=1, dv=1, sq=1, b=2, layouts={"v": "dhbs+b"}, seed=494)).kind == "passed"
+#: Cases that the self-test reported by mistake: the strides of a head dim of 1 do not tell the order of the axes, so the call
+#: names the layout; offsets that add up to the total may be lengths, so such arrays get an unused position.
+MISTAKES = {
+    "head dim of 1": Case(d=1, dv=1, sq=1, b=2, layouts={"v": "dhbs+b"}, seed=494),
+    "offsets like lengths": Case(
+        d=1, dv=1, sq=11, skv=1, options={"packed": ("some_zero", "zero", 7, 0, 0, "int64")}, seed=2301
+    ),
+}
 
 
-def test_small_sizes_are_drawn_as_often_as_large_ones():
-    """On the CPU a third of the lengths are 0, 1 or 2, and a fifth are above 40."""
-    lengths = [n for number in range(1000) for case in [draw(2, number, "cpu")] for n in (case.sq, case.skv)]
-    assert sum(n < 3 for n in lengths) > 0.33 * len(lengths)
-    assert sum(n > 40 for n in lengths) > 0.2 * len(lengths)
-
-
-def test_a_case_depends_on_seed_and_number():
-    """The same seed and number give the same case; another number, seed or engine gives another."""
-    case = draw(5, 17, "cpu")
-    assert case == draw(5, 17, "cpu")
-    assert case not in (draw(5, 18, "cpu"), draw(6, 17, "cpu"), draw(5, 17, "gpu"))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_the_self_test(name):
+    """They pass."""
+    outcome = execute(MISTAKES[name])
+    assert outcome.kind == "passed", outcome.message
 
 
 @pytest.mark.slow
 def test_sizes_cover_the_input_space():
-    """Empty, tiny, decoding and odd sizes are drawn, and head dims in steps of 8 up to 256."""
+    """Empty, tiny, decoding and odd sizes are drawn, and head dims in steps of 8 up to 256; on the CPU small sizes as often."""
+    lengths = [n for number in range(1000) for case in [draw(2, number, "cpu")] for n in (case.sq, case.skv)]
+    assert sum(n < 3 for n in lengths) > 0.33 * len(lengths)
+    assert sum(n > 40 for n in lengths) > 0.2 * len(lengths)
     cases = [draw(0, number, "gpu") for number in range(3000)]
     for name in ("sq", "skv"):
         assert {0, 1, 2, 63, 64, 65, 127, 128, 129} <= {getattr(case, name) for case in cases}
@@ -97,10 +88,10 @@ def test_sizes_cover_the_input_space():
 
 @pytest.mark.parametrize("engine", ["cpu", "gpu", "plan"])
 def test_parse_inverts_repr(engine):
-    """``parse`` of the ``repr`` of a case returns the case."""
-    for number in range(200):
-        case = draw(1, number, engine)
-        assert parse(repr(case)) == case
+    """``parse`` of the ``repr`` of a case returns the case, which depends on the seed, the number and the engine only."""
+    drawn = [draw(1, number, engine) for number in range(200)]
+    assert [parse(repr(case)) for case in drawn] == [draw(1, number, engine) for number in range(200)]
+    assert drawn[17] not in (drawn[18], draw(2, 17, engine), draw(1, 17, {"cpu": "gpu"}.get(engine, "cpu")))
 
 
 @pytest.mark.parametrize("text", ["1", "Case(1)", "Case(sq=len)", "Case(size=1)", "Case(engine='tpu')", "f(sq=1)", "Case("])
@@ -136,11 +127,6 @@ def test_positions_beyond_the_lengths_are_nan():
         np.testing.assert_array_equal(np.isnan(packed.arrays[name][0, 0]), [True] * 3 + [False] * 4 + [True] * 2)
 
 
-def paged(page=2, order="pages", lengths="random", num_splits=0, rest="mixed", *, shared=False, moved=False):
-    """The option ``paged``."""
-    return tuple(Paged(page, order, lengths, num_splits, rest, shared, moved))
-
-
 def test_paged_cases_cover_the_options():
     """Page sizes, few queries, packed queries, splits, and every kind of table entry are drawn; every case is consistent."""
     for engine, pages in (("gpu", {2**n for n in range(8)}), ("cpu", {1, 3, 16, 48, 128})):
@@ -162,7 +148,7 @@ def test_paged_cases_cover_the_options():
 @pytest.mark.parametrize("rest", ["large", "negative", "unowned", "mixed"])
 def test_the_arrays_of_paged_cases(rest, shared):
     """The gathered pages are the dense keys; other pages are NaN, rows after the length are finite and large."""
-    case = Case(dtype="float16", skv=12, b=3, options={"paged": paged(3, rest=rest, shared=shared)}, seed=3)
+    case = Case(dtype="float16", skv=12, b=3, options={"paged": (3, "pages", "random", 0, rest, shared, False)}, seed=3)
     data = build(case, 0)
     table, lengths = data.arrays["page_table"], data.lengths[1]
     assert 0 < lengths.min() < lengths.max()
@@ -189,7 +175,7 @@ def test_the_arrays_of_paged_cases(rest, shared):
 
 def test_moved_pages_have_the_same_contents():
     """With ``moved`` both sets of values are equal for dense attention, and their page tables differ."""
-    case = Case(skv=12, b=2, options={"paged": paged(3, lengths="full", moved=True)})
+    case = Case(skv=12, b=2, options={"paged": (3, "pages", "full", 0, "mixed", False, True)})
     one, other = build(case, 0), build(case, 1)
     assert (one.arrays["page_table"] != other.arrays["page_table"]).any()
     for name in "kv":
@@ -202,7 +188,7 @@ def test_most_problems_in_fp8_are_supported():
     refused = 0
     for number in range(60):
         case = draw_options({"fp8"} | ({"paged"} if number % 2 else {"causal"}), number, "gpu")
-        refused += any(why_not(problem, 91900, 90) for problem in problems(case) if not problem.trivial)
+        refused += not all(explain(problem, gpu="h200", cudnn="9.19") for problem in problems(case))
     assert refused < 12
 
 
@@ -296,10 +282,3 @@ def test_rows_masked_by_finite_values():
     assert wanted.exact["out"][:, :, 1].all()
     assert not wanted.truth.values["out"][:, :, 1].any()
     assert not wanted.truth.values["dq"][:, :, 1].any()
-
-
-def test_offsets_with_a_gap_are_not_taken_for_lengths():
-    """Offsets that add up to the total are refused, because they may be lengths; such problems get an unused position."""
-    case = Case(d=1, dv=1, sq=11, skv=1, options={"packed": ("some_zero", "zero", 7, 0, 0, "int64")}, seed=2301)
-    outcome = execute(case)
-    assert outcome.kind == "passed", outcome.message
