@@ -2,7 +2,7 @@
 
 from .explanation import explain_function
 from .jvp import jvp_problems
-from .programs.widened import widen
+from .programs.derivative import widen
 from .weights import weight_sums_problems
 
 __all__ = ["explain_function", "jvp_problems", "weight_sums_problems", "widen"]

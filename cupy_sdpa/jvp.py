@@ -18,12 +18,21 @@ from .errors import Unsupported
 from .problem.problem import Problem, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
-from .programs.calls import Reading, call_program, parts_of, resolved
-from .programs.derivative import ARRAYS, RESULTS, TANGENTS, WIDENED, derivative
-from .programs.derivative_checks import NO_PAGED_DERIVATIVES, check_results, check_widened, read_form
+from .programs.calls import call_program, parts_of, resolved
+from .programs.derivative import (
+    ARRAYS,
+    NO_PAGED_DERIVATIVES,
+    RESULTS,
+    TANGENTS,
+    WIDENED,
+    check_results,
+    check_widened,
+    derivative,
+    read_form,
+)
 from .programs.derivative_form import Form, Widened
 from .programs.describe import problems_of, program_of
-from .programs.executor import Inputs
+from .programs.executor import Inputs, Reading
 from .replay.replay_cache import run_cached
 from .replay.views import on_own_arrays
 from .runtime import cupy_runtime

@@ -20,9 +20,9 @@ from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_shape
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
-from .programs.calls import Reading, call_program
+from .programs.calls import call_program
 from .programs.describe import problems_of, program_of
-from .programs.executor import Inputs
+from .programs.executor import Inputs, Reading
 from .programs.program import Builder
 from .programs.steps import Constant
 from .score_fn.recorded import Access, Recorded, relocated

@@ -3,20 +3,25 @@
 With the decorator :data:`every_engine` it also runs with ``engine="cupy"`` on the fake CuPy.
 """
 
+import contextlib
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cupy_sdpa import get_plan_cache
+from cupy_sdpa.boundary.call import mode
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
 from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.programs.executor import ProgramCall
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
 SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}
@@ -115,11 +120,14 @@ class Engine:
     def agrees(self, case: Case, *, refused: bool = False) -> Outcome:
         """Run a problem: several calls whose results are compared with the reference, with NaN in what must not be read.
 
+        The programs of the calls are checked: :func:`checked_programs`.
+
         Args:
             case: the problem.
             refused: whether cuDNN or the GPU may lack support for it; on numpy only groups may refuse a problem.
         """
-        outcome = execute(case)
+        with checked_programs(memory=self.name == "numpy"):
+            outcome = execute(case)
         allowed = ("passed", "refused") if refused and (self.on_cudnn or "parallel" in case.options) else ("passed",)
         assert outcome.kind in allowed, f"{outcome.kind}: {outcome.message}\n{case!r}"
         return outcome
@@ -165,3 +173,66 @@ def numbers(count: int, quick: int = 0, sweep: int | None = None) -> list[Any]:
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:
     """Values for ``parametrize``, of which one in ``count`` is in the short tier; the others have the marker slow."""
     return [pytest.param(value, marks=[pytest.mark.slow] * (number % count > 0)) for number, value in enumerate(values)]
+
+
+@contextlib.contextmanager
+def checked_programs(*, memory):
+    """Check every program that runs in the block: temporaries are written before they are read, in memory of their own; views stay
+    inside; inputs are not written.
+
+    With ``memory``, on numpy, the bits of the results must not depend on what the memory of the temporaries contained before.
+    """
+    own, checked = ProgramCall.run, {}
+
+    def run(call, *arguments):
+        key = threading.get_ident(), id(call.program)
+        first = mode.get().description is None and checked.setdefault(key, call) is call
+        # the members of a group exchange arrays in equally many runs
+        exchanges = any(isinstance(step.function, MethodType) for step in call.program.steps)
+        if memory and call.program.memory_bytes and (first or exchanges):
+            check_memory(call)
+        results = own(call, *arguments)
+        if first:
+            check_views(call)
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramCall, "run", run)
+        yield
+
+
+def check_memory(call):
+    """Run a call of a program on numpy twice, with other memory for temporaries."""
+    call.create_inputs()
+    call.create_results()
+    found = []
+    for byte in (0xFF, 0x00):  # NaN, and 0
+        for name in call.result_names:
+            call.arrays[name].fill(np.nan)
+        call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
+        found.append([call.arrays[name].tobytes() for name in call.result_names])
+    assert found[0] == found[1]
+
+
+def check_views(call):
+    """The static checks of a call of a program."""
+    program = call.program
+    written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
+    results = {*call.result_names}
+    for n, step in enumerate(program.steps):
+        writes = {view.storage.name for view in step.writes}
+        for view in step.views():
+            name, (begin, end) = view.storage.name, view.bounds
+            assert name in {*program.temporaries, *program.constants, *program.fills, *call.arrays, *results}
+            if name in program.temporaries and view.size:
+                assert name in written or name in writes, f"{step.name} reads {name} before it is written"
+                assert 0 <= begin <= end <= program.temporaries[name].size
+                for other in written - {name}:
+                    if other in program.temporaries and last[other] >= n:
+                        a, b = program.temporaries[name], program.temporaries[other]
+                        assert a.begin + a.size <= b.begin or b.begin + b.size <= a.begin, f"{name} and {other}"
+            elif name in call.arrays and view.size:
+                first, after = type(view).of(name, call.arrays[name]).bounds
+                assert first <= begin <= end <= after, f"{step.name} leaves {name}"
+        assert writes <= program.temporaries.keys() | results, f"{step.name} writes {writes}"
+        written |= writes

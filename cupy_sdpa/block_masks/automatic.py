@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from ..boundary.call import for_gpu
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
@@ -32,12 +32,7 @@ _decisions: OrderedDict[Hashable, Decision] = OrderedDict()
 
 
 class Decision(NamedTuple):
-    """Whether calls with a mask function use its blocks.
-
-    Attributes:
-        mask: the block mask; None if calls compute all blocks.
-        reason: why.
-    """
+    """The block mask that calls with a mask function use, or None if they compute all blocks; and why."""
 
     mask: BlockMask | None
     reason: str

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .. import _html
 from .._typing import Array
 from ..boundary.options import read_count
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import check_function
 from . import segments

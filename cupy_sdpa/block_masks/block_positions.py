@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Unsupported
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded, relocated
 from ..score_fn.tracer import record, trace
@@ -73,7 +73,7 @@ def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
         (part.queries, part.starts_q, part.longest_q, mask.sq),
         (part.keys, part.starts_kv, part.longest_kv, mask.skv),
     ):
-        tokens = _in_blocks(items[:, 0].astype(np.int64)[:, None], length, axis=1).reshape(-1)
+        tokens = _in_blocks(items[:, :1].astype(np.int64), length).reshape(-1)
         offsets = np.arange(longest)[:, None]
         index, first = np.minimum(starts[:-1] + offsets, len(tokens) - 1), np.minimum(starts[:-1], len(tokens) - 1)
         following = np.minimum(tokens[first] + offsets, max(length - 1, 0))  # after the end of a sequence
@@ -83,11 +83,9 @@ def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
     return Positions(found[0], found[1], entries.copy(), groups.copy() if mask.heads > 1 else None)
 
 
-def _in_blocks(blocks: NDArray[np.int64], length: int, axis: int = 0) -> NDArray[np.int32]:
-    """The positions in blocks along an axis; at most the last one."""
-    offsets = np.arange(BLOCK)
-    found = blocks[:, None] * BLOCK + offsets[:, None] if axis == 0 else blocks * BLOCK + offsets
-    found = found.reshape(-1, blocks.shape[1]) if axis == 0 else found
+def _in_blocks(blocks: NDArray[np.int64], length: int) -> NDArray[np.int32]:
+    """The positions in blocks along the first axis; at most the last one."""
+    found = (blocks[:, None] * BLOCK + np.arange(BLOCK)[:, None]).reshape(-1, blocks.shape[1])
     return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
 
 
@@ -101,13 +99,7 @@ def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: An
 
 
 class MovableFunction:
-    """A score function of the caller.
-
-    Args:
-        score_mod: the function.
-        tensors: the arrays that it reads.
-        sizes: the lengths of the axes of the scores.
-    """
+    """A score function of the caller, the arrays that it reads, and the lengths of the axes of the scores."""
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self.tensors = dict(tensors)
@@ -141,10 +133,7 @@ class MovableFunction:
     def index(self, access: Access, array: Any, positions: Positions) -> NDArray[np.int64]:
         """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
 
-        Args:
-            access: how the function indexes the array.
-            array: the array, of which only the metadata are read.
-            positions: of the call.
+        Of the array only the metadata are read.
         """
         parts: dict[str, NDArray[Any]] = {
             "b": positions.entries[None, None, None, :],
@@ -166,12 +155,7 @@ class MovableFunction:
         return np.asfortranarray(offsets[kept])
 
     def located(self, names: Mapping[Access, str], axes: Mapping[str, int]) -> Recorded:
-        """The function at positions.
-
-        Args:
-            names: the name of the copied array of each access.
-            axes: the number of axes of the arrays of :meth:`places`.
-        """
+        """The function at positions, from the names of the copied arrays, and the number of axes of those of :meth:`places`."""
         one_head = _POSITIONS["h"] in axes
         reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
         first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import in_words
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..runtime import cupy_runtime
 from .evaluate import EMPTY, FULL, PARTIAL, Rows, kinds_of, partial_blocks
 
@@ -85,27 +85,17 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
 def tile_kinds(listed: NDArray[np.bool_], full: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> NDArray[np.uint8]:
     """The kinds of tiles ``(key tiles, query tiles, heads, batch)`` of blocks ``(key blocks, query blocks, heads, batch)``.
 
-    Args:
-        listed: the blocks in which a query attends to a key.
-        full: those in which every query attends to every key.
-        block: the size of the blocks.
-        sq, skv: the numbers of queries and keys.
+    A query attends to a key in ``listed`` blocks, and every query to every key in ``full`` ones.
     """
-    parts: list[NDArray[Any]] = [np.ones_like(listed), listed, full]  # the last blocks of a tile may not exist
+    some, whole = listed, full
     for axis, size, length in ((0, block.keys, skv), (1, block.queries, sq)):
+        tiles = -(-length // BLOCK)
         if size > BLOCK:
-            parts = [np.repeat(part, size // BLOCK, axis=axis) for part in parts]
-        parts = [_joined(part, axis, max(BLOCK // size, 1), -(-length // BLOCK)) for part in parts]
-    exist, some, whole = parts
-    return np.where(some == 0, EMPTY, np.where(whole == exist, FULL, PARTIAL)).astype(np.uint8)
-
-
-def _joined(parts: NDArray[Any], axis: int, count: int, blocks: int) -> NDArray[np.int64]:
-    """The sums over ``count`` parts of each block along an axis; parts beyond the last block do not count."""
-    parts = np.moveaxis(parts, axis, 0)[: blocks * count]
-    padded = np.zeros((blocks * count, *parts.shape[1:]), np.int64)
-    padded[: len(parts)] = parts
-    return np.moveaxis(padded.reshape(blocks, count, *parts.shape[1:]).sum(axis=1), 0, axis)
+            some, whole = (np.repeat(x, size // BLOCK, axis=axis).take(np.arange(tiles), axis=axis) for x in (some, whole))
+        else:
+            parts = BLOCK // size * np.arange(tiles)
+            some, whole = np.logical_or.reduceat(some, parts, axis), np.logical_and.reduceat(whole, parts, axis)
+    return np.where(whole, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.uint8)
 
 
 def with_blocks(
@@ -118,11 +108,7 @@ def with_blocks(
 ) -> NDArray[np.uint8]:
     """The pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
 
-    Args:
-        bits: the bits of the mask function, uint8 ``(n, BLOCK BLOCK / 8)``, as in :class:`.BlockMask`.
-        tiles: int32 ``(n, 4)``: key tile, query tile, head and batch entry.
-        listed, full, block: as for :func:`tile_kinds`.
-        lengths: the numbers of queries and of keys.
+    The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch entry.
     """
     offsets, found = np.arange(BLOCK), np.empty_like(bits)
     for n, (j, i, h, b) in enumerate(tiles):
@@ -138,12 +124,7 @@ def with_blocks(
 def with_exact_kinds(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], tiles: NDArray[np.int32], lengths: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The kinds and bits in which partial tiles without any pair are empty, and those with all pairs are full.
-
-    Args:
-        kinds, bits: as in :class:`.BlockMask`.
-        tiles, lengths: as for :func:`with_blocks`.
-    """
+    """The kinds and bits of :class:`.BlockMask` after ``tiles`` without pairs became empty, and those with all of them full."""
     ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
     of_queries, of_keys = (np.minimum(BLOCK, n - BLOCK * tiles[:, axis]) for n, axis in zip(lengths, (1, 0), strict=True))
     found = kinds_of(ones[bits].sum(axis=1), of_queries * of_keys)
@@ -165,13 +146,7 @@ def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: in
 def kinds_of_blocks(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], block: BlockSize, sq: int, skv: int
 ) -> NDArray[np.uint8]:
-    """The kinds of blocks of another size ``(key blocks, query blocks, heads, batch)``.
-
-    Args:
-        kinds, bits: the tiles and the pairs of partial tiles, as in :class:`.BlockMask`.
-        block: the size of the blocks.
-        sq, skv: the numbers of queries and keys.
-    """
+    """The kinds of blocks of another size ``(key blocks, query blocks, heads, batch)``, from those of tiles and their bits."""
     if block == TILE:
         return kinds
     # pairs of the parts into which a tile is divided: (key tiles, parts, query tiles, parts, heads, batch)
@@ -188,5 +163,6 @@ def kinds_of_blocks(
         pairs[j * parts[0] : (j + 1) * parts[0], i * parts[1] : (i + 1) * parts[1], h, b] = attends
     exist = np.broadcast_to(exist, pairs.shape)
     for axis, size, length in ((0, block.keys, skv), (1, block.queries, sq)):
-        pairs, exist = (_joined(x, axis, max(size // BLOCK, 1), -(-length // size)) for x in (pairs, exist))
+        tiles = max(size // BLOCK, 1) * np.arange(-(-length // size))
+        pairs, exist = (np.add.reduceat(x, tiles, axis) for x in (pairs, exist))
     return kinds_of(pairs, exist)

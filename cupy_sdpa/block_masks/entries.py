@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from .block_mask import ALL, NONE, BlockMask, numbers_of
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
@@ -103,21 +103,15 @@ def _entries(lists: Sequence[_List], mask: BlockMask, sizes: Sizes, masked: bool
 
 def _split(found: Sequence[Any]) -> list[Any]:
     """Lists or rectangles of which those with many keys are split, so that equal sizes need at most twice the memory."""
-    most = split_length([len(one.keys) for one in found])
+    counts = np.array([len(one.keys) for one in found])
+    most = int(counts.max(initial=1))
+    while most > 1 and (-(-counts // most)).sum() * most > _PADDING * counts.sum():
+        most -= 1
     return [
         one._replace(keys=one.keys[i : i + most], partial=one.partial[i : i + most])
         for one in found
         for i in range(0, len(one.keys), most)
     ]
-
-
-def split_length(lengths: list[int]) -> int:
-    """The length to which lists are split, so that lists of this length need at most twice the memory of the listed blocks."""
-    counts = np.array(lengths)
-    most = max(lengths, default=1)
-    while most > 1 and (-(-counts // most)).sum() * most > _PADDING * counts.sum():
-        most -= 1
-    return max(most, 1)
 
 
 def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
@@ -145,19 +139,13 @@ def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
         direct = _entries(without, mask, sizes, False)
     elif groups == 1 and max((len(one.keys) for one in masked), default=0) * len(masked) <= _PADDING * of_masked:
         # lists of equal length need at most twice the memory
-        return Tables(1, _entries(masked, mask, sizes, True), (), *_sources(mask, sizes, ()))
+        direct, of_masked = _entries(masked, mask, sizes, True), 0
     if direct is None and of_full:
         copied.append(_entries([one for one in without if len(one.keys)], mask, sizes, False))
     if of_masked:
         copied.append(_entries(_split(masked), mask, sizes, True))
-    return Tables(groups, direct, tuple(copied), *_sources(mask, sizes, copied))
-
-
-def _sources(mask: BlockMask, sizes: Sizes, copied: Sequence[Entries]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The copied entries of every target, as offsets and numbers."""
-    _, query_blocks, groups, _ = mask.kinds.shape
     items = np.concatenate([np.zeros((0, 3), np.int32), *(entries.items for entries in copied)])
-    return sources(items, query_blocks, groups, sizes.batch)
+    return Tables(groups, direct, tuple(copied), *sources(items, query_blocks, groups, sizes.batch))
 
 
 def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -298,9 +286,7 @@ def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> Pack
 def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
     """The mask of batch entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
 
-    Args:
-        mask: the block mask.
-        partial: int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
+    ``partial`` is int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
     """
     keys, queries, count = partial.shape
     size = BLOCK * BLOCK // 8

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import in_words
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..runtime import cupy_runtime
 from ..score_fn.proxy import NO_BRANCHES
 from ..score_fn.recorded import Recorded
@@ -75,12 +75,7 @@ class Rows(NamedTuple):
 
 
 class Function:
-    """A mask function with its arrays.
-
-    Args:
-        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``.
-        tensors: the arrays that it reads, all numpy or all CuPy.
-        per_head, per_entry: whether the function may depend on h and b.
+    """A mask function ``f(b, h, q_idx, kv_idx, **tensors) -> condition`` with its arrays, all numpy or all CuPy.
 
     Attributes:
         xp: the module of its arrays, numpy or CuPy.
@@ -168,12 +163,9 @@ class _Checked(np.ndarray[Any, Any]):
 
 
 def _check_sums(mask_mod: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
-    """Check that a function that cannot be traced does not add conditions: numpy's sum of two is not a number.
+    """Raise TypeError if a function that cannot be traced adds conditions: numpy's sum of two is not a number.
 
     The function is called with one query and one key. Any other exception is left to its evaluation.
-
-    Raises:
-        TypeError: it does.
     """
     first = np.zeros((1, 1), np.int64).view(_Checked)
     on_host = {
@@ -206,11 +198,7 @@ class _Unknown:
 
 
 def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays that a function takes.
-
-    Args:
-        function: a mask function or a score function.
-        arrays: the arrays, by name.
+    """The names of the arrays that a mask function or a score function takes.
 
     Raises:
         ValueError: there are others.
@@ -271,10 +259,7 @@ def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64
 def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
     """The bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
 
-    Args:
-        function: the mask function.
-        blocks: int32 ``(n, 4)``: key block, query block, head and batch entry.
-        sq, skv: the lengths; pairs after them get the bit 0.
+    The blocks are int32 ``(n, 4)``: key block, query block, head and batch entry. Pairs after the lengths get the bit 0.
     """
     xp, found = function.xp, [np.zeros((0, BLOCK * BLOCK // 8), np.uint8)]
     step = max(1, _ELEMENTS // BLOCK**2)

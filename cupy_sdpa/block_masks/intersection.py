@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import record

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..boundary import argument
 from ..boundary.layouts import check_strides_of
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
 from ..problem.view import View

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..boundary.arguments import read_shapes
 from ..boundary.call import for_gpu, mode, with_plan
 from ..errors import Unsupported
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dense_spec
@@ -92,15 +92,9 @@ def native_problem(
     return_stats: bool,
     dtype: str | None = None,
 ) -> Problem | None:
-    """The problem of the call; None if the mask does not have this form.
+    """The problem of the call with q, k and v; None if the mask does not have this form.
 
-    Args:
-        arrays: q, k and v.
-        mask: the block mask.
-        sizes: the sizes of the call.
-        options: the other options.
-        return_stats: whether the log-sum-exp is returned.
-        dtype: the dtype of dense arrays that are computed in place of these. Default None: these are.
+    ``dtype`` is that of dense arrays that are computed in place of these. Default None: these are.
     """
     native = native_of(mask)
     if native is None:

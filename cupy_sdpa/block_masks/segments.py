@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from .evaluate import Rows
 

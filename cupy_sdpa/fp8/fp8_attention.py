@@ -23,8 +23,8 @@ from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View
 from ..programs.block_mask_calls import dense_options
-from ..programs.calls import Reading, call_program
-from ..programs.executor import Inputs
+from ..programs.calls import call_program
+from ..programs.executor import Inputs, Reading
 from ..programs.passes import wanted_results
 from ..replay.replay_cache import run_cached
 from ..replay.views import on_own_arrays

@@ -24,8 +24,8 @@ from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..programs.calls import Reading, call_program
-from ..programs.executor import Inputs
+from ..programs.calls import call_program
+from ..programs.executor import Inputs, Reading
 from ..programs.program import Builder
 from ..runtime import cupy_runtime
 from .array import Fp8Array, factor, is_factor, of_factors

@@ -13,12 +13,7 @@ from ..runtime.dtypes import TYPES
 
 
 class Constant(NamedTuple):
-    """A part of constants along head_dim: ``first``, then zeros.
-
-    Attributes:
-        width: the number of elements.
-        first: the first one.
-    """
+    """``width`` constants along head_dim: ``first``, then zeros."""
 
     width: int
     first: float = 0.0
@@ -27,9 +22,8 @@ class Constant(NamedTuple):
 class Concatenation(NamedTuple):
     """Arrays to concatenate along head_dim.
 
-    Attributes:
-        target: ``(W, H, S, B)`` or packed ``(W, H, T)``, dense, in Fortran order.
-        parts: arrays ``(D, H, S, B)`` of the dtype of the target, with any strides, or constants; their head dims add up to W.
+    The target is ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts are arrays ``(D, H, S, B)`` of its dtype
+    with any strides, or constants; their head dims add up to W.
     """
 
     target: Any

@@ -19,8 +19,8 @@ from ..kernels import merge, paged
 from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
-from ..programs.calls import Reading, call_program
-from ..programs.executor import Inputs
+from ..programs.calls import call_program
+from ..programs.executor import Inputs, Reading
 from ..programs.passes import wanted_results
 from ..programs.program import Builder
 from ..programs.steps import Check

@@ -30,9 +30,9 @@ from ..graph.nodes import (
     Softmax,
     Transpose,
 )
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK
 from ..problem.tensor_spec import rounded
-from ..runtime.interpreted_kernels import erf, philox
+from ..runtime.interpreted_array import erf, philox
 from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .tiles import Evaluation, Tile
 

@@ -58,11 +58,7 @@ def views_of(problem: Problem, gradients: Gradients | None, device: int | None) 
 def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> None:
     """Add the steps of a call whose arrays are views. Results without a view are temporary.
 
-    Args:
-        steps: collects the steps.
-        name: the name of the launches.
-        call: the call.
-        with_values: whether the values of its scalars belong to the program. Default False: they are those of the run.
+    ``with_values``: the values of its scalars belong to the program; by default they are those of the run.
     """
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}
@@ -81,13 +77,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
 def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
     """Add the steps of a forward pass whose results are merged with others; the chunks of a split problem are not merged.
 
-    Args:
-        steps: collects the steps.
-        name: the name of the launches.
-        call: the call, whose arrays are views, without views of its results.
-
-    Returns:
-        The parts: views ``(Dv, Hq, Sq, B, C)`` and ``(Sq, Hq, B, C)``.
+    The call has no views of its results. Returns the parts: views ``(Dv, Hq, Sq, B, C)`` and ``(Sq, Hq, B, C)``.
     """
     engine = engine_problem(call.problem, call.bucket, steps.on_gpu)
     results = {spec.name: _temporary(steps, spec) for spec in call.problem.results}
@@ -217,15 +207,7 @@ def _writes_empty_sequences(problem: Problem) -> bool:
 
 
 class _Form:
-    """The arrays of one launch in the form that the engine needs.
-
-    Args:
-        steps: collects the steps.
-        problem: the problem that is asked for.
-        engine_problem: the problem that the engine runs.
-        originals: the views of the problem's arrays.
-        full_queries: whether no query is padding, although there are lengths.
-    """
+    """The views of one launch in the form that the engine needs; ``full_queries``: no query is padding, despite lengths."""
 
     def __init__(
         self, steps: Steps, problem: Problem, engine_problem: Problem, originals: Mapping[str, View], *, full_queries: bool

@@ -17,12 +17,8 @@ BLOCK = "temporaries"
 class Arguments:
     """The arguments of a step, or those in one of its arguments, with positions in place of views and of scalars.
 
-    Args:
-        given: the views, scalars and other values: a sequence, or a mapping of names.
-        number: returns the number of a view among those of the program.
-
-    Attributes:
-        depends: whether an argument is a view or a scalar, or contains one.
+    They are a sequence, or a mapping of names. ``number`` returns the number of a view among those of the program; ``depends``
+    is whether there is a view or a scalar among them.
     """
 
     __slots__ = ("_make", "_names", "_nested", "_scalars", "_values", "_views", "depends")
@@ -58,15 +54,7 @@ class Arguments:
 
 
 class Bindings:
-    """The views of a program, and the arguments of its steps.
-
-    Args:
-        steps: the steps.
-        places: the first byte of each temporary in their block of memory.
-
-    Attributes:
-        arguments: the arguments of each step.
-    """
+    """The views of a program, and the arguments of its steps; ``places`` has the first byte of each temporary in the block."""
 
     def __init__(self, steps: Sequence[Step], places: Mapping[str, int]) -> None:
         self._views: list[View] = []
@@ -84,12 +72,7 @@ class Bindings:
         self.arguments = [Arguments(one, number) for one in given]
 
     def arrays(self, found: Mapping[str, Any], *, on_gpu: bool) -> list[Any]:
-        """The arrays of all views.
-
-        Args:
-            found: the arrays by the names of storages; that of the temporaries is :data:`BLOCK`.
-            on_gpu: whether the arrays are CuPy's.
-        """
+        """The arrays of all views, from the arrays by the names of storages; that of the temporaries is :data:`BLOCK`."""
         ndarray: Any = cupy_runtime.cupy().ndarray if on_gpu else None
         made = []
         for view in self._views:

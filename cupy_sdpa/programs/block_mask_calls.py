@@ -29,12 +29,7 @@ def reasons_for_dense(
 def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
     """The options of a function that computes no blocks: with the dense mask in place of ``block_mask``, if that is passed.
 
-    Args:
-        q, k: the arrays of the call, or their shapes. Without k, as for the part of a group, the sizes are not checked here.
-        options: the options.
-
-    Raises:
-        TypeError, ValueError: the mask is no block mask, or has other sizes than the scores.
+    q and k are arrays or shapes. Without k, as for the part of a group, the sizes are not checked here.
     """
     if options.get("block_mask") is None:
         return options

@@ -19,9 +19,7 @@ from ..block_masks.method import as_pages, flattened, gradient_function, is_atte
 from ..block_masks.native import native_of
 from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
-from ..kernels.block_copies import copy_blocks, copy_elements, copy_stats
-from ..kernels.block_results import Sources, merge_blocks, sum_blocks
-from ..kernels.block_rows import BLOCK
+from ..kernels.blocks import BLOCK, Sources, copy_blocks, copy_elements, merge_blocks, sum_blocks
 from ..problem.view import View
 from ..score_fn.expression import AXES
 from .program import Builder
@@ -66,15 +64,7 @@ class Gradients(NamedTuple):
 
 
 class _Parts:
-    """What the parts of a call with a block mask have in common.
-
-    Args:
-        builder: collects the steps.
-        q, k: of the call.
-        mask: the block mask.
-        options: the other options.
-        deterministic: whether bits must be the same in every run.
-    """
+    """What the parts of a call with a block mask have in common; ``options`` are the others than the mask."""
 
     def __init__(
         self, builder: Builder, q: View, k: View, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool
@@ -94,10 +84,7 @@ class _Parts:
     def options_of(self, part: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> dict[str, Any]:
         """The options of a part, with the score function at its positions.
 
-        Args:
-            part: the options of this part only.
-            key: identifies the part among those of the sizes.
-            positions: returns the positions of its queries and keys.
+        ``part`` has the options of this part only; ``key`` identifies it among those of the sizes.
         """
         options = {**self.options, **part}
         if self.scores is None:
@@ -163,10 +150,10 @@ class _Parts:
         own = self.builder.temporary(x.shape, x.dtype)
         return own, lambda: self.builder.copy(x, own)
 
-    def copies(self, x: View, items: View, heads: int) -> View:
+    def copies(self, x: View, items: View, heads: int, *, of_stats: bool = False) -> View:
         """Copies of blocks ``(D, heads, BLOCK, n)``."""
-        made = self.builder.temporary((x.shape[0], heads, BLOCK, items.shape[0]), x.dtype)
-        self.builder.run(copy_blocks, made, x, items, heads, writes=(made,))
+        made = self.builder.temporary((x.shape[0], heads, BLOCK, items.shape[0]), np.float32 if of_stats else x.dtype)
+        self.builder.run(copy_blocks, made, x, items, heads, of_stats, writes=(made,))
         return made
 
 
@@ -176,11 +163,7 @@ def _counts_elements(array: View) -> bool:
 
 
 def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> MovableFunction | None:
-    """The score function of a call with a block mask; None if there is none.
-
-    Args:
-        q, k: the shapes.
-        options: the options.
+    """The score function of a call with a block mask, from the shapes of q and k; None if there is none.
 
     Raises:
         ValueError: it masks keys, or ``tensors`` is passed without it.
@@ -219,12 +202,7 @@ def forward(
 ) -> None:
     """Add the steps that write the output, and the log-sum-exp unless ``stats`` is None.
 
-    Args:
-        builder: collects the steps.
-        arrays: the arrays of the pass.
-        mask: the block mask.
-        options, deterministic: as for :func:`cupy_sdpa.attention`.
-        native: whether the kernel skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`. Default False.
+    ``native``: the kernel skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`.
     """
     q, k, v, out, stats = arrays
     parts = _Parts(builder, q, k, mask, options, deterministic=deterministic)
@@ -363,14 +341,7 @@ def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts
 
 
 def backward(builder: Builder, arrays: Gradients, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool) -> None:
-    """Add the steps that write dq, dk and dv.
-
-    Args:
-        builder: collects the steps.
-        arrays: the arrays of the pass.
-        mask: the block mask.
-        options, deterministic: as for :func:`cupy_sdpa.attention_backward`.
-    """
+    """Add the steps that write dq, dk and dv."""
     options = {name: value for name, value in options.items() if name != "sinks"}  # the log-sum-exp contains them
     parts = _Parts(builder, arrays.q, arrays.k, mask, options, deterministic=deterministic)
     method = parts.method
@@ -430,12 +401,7 @@ def _slice_gradients(parts: _Parts, arrays: Gradients, slices: Sequence[Slice]) 
 
 
 class _Sum:
-    """A gradient as the sum of gradients of slices: the first one of a position is written, the others are added.
-
-    Args:
-        builder: collects the steps.
-        array: the gradient ``(D, H, S, B)``.
-    """
+    """A gradient as the sum of gradients of slices: the first one of a position is written, the others are added."""
 
     def __init__(self, builder: Builder, array: View) -> None:
         self._builder, self._array = builder, array
@@ -544,8 +510,7 @@ def _sum_of_copies(
     queries, keys = builder.constant(copied.queries), builder.constant(copied.keys)
     dout, q, out = (sequences(parts.copies(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
     k, v = (sequences(parts.copies(x, keys, hkv)) for x in (arrays.k, arrays.v))
-    stats = builder.temporary((hq, BLOCK * queries.shape[0]), np.float32)
-    builder.run(copy_stats, stats, arrays.stats, queries, hq, writes=(stats,))
+    stats = sequences(parts.copies(arrays.stats.transpose(1, 0, 2)[None], queries, hq, of_stats=True))[0]
     dq, dk, dv = (builder.temporary(x.shape, x.dtype) for x in (q, k, v))
     from_q = from_kv = 0
     for part, given in zip(copied.parts, options, strict=True):

@@ -7,7 +7,7 @@ Then its arguments are read, its program is compiled, and the call is cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +19,12 @@ from ..boundary.arguments import read_forward
 from ..boundary.call import Call, mode
 from ..boundary.compute import read_compute_dtype
 from ..boundary.options import read_band
-from ..boundary.user_functions import Gradients as TensorGradients
 from ..problem.bucket import read_bucket
 from ..problem.problem import row_stats_shape
-from ..problem.view import View
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
-from .executor import Inputs, compiled, run_program
-from .program import Builder
+from .executor import Reading, compiled, run_program
 
 
 def resolved(
@@ -42,14 +39,9 @@ def resolved(
     """The options of the call that computes a call, and under which it is cached.
 
     ``compute_dtype`` is the name of another dtype than that of q, or missing. ``block_mask`` is a mask that is computed by
-    blocks, also in place of a mask function; or missing, and a mask that needs all blocks is the option ``mask``.
-
-    Args:
-        q, k: the arrays of the call, or their shapes.
-        options: the options, in the layout of this package.
-        automatic: whether a mask function may become a block mask. Default True.
-        return_stats: as for :func:`cupy_sdpa.attention`. Default False.
-        outputs: the gradients that are requested besides those of q, k and v, by the names of the arguments. Default: none.
+    blocks, also in place of a mask function if ``automatic``; or missing, and a mask that needs all blocks is the option
+    ``mask``. q and k are arrays or shapes; ``outputs`` are the requested gradients besides those of q, k and v, by the names of
+    arguments.
     """
     found = {**options}
     dtype = read_compute_dtype(found.pop("compute_dtype", None), q)
@@ -69,11 +61,7 @@ def resolved(
 
 
 def parts_of(options: Mapping[str, Any]) -> tuple[BlockMask | None, str | None, dict[str, Any]]:
-    """The block mask within the band of ``causal`` and ``window``, the dtype to compute in, and the other options.
-
-    Args:
-        options: those of :func:`resolved`.
-    """
+    """The block mask within ``causal`` and ``window``, the dtype to compute in, and the other options of :func:`resolved`."""
     rest = {**options}
     mask, dtype = rest.pop("block_mask", None), rest.pop("compute_dtype", None)
     if isinstance(mask, BlockMask):  # anything else is refused
@@ -83,26 +71,6 @@ def parts_of(options: Mapping[str, Any]) -> tuple[BlockMask | None, str | None, 
     return mask, dtype, rest
 
 
-#: The shapes and dtypes of results by name.
-Wanted = dict[str, tuple[tuple[int, ...], Any]]
-
-
-class Reading(NamedTuple):
-    """What is known of a call of several steps, whose arguments are valid.
-
-    Attributes:
-        inputs: the arrays, and the options, in the layout of this package.
-        wanted: the results in order.
-        build: adds the steps to a builder.
-        gradients: which gradients of ``tensors`` are among the results. Default None: none.
-    """
-
-    inputs: Inputs
-    wanted: Wanted
-    build: Callable[[Builder], object]
-    gradients: TensorGradients | None = None
-
-
 def call_program(
     kind: Any,
     names: Sequence[str],
@@ -110,11 +78,9 @@ def call_program(
     options: Mapping[str, Any],
     read: Callable[[dict[str, Any]], Reading | Call],
 ) -> list[Any]:
-    """Run a call: one that is repeated as it was cached, any other after its arguments have been read.
+    """Run a call: one that is repeated as it was cached, any other after ``read`` has read its arrays, by name.
 
-    Args:
-        kind, names, arrays, options: as for :func:`.cache_call`, in the form of this package.
-        read: reads the arrays, by name: a call of one problem, or one of several steps.
+    ``kind``, ``names``, ``arrays`` and ``options`` are as for :func:`.cache_call`, in the form of this package.
     """
     results = run_cached(kind, arrays, options)
     if results is not None:
@@ -123,9 +89,7 @@ def call_program(
     with cupy_runtime.device_context(like):
         found = read(_with_missing(dict(zip(names, arrays, strict=True))))
         if not isinstance(found, Call):
-            inputs, wanted, build, gradients = found
-            add_results(inputs, like, wanted)
-            return run_program(kind, names, arrays, options, inputs, list(wanted), build, gradients)
+            return run_program(kind, names, arrays, options, found)
     call = compiled(found)
     results = call.run()
     cache_call(kind, names, arrays, options, call)
@@ -144,11 +108,3 @@ def _with_missing(arrays: dict[str, Any]) -> dict[str, Any]:
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
     dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(np.float32)}
     return arrays | {name: cupy_runtime.new_result(q, shapes[like], dtypes[like]) for name, like in likes.items()}
-
-
-def add_results(inputs: Inputs, q: Any, wanted: Wanted) -> None:
-    """Create the results that the caller did not pass."""
-    for name, (shape, dtype) in wanted.items():
-        if name not in inputs.arrays:
-            described = isinstance(q, View)
-            inputs.add(name, View.dense(name, shape, dtype, 0) if described else cupy_runtime.new_result(q, shape, dtype))

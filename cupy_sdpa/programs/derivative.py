@@ -1,30 +1,54 @@
-"""The builder of a directional derivative, with and without a block mask."""
+"""Directional derivatives: the builder of their steps, with and without a block mask; their arguments; their wider arrays."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
+from .._typing import Array
 from ..block_masks.block_mask import BlockMask
-from ..boundary.options import read_scale
+from ..block_masks.method import check as check_mask
+from ..boundary.argument import check_arrays, read_array
+from ..boundary.arguments import read_forward
+from ..boundary.compute import cast, check_converted
+from ..boundary.conversion import convert, needs_conversion
+from ..boundary.layouts import check_strides_of
+from ..boundary.options import Options, check_names, read_scale, takes_options
+from ..errors import Unsupported, in_words
 from ..kernels.derivative_terms import Terms, add_terms, concatenate
 from ..problem.problem import row_stats_shape
+from ..problem.tensor_spec import Expected
+from ..problem.validation import expected_arrays
 from ..problem.view import View
+from ..runtime import cupy_runtime
 from . import passes
-from .derivative_checks import check_copies
-from .derivative_form import Form, Widened, without_dropout
+from .calls import parts_of, resolved
+from .derivative_form import Form, Widened, form_of, wide_arrays, without_dropout
 from .program import Builder
 from .steps import Check
-from .widened import wide_arrays
 
 #: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
 #: the tangents.
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
+#: The options that select the form, and those that convert the arrays.
+_READ = ("cu_seqlens_q", "softcap", "score_mod", "block_mask", "sinks", "dropout_p", "layout", "compute_dtype", "engine")
+#: The refusal of derivatives of paged keys.
+NO_PAGED_DERIVATIVES = (
+    "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
+    "dense k and v"
+)
+#: The refusal of tangents of the options.
+NO_TANGENTS_OF_OPTIONS = (
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, no product of arrays with "
+    "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
+    "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
+    "attention(...)"
+)
 
 
 def derivative(
@@ -39,14 +63,8 @@ def derivative(
 ) -> None:
     """Add the steps that write the output, its derivative, and the log-sum-exp if there is an array for it.
 
-    Args:
-        builder: collects the steps.
-        views: the arrays of the call by name, without those that are not passed, and with its results.
-        options: the options, with views in place of arrays, and without the block mask.
-        form: how the derivative is computed.
-        mask: the block mask. Default None.
-        dtype: the dtype to compute in. Default None: that of q.
-        deterministic: as for :func:`cupy_sdpa.attention_jvp`. Default False.
+    ``views`` has the arrays of the call, without those that are not passed, and its results; the options have views in place of
+    arrays, and no block mask.
     """
     own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats = (own[name] for name in ARRAYS)
@@ -95,3 +113,154 @@ def derivative(
     given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
     finish()
+
+
+# Arguments
+
+
+def read_form(
+    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
+) -> Form:
+    """Check the arrays, as far as copying them requires, and return the form of the derivative."""
+    for name in ("dbias", "dsinks", "dtensors"):
+        if options.get(name) is not None:
+            raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
+    if options.get("page_table") is not None:
+        raise Unsupported(NO_PAGED_DERIVATIVES)
+    if not _may_copy(q, k, v):
+        read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
+    for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
+        check_strides_of(name, array)
+    if (mask := options.get("block_mask")) is not None:
+        check_mask(q, k, v, mask)
+    given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
+    if widened is not None:
+        if any(given):
+            raise TypeError("widened is passed, and dq, dk or dv: widened contains the tangents; omit one of them")
+        return _checked_form(widened, q, k, v, options, deterministic)
+    if not any(given):
+        raise ValueError("dq, dk and dv are None; pass at least one of them: the derivative in no direction is 0")
+    for name, tangent, array in zip(("dq", "dk", "dv"), tangents, (q, k, v), strict=True):
+        if tangent is not None:
+            check_like(name, tangent, name[1:], array, array.shape)
+    return form_of(q.shape[0], v.shape[0], given, options, deterministic=deterministic)
+
+
+def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
+    """The form of arrays that were widened before; checks that they fit the arguments."""
+    made = widened.form
+    form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
+    if form != made:
+        raise ValueError(
+            f"widened is for {made}, and the call needs {form}: pass the same head dims, deterministic=, softcap=, score_mod=, "
+            "dropout_p=, sinks=, cu_seqlens_q= and block_mask= to widen as to attention_jvp"
+        )
+    for name, array in widened.named().items():
+        like = q if name in ("q", "dout") else k
+        check_like(f"widened.{name}", array, "q" if like is q else "k", like, (array.shape[0], *like.shape[1:]))
+    return form
+
+
+def check_widened(widened: Any) -> None:
+    """Check that wider arrays are those of :func:`cupy_sdpa.composed.widen`; raises TypeError."""
+    if not isinstance(widened, Widened):
+        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.composed.widen")
+
+
+def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
+    """Check that wider arrays, of ``dtype`` if it is not None, contain q, k and v; on numpy only: it would synchronize a GPU.
+
+    Raises:
+        ValueError: an array differs from its copy.
+    """
+    copies = {"q": ("q", 0), "k": ("k", 0), "v": ("k", len(arrays["k"]))}
+    if "widened.values" in arrays:
+        copies["v"] = "values", 0
+    for name, (wide, start) in copies.items():
+        array, copied = arrays[name], arrays.get(f"widened.{wide}")
+        if not isinstance(array, np.ndarray) or copied is None:
+            continue
+        own = array if dtype is None else cast(array, dtype, cupy_runtime.temporary)
+        if not np.array_equal(copied[start : start + len(own)], own, equal_nan=True):
+            raise ValueError(f"{name} differs from its copy in widened: call widen again when {name} has changed")
+
+
+def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
+    """Check that an array has the type, device and dtype of another one, and a shape."""
+    legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
+    check_arrays([Expected(name, shape, read_array(of, like).spec.dtype, legend)], {of: like, name: array})
+
+
+def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any) -> None:
+    """Check the dtypes, shapes and strides of the arrays that the output, its derivative and the log-sum-exp are written to."""
+    given, table = {"out": out, "dout": dout, "stats": stats}, expected_arrays(q, v, v)
+    check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
+
+
+def _may_copy(q: Any, k: Any, v: Any) -> bool:
+    """Whether the shapes and dtypes of q, k and v match, so that they can be copied."""
+    if not (type(q) is type(k) is type(v) and hasattr(q, "strides")):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.ndim == k.ndim == v.ndim and q.ndim in (3, 4)):
+        return False
+    if cupy_runtime.is_array(q) and (q.itemsize != 2 or not q.data.device_id == k.data.device_id == v.data.device_id):
+        return False
+    return bool(k.shape[0] == q.shape[0] and v.shape[1:] == k.shape[1:] and (q.ndim == 3 or q.shape[3] == k.shape[3]))
+
+
+# Wider arrays
+
+
+@takes_options(only=_READ)
+def widen(
+    q: Array,
+    k: Array,
+    v: Array,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    *,
+    deterministic: bool = False,
+    **options: Unpack[Options],
+) -> Widened:
+    """Copy the arguments of :func:`cupy_sdpa.attention_jvp` into the wider arrays from which it computes.
+
+    ``attention_jvp(q, k, v, widened=widen(q, k, v, dq, dk, dv))`` is ``attention_jvp(q, k, v, dq, dk, dv)``. If several
+    derivatives are computed at the same q, k and v, the tangents can be written into these arrays instead, which saves the copy
+    of the other arrays: dq into ``widened.dout[:D]``, dk into ``widened.v[D:2 * D]`` (without dq: ``[:D]``), and dv into
+    ``widened.values[Dv:]``.
+
+    Args:
+        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The other options of
+            that call may be passed, and are not read.
+
+    Returns:
+        The arrays, on the engine of q. On the GPU they are written by one kernel.
+
+    Raises:
+        TypeError, ValueError: as :func:`cupy_sdpa.attention_jvp`.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dq, dk, dv = (np.asfortranarray(rng.standard_normal((8, 2, 5, 1))) for _ in range(6))
+    >>> arrays = cupy_sdpa.composed.widen(q, k, v, dq, dk, dv)
+    >>> arrays
+    <widened: q (24, 2, 5, 1), k (24, 2, 5, 1), v (16, 2, 5, 1), dout (16, 2, 5, 1), values (16, 2, 5, 1)>
+    >>> out, dout = cupy_sdpa.attention_jvp(q, k, v, widened=arrays, causal=True)
+    >>> bool((dout == cupy_sdpa.attention_jvp(q, k, v, dq, dk, dv, causal=True)[1]).all())
+    True
+    """
+    arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+    if needs_conversion(q, options):
+        return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
+    mask, dtype, others = parts_of(resolved(q, k, options, automatic=False))
+    check_names(others)
+    if dtype is not None:
+        check_converted(arrays)
+        rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
+        q, k, v, dq, dk, dv = rounded
+    form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
+    with cupy_runtime.device_context(q):
+        made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
+        concatenate(wanted)
+    return made

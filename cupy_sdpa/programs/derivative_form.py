@@ -17,8 +17,11 @@ afterwards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from ..kernels.derivative_terms import Concatenation, Constant
+from ..problem.view import View
 
 #: The options of dropout.
 _DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")
@@ -106,14 +109,7 @@ class Widened(NamedTuple):
 def form_of(
     head_dim: int, value_dim: int, given: tuple[bool, ...], options: Mapping[str, Any], *, deterministic: bool = False
 ) -> Form:
-    """The form of a derivative.
-
-    Args:
-        head_dim, value_dim: D and Dv.
-        given: whether dq, dk and dv are given.
-        options: the options of the call.
-        deterministic: whether the bits must be reproducible.
-    """
+    """The form of a derivative with some of dq, dk and dv ``given``."""
     dropout = bool(options.get("dropout_p"))
     centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
     equal = deterministic or options.get("cu_seqlens_q") is not None or options.get("block_mask") is not None
@@ -146,3 +142,52 @@ def without_dropout(options: Mapping[str, Any]) -> Any:
 def _tile(width: int) -> int:
     """The largest head dim that the kernels for a head dim support; beyond all kernels, any."""
     return next((tile for tile in TILES if width <= tile), 2 * width)
+
+
+def wide_arrays(
+    form: Form,
+    arrays: tuple[Any, Any, Any],
+    tangents: tuple[Any, Any, Any],
+    new: Callable[[Any, tuple[int, ...], Any], Any],
+    *,
+    copied: bool = False,
+) -> tuple[Widened, list[Concatenation]]:
+    """The wider arrays, which ``new(like, shape, dtype)`` creates in Fortran order, and the copies that fill them.
+
+    An array that needs no other elements is used in place if possible, unless ``copied``.
+    """
+    (q, k, v), (dq, dk, dv) = arrays, tangents
+    wanted: list[Concatenation] = []
+
+    def join(width: int, *parts: Any) -> Any:
+        given = [part for part in parts if part is not None]
+        missing = width - sum(part.width if isinstance(part, Constant) else part.shape[0] for part in given)
+        first = next(part for part in given if not isinstance(part, Constant))
+        if not copied and len(given) == 1 and not missing and _is_dense(first):
+            return first
+        target = new(first, (width, *first.shape[1:]), first.dtype)
+        wanted.append(Concatenation(target, [*given, Constant(missing)] if missing else given))
+        return target
+
+    made: dict[str, Any] = dict.fromkeys(("q", "k", "v", "dout", "values", "ones"))
+    if form.scores:
+        made["q"] = join(form.score_width, q)
+        made["k"] = join(form.score_width, k, v, *_ones(form.score_width - form.head_dim - form.value_dim, form.joint))
+        made["v"] = join(form.product_width, k if form.queries else None, dk)
+        made["dout"] = join(form.product_width, dq, q if form.keys else None)
+        if not (form.centered or form.joint):
+            made["ones"] = join(form.score_width, k, *_ones(form.score_width - form.head_dim, True))
+    if form.values:
+        made["values"] = join(2 * form.value_dim, v, dv)
+    return Widened(**made, form=form), wanted
+
+
+def _ones(width: int, present: bool) -> list[Constant]:
+    """A row of 1 and rows of 0, if it is present."""
+    return [Constant(width, 1.0)] if present else []
+
+
+def _is_dense(array: Any) -> bool:
+    """Whether the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
+    spec = (array if isinstance(array, View) else View.of("", array)).spec("")
+    return bool(array.flags.f_contiguous) and spec.alignment == 16

@@ -57,9 +57,7 @@ def program_of(
 def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:
     """Whether and how a call would run: the steps of its program, and the plan of each launch.
 
-    Args:
-        call: the call.
-        explain: returns the report on a problem. Default: the report on the engine of the arrays; plans are built and cached.
+    ``explain`` returns the report on a problem. Default: that on the engine of the arrays; plans are built and cached.
     """
     problems = problems_of(call)
     if explain is not None:
@@ -75,20 +73,17 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
                 of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
                 bugs = [bug for one in of for bug in workarounds(one, report.plan.cudnn, cupy_runtime.capability(device))]
                 report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
+    # unknown for a call of several parts, or one that cannot run
+    dependence = None
+    if isinstance(call.problem, Problem) and not report.reasons:
+        dependence = batch_dependence(call.problem, on_cudnn=report.engine == "cuDNN")
     return dataclasses.replace(
         report,
         steps=tuple(call.program.lines()),
         temporary_bytes=call.program.memory_bytes,
         scalars=tuple(call.scalars.items()),
-        batch_dependence=_batch_dependence(call, report),
+        batch_dependence=dependence,
     )
-
-
-def _batch_dependence(call: ProgramCall, report: Report) -> str | None:
-    """Why the bits of a sequence may depend on the rest of the batch; None if it is unknown."""
-    if not isinstance(call.problem, Problem) or report.reasons:
-        return None  # a call of several parts, or one that cannot run
-    return batch_dependence(call.problem, on_cudnn=report.engine == "cuDNN")
 
 
 def problems_of(call: ProgramCall) -> tuple[Problem, ...]:

@@ -65,12 +65,12 @@ class ProgramCall:
         program: the program.
         arrays: the caller's arrays by name; later also the inputs and the results that were created for the call.
         problem: the problem, or what the replay cache reads of it.
-        result_names: the names of the results.
         results_of: the views of results that are created if the caller does not pass them, by name.
         identities: the identities of the functions when they were traced.
-        scalars, fills, captured, gradients, source_lines: as for :class:`.Call`.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can be refused after something was written.
+
+    The other attributes are those of :class:`.Call`.
     """
 
     program: Program
@@ -119,12 +119,9 @@ class ProgramCall:
                         raise
 
     def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Plan] = ()) -> list[Any]:
-        """Compute and return the results.
+        """Compute and return the results, with ``plans`` in place of those in the plan cache.
 
-        Args:
-            memory: memory for everything that is allocated besides the results and the inputs that the caller did not pass.
-                Default None: it is allocated.
-            plans: as for :meth:`execute`.
+        ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
         """
         if mode.get().description:
             raise Found(self)
@@ -169,11 +166,7 @@ class ProgramCall:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
     def check_elements(self) -> None:
-        """Check the elements of the caller's arrays, such as lengths, on the CPU only: reading them from a GPU synchronizes.
-
-        Raises:
-            ValueError: an element is invalid.
-        """
+        """Check the elements of the caller's arrays, such as lengths, on the CPU only: reading them from a GPU synchronizes."""
         if self.on_gpu:
             return
         arrays = self.arrays
@@ -197,16 +190,13 @@ class ProgramCall:
         self.execute(self.arrays["q"].data.device_id, plans=self.launched.plans)
 
     def execute(self, device: int | None, block: Any = None, *, plans: Sequence[Plan] = (), keep: bool = False) -> list[Plan]:
-        """Run all steps.
+        """Run all steps, and return the plans that ran.
 
         Args:
             device: the current device; None for numpy arrays.
             block: the memory of the temporaries, an array of bytes. Default None: it is allocated.
             plans: the plans of all launches. Default: those in the plan cache, which are built if they are not in it.
             keep: whether the plans must outlive the plan cache, because the caller captures the stream.
-
-        Returns:
-            The plans that ran.
         """
         ran: list[Plan] = []
         given = iter(plans)
@@ -418,12 +408,7 @@ def _compiled(
 
 
 class Inputs:
-    """The arrays of a call and their views.
-
-    Args:
-        arrays: the arrays by name; those that are None are left out.
-        options: the options of the call, whose arrays are added.
-    """
+    """The arrays of a call that are not None, with those of its options, and their views."""
 
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.arrays = {name: array for name, array in arrays.items() if array is not None}
@@ -471,25 +456,37 @@ _programs: dict[Hashable, Program] = {}
 MAX_PROGRAMS = 256
 
 
-def run_program(
-    kind: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    inputs: Inputs,
-    result_names: list[str],
-    build: Callable[[Builder], object],
-    gradients: Gradients | None = None,
-) -> list[Any]:
-    """Run the program of a call whose arguments are valid, and cache the call.
+#: The shapes and dtypes of results by name.
+Wanted = dict[str, tuple[tuple[int, ...], Any]]
 
-    Args:
-        kind, names, arrays, options: as for :func:`.cache_call`.
-        inputs: the arrays, with those of new results.
-        result_names: the names of the results.
+
+class Reading(NamedTuple):
+    """What is known of a call of several steps, whose arguments are valid.
+
+    Attributes:
+        inputs: the arrays, and the options, in the layout of this package.
+        wanted: the results in order; those that the caller did not pass are created.
         build: adds the steps to a builder; calls with equal arguments share the program.
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
     """
+
+    inputs: Inputs
+    wanted: Wanted
+    build: Callable[[Builder], object]
+    gradients: Gradients | None = None
+
+
+def run_program(
+    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], reading: Reading
+) -> list[Any]:
+    """Run the program of a call, and cache the call; the other arguments are as for :func:`.cache_call`."""
+    inputs, wanted, build, gradients = reading
+    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
+    like = inputs.arrays["q"]
+    for name, (shape, dtype) in wanted.items():
+        if name not in inputs.arrays:
+            described = isinstance(like, View)
+            inputs.add(name, View.dense(name, shape, dtype, 0) if described else cupy_runtime.new_result(like, shape, dtype))
     identities = function_identities(options)
     key = _key(kind, inputs, options)
     program = _programs.get(key)
@@ -497,11 +494,10 @@ def run_program(
         builder = Builder(inputs.device)
         build(builder)
         program = builder.build()
-    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
     # in an order that does not depend on which results the caller passes
     signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
-    call = ProgramCall(program, inputs.arrays, signature, result_names, identities=identities, gradients=gradients)
-    _check(call, [name for name in result_names if name in passed])
+    call = ProgramCall(program, inputs.arrays, signature, [*wanted], identities=identities, gradients=gradients)
+    _check(call, [name for name in wanted if name in passed])
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
         _programs.pop(key, None)
@@ -513,15 +509,7 @@ def run_program(
 
 
 def _check(call: ProgramCall, results: Sequence[str]) -> None:
-    """Check the arrays of the caller, which the steps know as views only.
-
-    Args:
-        call: the program and its arrays.
-        results: the names of the results that the caller passed.
-
-    Raises:
-        ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
-    """
+    """Check the caller's arrays, which the steps know as views: results are separate from others, and elements are valid."""
     arguments = {name: read_array(name, array) for name, array in call.arrays.items()}
     check_separate([arguments[name] for name in results], list(arguments.values()))
     call.check_elements()

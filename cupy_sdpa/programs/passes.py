@@ -24,8 +24,8 @@ from ..problem.validation import expected_arrays
 from ..problem.view import View
 from . import block_mask_steps
 from .block_mask_steps import Forward, Gradients, score_function
-from .calls import Reading, Wanted, call_program, parts_of
-from .executor import Inputs
+from .calls import call_program, parts_of
+from .executor import Inputs, Reading, Wanted
 from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
@@ -41,14 +41,10 @@ def attend(
     return_stats: Any = False,
     deterministic: bool = False,
 ) -> list[Any]:
-    """:func:`cupy_sdpa.attention` of arrays of numpy or CuPy.
+    """:func:`cupy_sdpa.attention` of arrays of numpy or CuPy: q, k and v; or also out and stats, which may be None.
 
-    Args:
-        kind: the part of the key of the call besides arrays and options.
-        arrays: q, k and v; or also out and stats, which may be None.
-        options: those of :func:`.resolved`.
-        kept: whether q, k, v and out are also returned in ``compute_dtype``, as the last results. Default False.
-        return_stats, deterministic: as for :func:`cupy_sdpa.attention`.
+    ``kind`` is the part of the key besides arrays and options; the options are those of :func:`.resolved`. If ``kept``, q, k, v
+    and out are also returned in ``compute_dtype``, as the last results.
     """
 
     def read(named: dict[str, Any]) -> Reading | Call:
@@ -86,15 +82,10 @@ def attend_backward(
     return_dsinks: bool = False,
     return_dtensors: Any = False,
 ) -> list[Any]:
-    """:func:`cupy_sdpa.attention_backward` of arrays of numpy or CuPy.
+    """:func:`cupy_sdpa.attention_backward` of arrays of numpy or CuPy: dout to stats, or also dq, dk and dv, which may be None.
 
-    Args:
-        kind: the part of the key of the call besides arrays and options.
-        arrays: dout, q, k, v, out and stats; or also dq, dk and dv, which may be None.
-        options: those of :func:`.resolved`.
-        result: the dtype of dout, dq, dk and dv, if q, k, v and out are those that :func:`attend` kept. Default None: that of
-            q.
-        deterministic, return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+    ``kind`` and ``options`` are as for :func:`attend`. ``result`` is the dtype of dout, dq, dk and dv, if q, k, v and out are
+    those that :func:`attend` kept; by default that of q.
     """
     outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
     flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
@@ -152,12 +143,7 @@ def results_of(
 ) -> tuple[Wanted, TensorGradients | None]:
     """The results of a call in order, and which gradients of ``tensors`` are among them; the views of results are checked.
 
-    Args:
-        views: q, k and v, and what the caller passed of the other arrays.
-        options: the options, with views in place of arrays, in the layout of this package.
-        gradients: whether the call computes gradients. Default False.
-        mask, dtype, result: as for :func:`attend` and :func:`attend_backward`.
-        flags: the other arguments of the call, such as ``return_stats``.
+    ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
     """
     q, k, v = (views[name] for name in "qkv")
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
@@ -175,13 +161,7 @@ def results_of(
 
 
 def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
-    """The results of a call in order; the views of results are checked.
-
-    Args:
-        call: the call, in the dtype of the program.
-        views: the arrays.
-        dtype: the dtype of the results with a head dim.
-    """
+    """The results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
     found = {
         spec.name: (spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype)) for spec in call.problem.results
     }
@@ -211,12 +191,8 @@ def forward(
 ) -> None:
     """Add the steps of the forward pass.
 
-    Args:
-        builder: collects the steps.
-        views: q, k, v and out; stats, max and sum_exp if they are computed; and "kept q" and others to keep what is rounded.
-        options: the options, with views in place of arrays, in the layout of this package.
-        mask, dtype, return_stats, deterministic: as for :func:`attend`.
-        native: as for :func:`.block_masks.forward`. Default False.
+    ``views`` has q, k, v and out; stats, max and sum_exp if they are computed; and "kept q" and others to keep what is rounded.
+    The options have views in place of arrays.
     """
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
     own, finish = rounded(builder, {name: views.get(name) for name in Forward._fields}, dtype, ("out",), kept)
@@ -240,14 +216,7 @@ def backward(
     given_stats: GivenStats = "whole",
     **outputs: Any,
 ) -> None:
-    """Add the steps of the gradients.
-
-    Args:
-        builder: collects the steps.
-        views: dout, q, k, v, out, stats and the results.
-        options: the options, with views in place of arrays, in the layout of this package.
-        mask, dtype, deterministic, given_stats, outputs: as for :func:`attend_backward`.
-    """
+    """Add the steps of the gradients, to the results among the views. The options are as for :func:`forward`."""
     own, finish = rounded(builder, {name: views[name] for name in Gradients._fields}, dtype, ("dq", "dk", "dv"))
     if mask is None:
         call = read_backward(**own, options=options, deterministic=deterministic, **outputs)
@@ -266,14 +235,9 @@ def rounded(
     results: Sequence[str],
     kept: Mapping[str, View] | None = None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Arrays in another dtype, and a function that adds the steps which convert the results back.
+    """The arrays with a head dim in another dtype, and a function that adds the steps which convert the ``results`` back.
 
-    Args:
-        builder: collects the steps.
-        arrays: the arrays by name. Those with a head dim and another dtype are converted.
-        dtype: the dtype; None to convert nothing.
-        results: the names of the arrays that are written.
-        kept: what some of them are converted into, by name. Default: temporaries.
+    They are converted into those of ``kept``, by default into temporaries. Without a dtype nothing is converted.
     """
     made: dict[str, Any] = {**arrays}
     own, back = None if dtype is None else numpy_dtype(dtype), []

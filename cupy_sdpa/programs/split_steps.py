@@ -20,16 +20,8 @@ def add(
 ) -> list[merge.Parts]:
     """Add the steps that compute the results of all chunks, and of the boundary keys.
 
-    Args:
-        steps: collects the steps.
-        name: the name of the launch.
-        problem: the problem that is asked for.
-        split: the split problem.
-        arrays: the views of the problem's arrays.
-        values: the scalars of :class:`.Attend` if they belong to the program.
-
-    Returns:
-        The parts, to be merged: views ``(Dv, Hq, Sq, B, C)`` and ``(Sq, Hq, B, C)``.
+    ``values`` has the scalars of :class:`.Attend`, if they belong to the program. Returns the parts, to be merged, as
+    :func:`.add_parts`.
     """
     chunks_of = split.settings.split
     assert chunks_of

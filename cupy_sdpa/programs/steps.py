@@ -16,11 +16,7 @@ from ..runtime import cupy_runtime, driver, memory
 
 
 class Constant:
-    """An array whose elements are known when a program is built, and its copies on GPUs.
-
-    Args:
-        array: the array, of numpy; dense.
-    """
+    """A dense numpy array whose elements are known when a program is built, and its copies on GPUs."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

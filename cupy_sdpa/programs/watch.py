@@ -64,12 +64,7 @@ def validate() -> Iterator[None]:
 
 
 def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
-    """What watches the steps of a run; None if no mode is on, or if the stream is being captured.
-
-    Args:
-        program: the program.
-        on_gpu: whether the arrays are CuPy's.
-    """
+    """What watches the steps of a run; None if no mode is on, or if the stream is being captured."""
     found = mode.get()
     if not (found.debug or found.validate) or (on_gpu and cupy_runtime.capturing()):
         return None
@@ -77,13 +72,7 @@ def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
 
 
 class Watcher:
-    """Watches the steps of one run of a program.
-
-    Args:
-        program: the program.
-        mode: the mode.
-        on_gpu: whether the arrays are CuPy's.
-    """
+    """Watches the steps of one run of a program."""
 
     def __init__(self, program: Program, mode: Mode, *, on_gpu: bool) -> None:
         self._mode, self._on_gpu, self._number = mode, on_gpu, 0
@@ -91,13 +80,7 @@ class Watcher:
             print(f"cupy_sdpa: {program.summary}", file=sys.stderr)
 
     def run(self, step: Step, arguments: Any, scalars: Mapping[str, float], work: Callable[[], T]) -> T:
-        """Run a step.
-
-        Args:
-            step: the step.
-            arguments: its arrays and numbers, in place of its views and scalars.
-            scalars: the by-value scalars.
-            work: runs it.
+        """Run a step by ``work``; ``arguments`` has arrays and numbers in place of its views and scalars.
 
         Raises:
             StepError: the result differs from that on numpy.
@@ -202,9 +185,7 @@ class _HostCopies:
 def _difference(name: str, actual: Any, expected: Any, largest: float) -> str:
     """How the result of a kernel differs from that of its numpy function; empty if it does not, but for rounding.
 
-    Args:
-        name, actual, expected: the name of the result, and both results.
-        largest: the largest sum of magnitudes, if it is a sum.
+    ``largest`` is the largest sum of magnitudes, if it is a sum.
     """
     if actual.dtype.kind in "biu":
         wrong = actual != expected
@@ -224,14 +205,7 @@ def _difference(name: str, actual: Any, expected: Any, largest: float) -> str:
 def _differences_of_attention(
     problem: Problem, before: Mapping[str, Any], after: Mapping[str, Any], scalars: Mapping[str, float]
 ) -> Iterator[str]:
-    """How the results of attention differ from the interpreter's.
-
-    Args:
-        problem: the problem.
-        before: copies of the arrays from before it ran.
-        after: the arrays.
-        scalars: the by-value scalars.
-    """
+    """How the results of attention differ from the interpreter's, given copies of the arrays from before it ran."""
     on_gpu = any(map(cupy_runtime.is_array, after.values()))
     if problem.trivial or (on_gpu and problem.settings.dropout and "dropout_mask" not in after):
         return
@@ -290,10 +264,8 @@ def _floor(
 ) -> float:
     """The error that rounding may cause beside that of the naive computation, which may be small by chance.
 
-    Args:
-        problem, arrays, scalars: of the launch.
-        name, largest: the result, and its largest magnitude.
-        approximate: the relative error of scores from approximate functions.
+    ``largest`` is the largest magnitude of the result, and ``approximate`` the relative error of scores from approximate
+    functions.
     """
     unit = 2.0**-2 if problem.q.dtype in FP8_LARGEST else spacing(numpy_dtype(problem.q.dtype))
     norms = {key: _norm(arrays[key]) * _descale(arrays, key) for key in ("q", "k", "v", "dout") if key in arrays}

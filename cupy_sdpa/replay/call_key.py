@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,48 +58,26 @@ _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, n
 Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
-class ArrayFunctions:
-    """CuPy's array type, and the functions of arrays that a repeated call needs.
+class ArrayType:
+    """The array type of numpy or of CuPy, and whether its arrays have the attribute ``_f_contiguous``."""
 
-    Attributes:
-        ndarray: the array type.
-        has_flag: whether arrays have the attribute ``_f_contiguous``.
-        arrays: creates results, see :func:`.cupy_runtime.arrays_function`.
-    """
-
-    def __init__(self) -> None:
-        self.ndarray = cupy_runtime.cupy().ndarray
-        self.has_flag = hasattr(self.ndarray, "_f_contiguous")
-        self.arrays = cupy_runtime.arrays_function(self.ndarray)
+    def __init__(self, ndarray: Any) -> None:
+        self.ndarray, self.has_flag = ndarray, hasattr(ndarray, "_f_contiguous")
 
 
-class HostFunctions(NamedTuple):
-    """:class:`ArrayFunctions` of numpy's arrays, as far as a key needs them."""
-
-    ndarray: Any = np.ndarray
-    has_flag: bool = False
+#: That of numpy.
+HOST = ArrayType(np.ndarray)
 
 
-#: Reads the keys of calls of numpy arrays.
-HOST = HostFunctions()
-
-
-def read_key(
-    functions: ArrayFunctions | HostFunctions, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]
-) -> Arguments | None:
+def read_key(of: ArrayType, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
     """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
     the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
-    of axes of length 1, on which no address depends, may then differ.
-
-    Args:
-        functions: the functions of the arrays of CuPy or numpy; other arrays have no key.
-        kind: the part of the key besides arrays and options, hashable.
-        arrays: the array arguments, which may be None.
-        options: the options.
+    of axes of length 1, on which no address depends, may then differ. ``kind`` is the part besides arrays and options,
+    hashable.
     """
-    ndarray, has_flag = functions.ndarray, functions.has_flag
+    ndarray, has_flag = of.ndarray, of.has_flag
     # Every repeated call runs this: the branches repeat code instead of calling a function.
     key: list[Any] = [kind]
     passed: list[Any] = []
@@ -178,14 +156,9 @@ address = operator.attrgetter("ptr")
 class Template:
     """A parsed call without its arrays; it can run on other arrays with the same key, without parsing.
 
-    Args:
-        call: the call, after it ran.
-        names: the names of the arrays that the caller passed.
-        arrays: these arrays.
-        created: the results that the call creates, by name, as the caller gets them.
-
-    Attributes:
-        constants: the addresses of the inputs that were created for the call and never change, by name.
+    Its arguments are a call after it ran, the names of the arrays that the caller passed, these arrays, and the results that
+    the call creates, as the caller gets them. ``constants`` has the addresses of inputs that were created and never change, by
+    name.
     """
 
     __slots__ = ("_alignments", "_call", "_device", "_direct", "_names", "_views", "constants")
@@ -201,7 +174,8 @@ class Template:
         self._views: list[tuple[str, int, int, tuple[int, ...], Any, tuple[int, ...]]] = []
         where: dict[str, tuple[int, int]] = {}
         every = [*arrays, *created.values()]
-        for name, array, position in (*passed_arrays(call, names), *created_arrays(call, created, len(arrays))):
+        of_created = ((name, call.arrays[name], position) for position, name in enumerate(created, len(arrays)))
+        for name, array, position in (*passed_arrays(call, names), *of_created):
             offset = array.data.ptr - every[position].data.ptr
             if position < len(arrays):
                 where[name] = position, offset
@@ -255,19 +229,8 @@ def passed_arrays(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str,
             yield name, array, names.index(source)
 
 
-def created_arrays(call: Repeatable, created: Iterable[str], first: int) -> Iterator[tuple[str, Any, int]]:
-    """The results that a call creates: name, array and position, which are numbered from ``first``."""
-    for position, name in enumerate(created, first):
-        yield name, call.arrays[name], position
-
-
 def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str, Any]:
-    """The results of a call by name.
-
-    Args:
-        call: the call.
-        results: the results as the caller gets them, which are views of those of the call. Default None: those of the call.
-    """
+    """The results of a call by name; ``results`` are those that the caller gets, if these are views of those of the call."""
     if results is None:
         return {name: call.arrays[name] for name in call.result_names}
     every = [*results[:-1], *results[-1].values()] if call.gradients else results

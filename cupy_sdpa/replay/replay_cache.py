@@ -48,7 +48,7 @@ from ..runtime.cuda_graph import Recording
 from .call_key import (
     HOST,
     Arguments,
-    ArrayFunctions,
+    ArrayType,
     Repeatable,
     Template,
     address,
@@ -90,12 +90,13 @@ _next_use = itertools.count().__next__
 _runtime: _Runtime | None = None
 
 
-class _Runtime(ArrayFunctions):
+class _Runtime(ArrayType):
     def __init__(self) -> None:
         from ..cudnn_engine.sessions import existing_session
 
-        super().__init__()
         cuda = cupy_runtime.cupy().cuda
+        super().__init__(cupy_runtime.cupy().ndarray)
+        self.arrays = cupy_runtime.arrays_function(self.ndarray)
         self.alloc, self.current_stream, self.is_capturing = cuda.alloc, cuda.get_current_stream, cuda.runtime.streamIsCapturing
         self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
 
@@ -106,15 +107,9 @@ class CachedCall:
     Args:
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
-        names: the names of the arrays that the caller passed.
-        arrays: these arrays.
+        names, arrays: the arrays that the caller passed.
         results: the results by name, as the caller gets them.
         forget: removes the call from the calls of its session; called when the call is closed.
-
-    Attributes:
-        plans: the plans of its subproblems.
-        accepts: whether arrays at some addresses have the device and the alignments of the call.
-        used: the number of the latest use.
     """
 
     __slots__ = (
@@ -163,15 +158,7 @@ class CachedCall:
             plan.dependents.add(self)
 
     def run(self, runtime: _Runtime, arrays: Sequence[Any]) -> list[Any] | None:
-        """Launch the graph for the addresses of arrays, execute the plan, or run the parsed call on these arrays.
-
-        Args:
-            runtime: the functions of CuPy.
-            arrays: the caller's arrays, in the order of the names.
-
-        Returns:
-            The results; None if the call must be parsed.
-        """
+        """Launch the graph for these addresses, execute the plan, or run the parsed call; None if the call must be parsed."""
         # Every repeated call runs this method: work is inlined, and CuPy is called through attributes of ``runtime``.
         stream = runtime.current_stream().ptr
         if stream and runtime.is_capturing(stream):
@@ -240,11 +227,9 @@ class CachedCall:
         pointers: tuple[int, ...],
         memory: cupy_runtime.Memory | None,
     ) -> bool:
-        """Execute the plan if the call does nothing else; otherwise run the parsed call. If the addresses have occurred often
-        enough, capture the call.
+        """Execute the plan if the call does nothing else; otherwise run the parsed call, and capture it if it is frequent.
 
-        Returns:
-            Whether it ran; it did not if there is no memory for the workspace.
+        Returns whether it ran; it did not if there is no memory for the workspace.
         """
         captures = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER and not self._pause and self._cache.recorded.limit > 0
         if self._plan_only and not captures:
@@ -290,12 +275,7 @@ class CachedCall:
             del self._counts[next(iter(self._counts))]
 
     def validated(self, call: Repeatable, addresses: Sequence[int]) -> None:
-        """Note that a call was parsed and ran.
-
-        Args:
-            call: the call, after it ran.
-            addresses: the addresses of the caller's arrays.
-        """
+        """Note that a call was parsed and ran on the caller's arrays at these addresses."""
         with self._cache.lock:
             self._validated[tuple(addresses)] = None
             if len(self._validated) > MAX_ADDRESS_SETS:
@@ -350,18 +330,17 @@ class CachedCall:
 
 
 def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is cached.
+    """Run a call that is cached; None if the call must be parsed.
 
     Args:
         kind: the part of the key besides arrays and options, hashable.
         arrays: the array arguments, which may be None.
         options: the options.
-
-    Returns:
-        The results; None if the call must be parsed.
     """
     if type(arrays[0]) is np.ndarray:
-        return _run_on_host(kind, arrays, options)
+        of_host = arguments_of(kind, arrays, options)
+        found = None if of_host is None else _on_host.get(of_host[0])
+        return None if of_host is None or found is None else found.run(of_host[1])
     runtime = _runtime
     if runtime is None or type(arrays[0]) is not runtime.ndarray or mode.get() is not USUAL:
         return None
@@ -465,11 +444,7 @@ def _cached(
 class HostCall:
     """A call of numpy arrays that was parsed: calls with the same key differ from it only in the elements of their arrays.
 
-    Args:
-        call: the call, after it ran.
-        names: the names of the arrays that the caller passed.
-        arrays: these arrays.
-        results: the results by name, as the caller gets them.
+    The arguments are those of :class:`CachedCall`.
     """
 
     __slots__ = ("_call", "_created", "_direct", "_evaluate", "_results", "_returned", "_views")
@@ -498,11 +473,7 @@ class HostCall:
         self._evaluate = self._call.evaluation()
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Check elements such as lengths, and that results overlap no other array; then compute.
-
-        Args:
-            arrays: the caller's arrays, in the order of the names.
-        """
+        """Check elements such as lengths, and that results overlap no other array; then compute with the caller's arrays."""
         found: dict[str, Any] = {}
         for name, position in self._direct:
             found[name] = arrays[position]
@@ -543,14 +514,6 @@ def remove_oldest(kept: dict[Any, Any], most: int) -> None:
     while len(kept) > most:
         with contextlib.suppress(RuntimeError, StopIteration):  # it changed between the two calls
             kept.pop(next(iter(kept)), None)
-
-
-def _run_on_host(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """:func:`run_cached` for numpy arrays."""
-    arguments = arguments_of(kind, arrays, options)
-    if arguments is None or (cached := _on_host.get(arguments[0])) is None:
-        return None
-    return cached.run(arguments[1])
 
 
 def _cache_on_host(

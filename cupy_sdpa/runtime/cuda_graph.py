@@ -75,11 +75,7 @@ class Recording:
         self.size = (GRAPH_BYTES if self._executable else HOST_BYTES) + sum(array.nbytes for array in self._arrays)
 
     def launch(self, *, of_many: bool) -> None:
-        """Enqueue the work again.
-
-        Args:
-            of_many: whether this graph is one of many that are launched in turn.
-        """
+        """Enqueue the work again; ``of_many``: the graph is one of many that are launched in turn."""
         if self._executable and not (of_many and is_busy(self._stream)):
             self._launch(self._executable, self._stream)
         else:
@@ -103,18 +99,11 @@ class Recording:
 
 
 def capture(run: Callable[[], None], memory: cupy_runtime.Memory | None = None) -> tuple[int, list[Any]]:
-    """Capture the work that ``run`` enqueues into a CUDA graph; nothing runs.
+    """Capture the work that ``run`` enqueues, and that allocates in ``memory``, into a CUDA graph; nothing runs.
 
-    Args:
-        run: enqueues the work.
-        memory: the memory that ``run`` allocates.
-
-    Returns:
-        The graph, which the caller destroys; and arrays that ``run`` allocated and that did not fit into the memory, which the
-        caller keeps alive as long as the graph is launched. They are memory of the stream that is current outside the capture.
-
-    Raises:
-        Exception: any error of ``run`` or of the capture. The capture is then ended, and the current stream is restored.
+    Returns the graph, which the caller destroys; and arrays that did not fit into the memory, which the caller keeps alive as
+    long as the graph is launched. They are memory of the stream that is current outside the capture. After an error the capture
+    is ended, and the current stream is restored.
     """
     cuda = cupy_runtime.cupy().cuda
     with cupy_runtime.arena(memory, cuda.get_current_stream()) as arena, cuda.Stream(non_blocking=True) as stream:

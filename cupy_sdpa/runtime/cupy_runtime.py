@@ -110,9 +110,6 @@ def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequen
 
     ``ndarray.__new__`` packs its arguments into a tuple and a dictionary, twice, and passes them on to ``_init``; this takes a
     third of the time. ``_init`` is therefore called directly, if CuPy has it.
-
-    Args:
-        ndarray: CuPy's array type.
     """
     direct = hasattr(ndarray, "_init")
     new = ndarray.__base__.__new__

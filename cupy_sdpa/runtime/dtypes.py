@@ -88,15 +88,7 @@ struct Fp8 {
 
 
 def _fp8(mantissa: int, bias: int, largest: int, infinite: int, instruction: str) -> CudaType:
-    """An FP8 dtype.
-
-    Args:
-        mantissa: the bits of the mantissa.
-        bias: the bias of the exponent.
-        largest: the bits of the largest number.
-        infinite: whether there are infinities.
-        instruction: the format in the name of the instruction that converts.
-    """
+    """An FP8 dtype; ``largest`` has the bits of the largest number, and ``instruction`` the format in that which converts."""
     names = {"MANTISSA": mantissa, "BIAS": bias, "LARGEST": f"{largest}u", "INFINITE": infinite}
     defined = "".join(f"#define FP8_{name} {value}\n" for name, value in names.items())
     return CudaType("Fp8", 1, defined + _FP8.replace("INSTRUCTION", instruction))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import driver
+from .cuda_code import cuda_kernel
 from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
 
 #: The C types in which kernels copy memory, by their size in bytes.
@@ -126,25 +126,16 @@ def host_int32() -> Any:
 
 
 def differs(found: Any, expected: int, flag: Any) -> None:
-    """Enqueue a comparison: ``flag`` is set to 1 if a number on the GPU is not the expected one.
-
-    Args:
-        found: int32 ``(1,)`` on the GPU.
-        expected: the expected number.
-        flag: an array in host memory from :func:`host_int32`.
-    """
+    """Enqueue a comparison: ``flag``, of :func:`host_int32`, becomes 1 if ``found``, int32 ``(1,)``, is another number."""
     _differs_kernel()((1,), (1,), (found, np.int32(expected), np.uint64(flag.ctypes.data)))
 
 
-@functools.cache
-def _differs_kernel() -> Any:
+@cuda_kernel
+def _differs_kernel() -> str:
     """The kernel of :func:`differs`."""
-    return cupy().RawKernel(
-        """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
+    return """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
             if (*found != expected) *flag = 1;
-        }""",
-        "cupy_sdpa_differs",
-    )
+        }"""
 
 
 #: The constant arrays ``start, start + step, start + 2 step, ...`` by the id of the CUDA context, start, step and dtype.

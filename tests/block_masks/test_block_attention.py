@@ -9,7 +9,6 @@ from engines import every_engine, numbers
 
 from cupy_sdpa import (
     BlockMask,
-    Unsupported,
     attention,
     attention_backward,
     attention_jvp,
@@ -20,7 +19,6 @@ from cupy_sdpa import (
     zoo,
 )
 from cupy_sdpa.composed import jvp_problems
-from cupy_sdpa.programs import block_mask_steps as gradients
 
 TABLE = np.array([[True, False, True], [True, True, False], [False, True, True]])
 #: A mask for each method; ``n`` changes it.
@@ -81,20 +79,6 @@ def test_each_kind_of_mask(number, jvp, engine):
     options = {"block_mask": mask, **options, **({"jvp": ("qkv", "q", "kv", "v")[number % 4]} if jvp else {})}
     sizes = {"d": 16, "dv": 24, "hq": 2, "hkv": 1, "sq": 300, "skv": 260, "b": 2}
     engine.agrees(engine.case(**sizes, backward=not jvp, options=options, seed=number), refused=True)
-
-
-@pytest.mark.parametrize(
-    "blocks", [[[1, 0, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]]], ids=["blocks", "slices"]
-)
-def test_queries_without_keys_attend_to_their_sink(blocks, engine):
-    """The output of queries without keys is 0, and the log-sum-exp is the sink."""
-    mask = BlockMask.from_blocks(np.array(blocks, bool))
-    arrays, sinks = arrays_of(engine, 384, 384)[:3], np.array([0.5, -2.0], "f4")
-    out, stats = attention(*arrays, block_mask=mask, sinks=engine.put(sinks), return_stats=True)
-    wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
-    expected = attention(*wide, mask=mask.to_dense(), sinks=sinks, return_stats=True)
-    for x, y in zip(engine.get((out, stats)), expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=2 * engine.tolerance)
 
 
 @pytest.mark.parametrize("name", ["slices", "partial"])
@@ -205,47 +189,6 @@ def test_nothing_is_written_by_a_refused_call(engine):
                 attention_jvp(q, k, v, q, **options)
     assert np.isnan(engine.get(out)).all()
     np.testing.assert_array_equal(engine.get(q), before)
-
-
-REFUSED = {
-    "row statistics": ("", {"return_stats": "max"}),
-    "a flag": ("", {"deterministic": "yes"}),
-    "the shape of out": ("", {"out": np.ones((8, 1, 5, 1), order="F")}),
-    "a band": ("", {"causal": "bottom"}),
-    "two other masks": ("backward", {"mask": np.ones((300, 1, 1, 1), bool, order="F"), "mask_mod": zoo.causal}),
-    "other gradients": ("backward", {"return_dbias": True}),
-    "the shape of dq": ("backward", {"dq": np.ones((8, 1, 5, 1), order="F")}),
-    "a flag of a derivative": ("jvp", {"return_stats": "max_sumexp"}),
-    "the shape of a tangent": ("jvp", {"dq": np.ones((8, 1, 5, 1), order="F")}),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_explain_refuses_what_the_call_refuses(name):
-    """With the same error."""
-    kind, options = REFUSED[name]
-    options = {"block_mask": BlockMask.from_blocks(np.ones((3, 3), bool), 300, 300), **options}
-    x, stats = np.ones((8, 1, 300, 1), order="F"), np.ones((300, 1, 1), np.float32, order="F")
-    if kind == "jvp":
-        options = {"dq": x, "dk": x, **options}
-    functions = {"": (attention, ()), "jvp": (attention_jvp, ()), "backward": (attention_backward, (x, x, x, x, x, stats))}
-    function, arrays = functions[kind]
-    with pytest.raises((TypeError, ValueError)) as wanted:
-        function(*(arrays or (x, x, x)), **options)
-    with pytest.raises(wanted.type) as found:
-        explain(x, x, x, **({kind: True} if kind else {}), **options)
-    assert str(found.value) == str(wanted.value)
-
-
-@on_cudnn
-def test_every_form_of_a_derivative_is_planned_before_anything_is_written(engine):
-    """A derivative whose second pass cannot run writes no output, also after one that can run."""
-    q, k, v = (engine.normal(n, d, 1, 300, 1) for n, d in enumerate((160, 160, 16)))
-    mask, out = MASKS["full"](), engine.nan(16, 1, 300, 1)
-    attention_jvp(q, k, v, dv=v, block_mask=mask)
-    with pytest.raises(Unsupported, match="gradients with head dims 320 and 320"):
-        attention_jvp(q, k, v, q, k, block_mask=mask, out=out)
-    assert np.isnan(engine.get(out)).all()
 
 
 # Repeated calls, captures and memory
@@ -410,24 +353,6 @@ def test_deterministic_calls_of_one_query(queries, engine):
     of_one_query = [line for line in str(get_plan_cache()).splitlines() if "forward" in line and " 1 query," in line]
     assert len(of_one_query) >= 2
     assert all("deterministic forward" in line for line in of_one_query)
-
-
-@pytest.mark.slow
-def test_heads_in_turn_share_memory(fake, monkeypatch):
-    """Copies of heads that are computed one after the other are in the same memory, whose size is bounded."""
-    from engines import Engine
-
-    engine, largest = Engine("fake", fake), []
-    arrays = arrays_of(engine, 300, 300, 8, 4)
-    for limit in (1 << 31, 1):
-        monkeypatch.setattr(gradients, "MAX_COPIES", limit)
-        mask, pool = MASKS["full"](), fake.cuda.MemoryPool()
-        out, stats = attention(*arrays[:3], return_stats=True, block_mask=mask)
-        with fake.cuda.using_allocator(pool.malloc):
-            results = attention_backward(arrays[3], *arrays[:3], out, stats, block_mask=mask)
-        check_dense(engine, [out, *results], arrays, mask)
-        largest.append(pool.total_bytes())
-    assert largest[1] < 0.6 * largest[0]
 
 
 # Mask functions that are passed without a block mask

@@ -12,7 +12,6 @@ from cupy_sdpa import (
     block_mask,
     explain,
     fp8,
-    get_plan_cache,
     prepare,
     weight_sums,
     zoo,
@@ -113,44 +112,6 @@ def test_a_band_beside_a_mask(name, band, sizes):
         results += [out, *pullback(dout)]
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
-
-
-def test_a_band_and_the_function_of_a_mask_that_changed():
-    """The intersection uses neither the changed function nor the old one beside it."""
-    state = {"step": 2}
-    mask = block_mask(lambda b, h, i, j: (abs(i - j) < 200) & ((i - j) % state["step"] == 0), 512, 512)
-    q = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 1, 512, 1)))
-    wanted = attention_vjp(q, q, q, mask=mask.to_dense(), causal=True)[1](q)
-    before = attention_vjp(q, q, q, block_mask=mask, causal=True)[1](q)
-    state["step"] = 3
-    for found in (before, attention_vjp(q, q, q, block_mask=mask, causal=True)[1](q)):
-        for x, y in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(x, y, atol=2e-6)
-
-
-def test_a_dense_mask_is_created_once(fake):
-    """It belongs to the block mask; repeated calls are captured."""
-    mask, x = partial(), fake.asarray(np.ones((8, 1, N, 1), np.float16, order="F"), order="F")
-    options = {"block_mask": mask, "bias": fake.ones((N, 1, 1, 1), np.float16, order="F"), "out": fake.empty_like(x)}
-    before = get_plan_cache().recordings
-    for _ in range(5):
-        attention(x, x, x, **options)
-    wanted = attention(x, x, x, mask=fake.asarray(mask.to_dense()), bias=options["bias"])
-    np.testing.assert_array_equal(options["out"].get(), wanted.get())
-    assert get_plan_cache().recordings == before + 1
-
-
-def test_two_masks_beside_each_other(engine):
-    """A dense mask and a block mask are intersected, also of heads and entries, and with arrays of a score function."""
-    rng = np.random.default_rng(0)
-    mask = BlockMask.from_blocks(rng.random((3, 3, 2, 2)) < 0.6, N, N)
-    other = np.asfortranarray(rng.random((N, N, 1, 2)) < 0.7)
-    q, k = (engine.normal(n, 16, 2, N, 2) for n in range(2))
-    shift = engine.normal(3, N, dtype="f4")
-    options = {"score_mod": lambda s, b, h, i, j, shift: s + shift[j], "tensors": {"shift": shift}}
-    out = attention(q, k, k, block_mask=mask, mask=engine.put(other), **options)
-    wanted = attention(q, k, k, mask=engine.put(other & mask.to_dense()), **options)
-    np.testing.assert_allclose(engine.get(out), engine.get(wanted), atol=engine.tolerance)
 
 
 @pytest.mark.parametrize("name", ["attends", "block_mask", "mask"])

@@ -8,7 +8,7 @@ from planner import library_version, plan_problem
 
 from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, zoo
 from cupy_sdpa.composed import jvp_problems
-from cupy_sdpa.programs import describe
+from cupy_sdpa.programs import block_mask_steps, describe
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
@@ -116,3 +116,19 @@ def test_work_is_proportional_to_the_number_of_blocks(flags):
     report = explain(*arrays_of(mask, (1, 1)), block_mask=mask, deterministic=True, **flags)
     sizes = [math.prod(spec.shape) for launch in report.launches or (report,) for spec in launch.problem.captured]
     assert 0 < sum(sizes) <= 2 * mask.blocks * 128**2
+
+
+def test_heads_in_turn_share_memory(monkeypatch):
+    """Copies of heads that are computed one after the other are in the same memory, whose size is bounded; results are the same."""
+    shapes = [(8, heads, 300, 1) for heads in (8, 8, 4, 4)]
+    dout, q, k, v = (np.asfortranarray(np.random.default_rng(n).standard_normal(shape)) for n, shape in enumerate(shapes))
+    found, sizes = [], []
+    for limit in (1 << 31, 1):
+        monkeypatch.setattr(block_mask_steps, "MAX_COPIES", limit)
+        mask = BlockMask.from_blocks(np.array([[1, 0, 1], [1, 1, 0], [0, 1, 1]], bool), 300, 300)
+        arrays = dout, q, k, v, *attention(q, k, v, return_stats=True, block_mask=mask)
+        sizes.append(describe.program_of(attention_backward, *arrays, block_mask=mask).program.memory_bytes)
+        found.append(attention_backward(*arrays, block_mask=mask))
+    assert sizes[1] < 0.6 * sizes[0]
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(x, y)

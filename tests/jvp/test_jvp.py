@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import every_engine, numbers
 
-from cupy_sdpa import Unsupported, attention, attention_jvp, explain, get_plan_cache, zoo
+from cupy_sdpa import Unsupported, attention, attention_jvp, explain, zoo
 from cupy_sdpa.composed import jvp_problems, widen
 
 #: For tests of what numpy does not do.
@@ -188,35 +188,6 @@ def test_explained(engine):
         assert report.reasons[-1].startswith("Use head dims with D + Dv, 2 D and 2 Dv up to 256 on Hopper")
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_explain_plans_what_the_call_runs(name, fake):
-    """The plans of a report are those of the call, all of them and no others."""
-    from engines import Engine
-
-    q, k, v, *tangents = normals(Engine("fake", fake), 24, 24)
-    options = {
-        "one pass": {"softcap": 2.0}, "sinks and softcap": {"sinks": fake.asarray(np.ones(2, "f4")), "softcap": 2.0},
-        "the mean of sinks": {"sinks": fake.asarray(np.ones(2, "f4"))}, "the mean of dropout": {"dropout_p": 0.5, "seed": 1},
-        "strided arrays": {"causal": True, "return_stats": True}, "strided results": {"score_mod": zoo.softsign},
-    }.get(name, {"deterministic": True} if "packed" in name else {})  # fmt: skip
-    cache, letters = get_plan_cache(), ("qkv", "q", "v", "qk")[list(FORMS).index(name) % 4]
-    chosen = given(tangents, letters)
-
-    def planned(*steps):
-        cache.clear()
-        for step in steps:
-            step()
-        return sorted(line.split(": engine")[0] for line in str(cache).splitlines()[1:])
-
-    def explained():
-        assert explain(q, k, v, jvp=True, **chosen, **options)
-
-    def called():
-        attention_jvp(q, k, v, **chosen, **options)
-
-    assert [] != planned(explained) == planned(explained, called) == planned(called)
-
-
 # Memory, repeated calls and wide arrays
 
 
@@ -249,29 +220,6 @@ def test_nothing_is_written_by_a_refused_call(engine):
             attention_jvp(q, k, v, *tangents, out=out, dout=dout)
         assert np.isnan(engine.get(out)).all()
         assert np.isnan(engine.get(dout)).all()
-
-
-REPEATED = {
-    "separate": {"causal": True},
-    "joint": {"softcap": 2.0},
-    "dropout": {"dropout_p": 0.25, "seed": 3},
-    "function": {"score_mod": zoo.softsign},
-}
-
-
-@on_cudnn
-@pytest.mark.parametrize("name", REPEATED)
-def test_repeated_and_captured_calls(name, engine):
-    """A repeated call is captured as one graph; a graph of the caller owns the memory of the passes, and can be launched again."""
-    arrays, before = normals(engine), get_plan_cache().recordings
-    results = {"out": engine.nan(*arrays[0].shape), "dout": engine.nan(*arrays[0].shape)}
-    for _ in range(6):
-        attention_jvp(*arrays, **REPEATED[name], **results)
-    assert get_plan_cache().recordings == before + 1
-    want = engine.get(tuple(results.values()))
-    for one, other in zip(engine.captured(lambda: attention_jvp(*arrays, **REPEATED[name])), want, strict=True):
-        np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=2e-3, atol=2e-3)
-    engine.forget_plans()
 
 
 @on_cudnn

@@ -6,11 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engines import Engine
-from fake_cupy import DEVICE, library
-from replayed_calls import Calls, equal
+from fake_cupy import DEVICE
 
-from cupy_sdpa import get_plan_cache
 from cupy_sdpa.runtime import cuda_graph, cupy_runtime, driver
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
@@ -284,26 +281,6 @@ def test_close_releases_everything_after_a_failure(fake, monkeypatch):
         recording.close()
     assert not DEVICE.graphs
     assert used_bytes(fake) == before
-
-
-@pytest.mark.parametrize("name", ["lengths", "large copies", "packed"])
-def test_graphs_own_the_memory_of_whole_calls(name, fake):
-    """No node of a graph allocates memory, so its kernels can be launched one by one; also for calls that are parsed."""
-    calls = Calls(Engine("fake", fake), name)
-    want = calls.run()
-    recording = cuda_graph.Recording(calls.launch)
-    ((_, works),) = DEVICE.graphs.items()
-    assert not {work.kind for work in works} & {"alloc", "free"}
-    for launch in (recording.launch_one_by_one, functools.partial(recording.launch, of_many=False)):
-        calls.load(0)
-        junk = [fake.full(size, np.nan, np.float32) for size in (1 << 10, 1 << 14)]
-        launch()
-        equal(calls.host({name: calls.memory.views[name] for name in want}), want)
-        assert all(np.isnan(x.get()).all() for x in junk)
-    fake.cuda.Device().synchronize()
-    recording.close()
-    get_plan_cache().clear()
-    library().forget_plans()
 
 
 class Plain:
