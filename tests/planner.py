@@ -133,28 +133,6 @@ def nvrtc_in_use(problem, gpu):
     return nvrtc().version, nvrtc().path, sorted(in_use)
 
 
-def plan_over_garbage(problem, text):
-    """In a child: replace the stored plan of a problem by garbage, then plan; gives the warnings and the engine."""
-    import warnings
-
-    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import disk_cache_key, load_or_build
-    from cupy_sdpa.graph.attention_forward import forward
-    from cupy_sdpa.offline.remote_planner import load_target
-
-    disk_cache, target, graph = DiskCache(None), load_target("h200"), forward(problem)
-    load_or_build(graph, target, disk_cache=disk_cache).close()
-    key = disk_cache_key(graph, target, None, None)
-    head = disk_cache.get(key).partition(b"\n")[0]
-    disk_cache.put(key, head + b"\n" + text if text else b"")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        plan = load_or_build(graph, target, disk_cache=disk_cache)
-    plan.close()
-    assert not plan.info.loaded
-    return [str(warning.message) for warning in said], plan.info.engine
-
-
 class Raised:
     """In place of the result of a function that raised an exception."""
 
@@ -179,16 +157,6 @@ def start():
         "import planner, cupy_sdpa._workers; planner.ready(); cupy_sdpa._workers.serve(planner.handle)",
     ]
     return Worker(command, environment())
-
-
-def in_child(function, *arguments) -> int:
-    """Run a function in a new child; returns its exit code, negative for a signal."""
-    with Pool(1, start) as pool:
-        try:
-            result = pool.request((function, arguments), 120.0)
-        except WorkerEnded as ended:
-            return ended.status
-    return int(isinstance(result, Raised))
 
 
 class Died(AssertionError):

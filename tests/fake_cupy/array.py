@@ -59,7 +59,6 @@ class ndarray:  # noqa: N801
 
     @property
     def device(self) -> Any:
-        """The device of the array."""
         from .cupy import Device
 
         return Device(0)
@@ -78,7 +77,6 @@ class ndarray:  # noqa: N801
         return made
 
     def transpose(self, *axes: Any) -> ndarray:
-        """A view with permuted axes."""
         return self._same_memory(self.view_.transpose(*axes))
 
     def __getitem__(self, key: Any) -> ndarray:
@@ -99,7 +97,6 @@ class ndarray:  # noqa: N801
         return self._same_memory(self.view_[_with_dots(key)])
 
     def view(self, dtype: Any = None) -> ndarray:
-        """A view with another dtype."""
         return self._same_memory(self.view_.view() if dtype is None else self.view_.view(dtype))
 
     def reshape(self, *shape: Any, order: str = "C") -> ndarray:
@@ -110,11 +107,9 @@ class ndarray:  # noqa: N801
         return compute(lambda x: x.reshape(*shape, order=order), self)
 
     def repeat(self, repeats: int) -> ndarray:
-        """The elements, each several times."""
         return compute(lambda x: x.repeat(repeats), self)
 
     def ravel(self, order: str = "C") -> ndarray:
-        """The array in one dimension."""
         return self.reshape(-1, order=order)
 
     def __copy__(self) -> ndarray:
@@ -153,25 +148,20 @@ class ndarray:  # noqa: N801
         DEVICE.submit(memory.current_stream(), Work(run))
 
     def clip(self, low: int, high: int) -> ndarray:
-        """Limit the elements."""
         return compute(lambda x: np.clip(x, low, high), self)
 
     def fill(self, value: Any) -> None:
-        """Set every element to a number."""
         self[...] = value
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
-        """A copy with another dtype."""
         if not copy and self.dtype == np.dtype(dtype):
             return self
         return compute(lambda x: x.astype(dtype, order=order), self)
 
     def swapaxes(self, one: int, other: int) -> ndarray:
-        """A view with two axes exchanged."""
         return self._same_memory(self.view_.swapaxes(one, other))
 
     def copy(self, order: str = "C") -> ndarray:
-        """A copy."""
         return compute(lambda x: x.copy(order=order), self)
 
     def get(self, order: str = "C") -> Any:
@@ -180,7 +170,6 @@ class ndarray:  # noqa: N801
         return self.view_.copy(order=order)
 
     def item(self) -> Any:
-        """The only element."""
         return self.get().item()
 
     __bool__ = lambda self: bool(self.get())  # noqa: E731

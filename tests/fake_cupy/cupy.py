@@ -18,7 +18,6 @@ __version__ = "14.0.0"
 
 
 def _from_host(array: Any, order: str | None = None) -> ndarray:
-    """Copy to the device, keeping the memory order of the host array."""
     array = np.asarray(array)
     if order is None:
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
@@ -38,7 +37,6 @@ def asarray(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
 
 
 def array(x: Any, dtype: Any = None, order: str | None = None) -> ndarray:
-    """Copy to a new array on the device."""
     return x.copy(order or "K") if isinstance(x, ndarray) else asarray(x, dtype, order)
 
 
@@ -52,29 +50,24 @@ def from_dlpack(x: Any) -> ndarray:
 
 
 def asnumpy(x: Any, order: str = "C") -> Any:
-    """Copy to the host."""
     return x.get(order=order) if isinstance(x, ndarray) else np.asarray(x, order=order)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """A new array without initialization."""
     return ndarray(shape, dtype, order=order)
 
 
 def full(shape: Any, value: Any, dtype: Any = None, order: str = "C") -> ndarray:
-    """A new array filled with a number."""
     made = ndarray(shape, np.asarray(value).dtype if dtype is None else dtype, order=order)
     made.fill(value)
     return made
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """A new array of zeros."""
     return full(shape, 0, dtype, order)
 
 
 def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """A new array of ones."""
     return full(shape, 1, dtype, order)
 
 
@@ -87,31 +80,26 @@ def empty_like(x: ndarray, dtype: Any = None, order: str = "K", subok: None = No
 
 
 def zeros_like(x: ndarray, dtype: Any = None) -> ndarray:
-    """A new array of zeros with the same shape."""
     made = empty_like(x, dtype)
     made.fill(0)
     return made
 
 
 def full_like(x: ndarray, value: Any, dtype: Any = None) -> ndarray:
-    """A new array filled with a number, with the same shape."""
     made = empty_like(x, dtype)
     made.fill(value)
     return made
 
 
 def arange(*given: Any, dtype: Any = None) -> ndarray:
-    """Evenly spaced numbers."""
     return _from_host(np.arange(*given, dtype=dtype))
 
 
 def asfortranarray(x: ndarray) -> ndarray:
-    """Convert to Fortran order."""
     return x if x.flags.f_contiguous else x.copy("F")
 
 
 def ascontiguousarray(x: ndarray) -> ndarray:
-    """Convert to C order."""
     return x if x.flags.c_contiguous else x.copy("C")
 
 
@@ -121,17 +109,14 @@ def broadcast_to(x: ndarray, shape: tuple[int, ...]) -> ndarray:
 
 
 def concatenate(arrays: list[ndarray], axis: int = 0, *, dtype: Any = None) -> ndarray:
-    """Concatenate arrays."""
     return compute(lambda *given: np.concatenate(given, axis=axis, dtype=dtype), *arrays)
 
 
 def stack(arrays: list[ndarray]) -> ndarray:
-    """Join arrays along a new first axis."""
     return compute(lambda *given: np.stack(given), *arrays)
 
 
 def take(x: ndarray, indices: ndarray, axis: int | None = None) -> ndarray:
-    """Take elements by index."""
     return compute(lambda *given: np.take(*given, axis=axis, mode="clip"), x, indices)
 
 
@@ -173,7 +158,6 @@ def where(condition: ndarray, x: Any, y: Any) -> ndarray:
 
 
 def matmul(a: ndarray, b: ndarray) -> ndarray:
-    """The matrix product."""
     return a @ b
 
 
@@ -204,7 +188,6 @@ class Device:
         """Make it current, which it is."""
 
     def synchronize(self) -> None:
-        """Wait for every stream."""
         DEVICE.wait_for_all()
 
 
@@ -215,7 +198,6 @@ class Graph:
         self.graph, self.graphExec = graph, DEVICE.instantiate(graph)
 
     def launch(self, stream: Any = None) -> None:
-        """Launch the graph on a stream."""
         DEVICE.launch(self.graphExec, memory.current_stream() if stream is None else stream.ptr)
 
     def __del__(self) -> None:
@@ -251,33 +233,26 @@ class Stream:
         return made
 
     def use(self) -> Stream:
-        """Make it the thread's current stream."""
         memory.streams_of_thread()[:] = [self]
         return self
 
     @property
     def done(self) -> bool:
-        """Whether all work of the stream is complete."""
         return not DEVICE.busy(self.ptr)
 
     def synchronize(self) -> None:
-        """Wait for its work."""
         DEVICE.wait(self.ptr)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        """Begin to capture work."""
         DEVICE.begin_capture(self.ptr)
 
     def end_capture(self) -> Graph:
-        """End the capture; returns the graph."""
         return Graph(DEVICE.end_capture(self.ptr))
 
     def is_capturing(self) -> bool:
-        """Whether the stream is being captured."""
         return self.ptr in DEVICE.captures
 
     def record(self, event: Event | None = None) -> Event:
-        """Record an event."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -301,7 +276,6 @@ class Event:
         self.captured, self.submitted = False, 0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the time in stream order."""
         self.stream = memory.current_stream() if stream is None else stream.ptr
         self.captured = self.stream in DEVICE.captures
         self.done = self.captured
@@ -320,7 +294,6 @@ class Event:
                 DEVICE.run_next(self.stream)
 
     def synchronize(self) -> None:
-        """Wait for it."""
         DEVICE.wait(self.stream)
 
 
@@ -391,7 +364,6 @@ cuda = SimpleNamespace(
 
 
 def get_default_memory_pool() -> memory.MemoryPool:
-    """CuPy's default memory pool."""
     return memory.POOL
 
 

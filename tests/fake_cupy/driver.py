@@ -15,8 +15,6 @@ CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
 
 class CUresult(enum.IntEnum):
-    """Status codes."""
-
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
@@ -24,8 +22,6 @@ class CUresult(enum.IntEnum):
 
 
 class CUgraphNodeType(enum.IntEnum):
-    """Kinds of graph nodes."""
-
     CU_GRAPH_NODE_TYPE_KERNEL = 0
     CU_GRAPH_NODE_TYPE_MEMCPY = 1
     CU_GRAPH_NODE_TYPE_MEMSET = 2
@@ -35,15 +31,11 @@ class CUgraphNodeType(enum.IntEnum):
 
 
 class CUlaunchAttributeID(enum.IntEnum):
-    """Launch attributes."""
-
     CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
 
 
 class CUstreamCaptureMode(enum.IntEnum):
-    """The calls that a capture forbids in other threads."""
-
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
@@ -79,7 +71,6 @@ def cuCtxGetId(context: int) -> tuple[CUresult, int]:
 
 
 def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> tuple[CUresult, CUstreamCaptureMode]:
-    """Exchange the capture mode; returns the previous one."""
     before = getattr(_thread, "mode", CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
     _thread.mode = mode
     return CUresult.CUDA_SUCCESS, before
@@ -95,22 +86,18 @@ def _memset(address: int, pitch: int, value: int, itemsize: int, width: int, hei
 
 
 def cuMemsetD8Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    """Fill bytes."""
     return _memset(address, count, value, 1, count, 1, stream)
 
 
 def cuMemsetD16Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    """Fill elements of 2 bytes."""
     return _memset(address, count, value, 2, count, 1, stream)
 
 
 def cuMemsetD32Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    """Fill elements of 4 bytes."""
     return _memset(address, count, value, 4, count, 1, stream)
 
 
 def cuMemsetD2D8Async(address: int, pitch: int, value: int, width: int, height: int, stream: int) -> tuple[CUresult]:
-    """Fill rows of bytes."""
     return _memset(address, pitch, value, 1, width, height, stream)
 
 
@@ -149,7 +136,6 @@ def cuGraphGetEdges(graph: int, count: int = 0) -> tuple[CUresult, list[_Node], 
 
 
 def cuGraphNodeGetType(node: _Node) -> tuple[CUresult, CUgraphNodeType]:
-    """The kind of a node."""
     return CUresult.CUDA_SUCCESS, _KINDS[node.work.kind]
 
 
@@ -163,7 +149,6 @@ def cuGraphKernelNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
 
 
 def cuGraphMemsetNodeGetParams(node: _Node) -> tuple[CUresult, SimpleNamespace]:
-    """The parameters of a memset node."""
     assert node.work.memset
     address, value, itemsize, width, height = node.work.memset
     return CUresult.CUDA_SUCCESS, SimpleNamespace(dst=address, value=value, width=width, height=height, elementSize=itemsize)

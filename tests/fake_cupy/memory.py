@@ -52,7 +52,6 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.ptr + offset, self.size - offset)
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Set bytes on a stream."""
         target = current_stream() if stream is None else stream.ptr
 
         def run() -> None:
@@ -64,8 +63,6 @@ class MemoryPointer:
     memset = memset_async
 
     def copy_from_device_async(self, source: MemoryPointer, size: int, stream: Any = None) -> None:
-        """Copy bytes on a stream."""
-
         def run() -> None:
             DEVICE.view(self.ptr, (size,), (1,), "u1")[...] = DEVICE.view(source.ptr, (size,), (1,), "u1")
 
@@ -110,19 +107,15 @@ class MemoryPool:
             self._used -= block.capacity
 
     def used_bytes(self) -> int:
-        """Bytes in use."""
         return self._used
 
     def free_bytes(self) -> int:
-        """Bytes that are free for reuse."""
         return self._total - self._used
 
     def total_bytes(self) -> int:
-        """Bytes in use and free for reuse."""
         return self._total
 
     def set_limit(self, size: int | None = None) -> None:
-        """Set the limit in bytes; None or 0 for no limit."""
         self.limit = size or None
 
     def free_all_blocks(self) -> None:

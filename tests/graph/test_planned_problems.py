@@ -5,16 +5,18 @@ import re
 
 import numpy as np
 import pytest
-from planner import library_version, plan_problem
+from planner import library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa.check.combine import LEFT_OUT
-from cupy_sdpa.check.draw import OPTIONS, Limits, Sampler, draw_options
+from cupy_sdpa.check.draw import OPTIONS, Limits, Sampler, draw, draw_options
 from cupy_sdpa.check.planned import problems
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
+from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import why_not
+from cupy_sdpa.support.why_not import guards, why_not
 
 pytestmark = pytest.mark.cudnn
 
@@ -35,7 +37,13 @@ ALLOWED = {
     ),
 }
 #: Refusals that depend on the number of arrays with an element for each query, such as masks beside trees, and on ``max_workspace``.
-REFUSALS = re.compile(r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, \d+ are allowed")
+REFUSALS = re.compile(
+    r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, \d+ are allowed|are the same but got d_qk"
+)
+
+
+#: Whether dQ is written directly, and the engine config.
+METHODS = ((True, None), (False, None), (False, ORDERED))
 
 
 def drawn(number):
@@ -46,19 +54,25 @@ def drawn(number):
 
 
 def check_plans(numbers, call):
-    """Plan the problems that the table allows: no crash, and no refusal that is not listed; at least a third are planned."""
+    """Plan the problems that the table allows, with every method to compute gradients on the H200: no crash, and no refusal that
+    is not listed; at least a third are planned.
+    """
     version, planned = call(library_version), 0
-    for number in numbers:
-        case = drawn(number)
+    for case in (draw(11, number, "plan") if number % 2 else drawn(number) for number in numbers):
         capability = gpus.capability(case.gpu)
-        for problem in problems(case):
-            if problem.trivial or why_not(problem, version, capability):
+        for problem in (part for whole in problems(case) if not whole.trivial for part in subproblems(whole)):
+            if why_not(problem, version, capability):
                 continue
-            for part in subproblems(problem):
-                plan = call(plan_problem, part, case.gpu)
-                known = REFUSALS.search(str(plan)) or any(allowed(part, capability) for allowed in ALLOWED.values())
-                assert isinstance(plan, PlanInfo) or known, f"{case!r}\n{part}: {plan}"
-                planned += isinstance(plan, PlanInfo)
+            plan = call(plan_problem, problem, case.gpu)
+            known = REFUSALS.search(str(plan)) or any(allowed(problem, capability) for allowed in ALLOWED.values())
+            assert isinstance(plan, PlanInfo) or known, f"{case!r}\n{problem}: {plan}"
+            planned += isinstance(plan, PlanInfo)
+            if isinstance(plan, PlanInfo) and problem.backward and case.gpu == "h200" and not problem.ds_reductions:
+                for direct, config in METHODS[: 3 if version >= ORDERED_SINCE else 2]:
+                    graph = backward(problem, direct, guards(problem, version, 90))
+                    other = call(plan_graph, graph, "h200", True, config)
+                    assert isinstance(other, PlanInfo), f"{case!r}, {direct}, {config}: {other}"
+                    assert other.engine == 6
     assert planned > len(numbers) // 3
 
 

@@ -197,18 +197,6 @@ def test_a_folder_that_others_can_write_to_is_not_read(obstacle, folder, tmp_pat
             assert DiskCache(folder).get(KEY) is None
 
 
-def test_a_folder_in_the_place_of_an_entry(folder, recwarn):
-    """It cannot be read or replaced: one warning, and memory is used."""
-    file_of(folder).mkdir(parents=True)
-    folder.chmod(0o700)
-    kept = DiskCache(folder)
-    assert kept.get(KEY) is None
-    kept.put(KEY, CONTENT)
-    assert [said.category for said in recwarn] == [DiskCacheWarning]
-    assert "not a regular file" in str(recwarn[0].message)
-    assert kept.get(KEY) == CONTENT
-
-
 def test_the_folder_is_bounded(folder):
     """Beyond the limit the least recently used entry is deleted."""
     kept = DiskCache(folder, limit=3 * (len(CONTENT) + 300))
@@ -290,6 +278,7 @@ def another_users(path, entry):
 
 UNSAFE = {
     "linked": lambda path, entry: path.symlink_to(entry), "a_pipe": lambda path, entry: os.mkfifo(path),
+    "a_folder": lambda path, entry: path.mkdir(),
     "another_users": another_users, "writable_by_a_group": mode(0o620), "writable_by_all": mode(0o602),
 }  # fmt: skip
 
@@ -300,8 +289,11 @@ def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path):
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     folder.mkdir(mode=0o700)
     UNSAFE[how](file_of(folder), file_of(tmp_path / "private"))
+    kept = DiskCache(folder)
     with pytest.warns(DiskCacheWarning, match=f"{KEY}.plan"):
-        assert DiskCache(folder).get(KEY) is None
+        assert kept.get(KEY) is None
+    kept.put(KEY, CONTENT)
+    assert kept.get(KEY) == CONTENT
     assert os.path.lexists(file_of(folder))
 
 

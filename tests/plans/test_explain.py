@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner import child_environment, plan_over_garbage
+from planner import child_environment
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, explain, fp8, prepare, store
+from cupy_sdpa import explain, store
 
 Q, KV = (128, 32, 512, 1), (128, 8, 512, 1)
 SINKS = np.zeros(2, np.float32)
@@ -215,17 +215,6 @@ def test_a_store_is_built_once(tmp_path):
         store.build(problems, "h200", tmp_path, cudnn="9.19.9")
 
 
-@pytest.mark.cudnn
-@pytest.mark.slow
-def test_a_stored_plan_that_cudnn_rejects(planner):
-    """An entry with a valid checksum that is no plan of cuDNN's: rejected with a warning, and built again."""
-    for text in (b"", b'{"cudnnVersion":1}'):
-        said, engine = planner.call(plan_over_garbage, asked(q=(64, 2, 64, 1), k=(64, 2, 64, 1), v=(64, 2, 64, 1)), text)
-        assert engine in (1, 2)
-        assert len(said) == 1
-        assert "is built again" in said[0]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -240,50 +229,6 @@ def test_options_of_the_other_pass_are_ignored(options):
     x = np.zeros((64, 2, 128, 1), np.float16, order="F")
     asked = cupy_sdpa.problem(x, x, x, **options)
     assert asked == cupy_sdpa.explain(x, x, x, **options, gpu="H200", cudnn="9.19").problem
-
-
-PREPARED = {
-    "block mask": lambda x: {"block_mask": BlockMask.from_blocks(np.tri(3, 3, dtype=bool).T[:, :, None, None], 300, 300)},
-    "compute_dtype": lambda x: {"compute_dtype": "bfloat16"},
-    "functions": lambda x: {
-        "score_mod": lambda s, b, h, i, j, t: s + t[h],
-        "tensors": {"t": x.asarray(np.ones(2, np.float32))},
-    },
-    "lengths": lambda x: {"seq_lens_kv": x.asarray(np.array([200], np.int32)), "causal": True},
-    "layout": lambda x: {"layout": "bhsd"},
-}
-
-
-@pytest.mark.parametrize("name", PREPARED)
-def test_prepared_calls_of_every_kind(name, engine):
-    """Both passes give the results of the call, also repeated; arrays of other shapes raise."""
-    dtype = np.float32 if name == "compute_dtype" else None
-    x = [engine.normal(n, 16, 2, 300, 1, dtype=dtype) for n in range(3)]
-    if name == "layout":
-        x = [y.transpose(3, 1, 2, 0) for y in x]
-    options = PREPARED[name](engine.xp)
-    call = prepare(*x, return_stats=True, **options)
-    want = cupy_sdpa.attention(*x, return_stats=True, **options)
-    for _ in range(5):
-        for got, right in zip(call(*x), want, strict=True):
-            np.testing.assert_array_equal(engine.get(got), engine.get(right))
-    backward = prepare(*x, backward=True, **options)
-    given = (want[0], *x, *want)
-    gradients = cupy_sdpa.attention_backward(*given, **options)
-    for got, right in zip(backward(*given), gradients, strict=True):
-        np.testing.assert_allclose(engine.get(got).astype(float), engine.get(right).astype(float), atol=engine.tolerance)
-    with pytest.raises(ValueError, match=r"differs|is for|must be from"):
-        call(*(y[:, :, :128] for y in x))
-
-
-def test_prepared_calls_of_fp8_arrays():
-    """The result is an FP8 array with its scale."""
-    x = [fp8.quantize(np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 40, 1)))) for n in range(3)]
-    call = prepare(*x, causal=True)
-    want = cupy_sdpa.attention(*x, causal=True)
-    np.testing.assert_array_equal(call(*x).dequantize("float32"), want.dequantize("float32"))
-    with pytest.raises(ValueError, match="differs from the prepared one"):
-        call(*(fp8.quantize(np.ones((16, 2, 41, 1), np.float32, order="F")) for _ in range(3)))
 
 
 def test_constants_of_functions_are_shown_with_their_values():
