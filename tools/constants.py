@@ -1,7 +1,7 @@
 """Generate ``cupy_sdpa/cudnn/constants.py`` from NVIDIA's header: ``python tools/constants.py path/to/cudnn_graph.h``.
 
 The cuDNN wheels contain the header, in ``nvidia/cudnn/include``. The table has the constants that the package names, and all
-statuses, notes and knobs, which cuDNN returns.
+notes, which cuDNN returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cupy_sdpa"
 TARGET = PACKAGE / "cudnn" / "constants.py"
 #: The enums of the table by their C names. True: all constants; False: those that the package names.
 ENUMS = {
-    "cudnnStatus_t": True,
+    "cudnnStatus_t": False,
     "cudnnDataType_t": False,
     "cudnnReduceTensorOp_t": False,
     "cudnnPointwiseMode_t": False,
@@ -24,7 +24,7 @@ ENUMS = {
     "cudnnBackendAttributeType_t": False,
     "cudnnBackendDescriptorType_t": False,
     "cudnnBackendNumericalNote_t": True,
-    "cudnnBackendKnobType_t": True,
+    "cudnnBackendKnobType_t": False,
     "cudnnBackendHeurMode_t": False,
     "cudnnCudaGraphRetention_t": False,
 }
@@ -75,7 +75,7 @@ def prefix(names: list[str]) -> str:
 
 
 def words() -> set[str]:
-    """The strings and the attributes in the code that names constants, in upper case."""
+    """The strings, attributes and keywords in the code that names constants."""
     found = set()
     for path in (path for folder in FOLDERS for path in (PACKAGE / folder).glob("*.py") if path != TARGET):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -83,6 +83,8 @@ def words() -> set[str]:
                 found.add(node.value.upper())
             elif isinstance(node, ast.Attribute):
                 found.add(node.attr)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
     return found
 
 
@@ -94,9 +96,7 @@ def is_named(enum: str, name: str, words: set[str]) -> bool:
         words: the words of the code. It writes the kind of a descriptor and the rest of an attribute's name apart, and omits
             ``OPERATION_``.
     """
-    if enum == "DescriptorType":
-        name = name.removesuffix("_DESCRIPTOR")
-    if name in words or name.removeprefix("OPERATION_") in words:
+    if {name, name.removesuffix("_DESCRIPTOR"), name.removeprefix("OPERATION_").removesuffix("_DESCRIPTOR")} & words:
         return True
     parts = name.removeprefix("OPERATION_").split("_")
     halves = (("_".join(parts[:i]), "_".join(parts[i:])) for i in range(1, len(parts)))

@@ -20,7 +20,6 @@ from typing import Any
 
 from ..errors import CudnnError, Unsupported
 from ..version import version_text
-from .constants import Status, name_of
 
 SONAME = "libcudnn.so.9"
 #: The environment variable with the path of the libcudnn.so.9 to load.
@@ -103,7 +102,7 @@ class Library:
         """
         if status == 0:
             return
-        name = name_of(Status, status) or self.cudnnGetErrorString(status).decode(errors="replace")
+        name = self.cudnnGetErrorString(status).decode(errors="replace").removeprefix("CUDNN_STATUS_")
         message = f"cuDNN {version_text(self.version)} failed to {doing}: {status} {name}"
         if causes := self.last_error():
             message += f": {'; '.join(causes)}"

@@ -39,7 +39,7 @@ class Analysis:
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         lengths: the lengths of each batch entry, if only these are computed.
-        separable: whether a block of rows can be computed without the other rows.
+        by_rows: how a block of rows is computed without the other rows; None if it is not.
         shape: batch, heads, rows and columns.
     """
 
@@ -53,7 +53,7 @@ class Analysis:
         self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
-        self.separable = _is_separable(graph, self.right_operands)
+        self.by_rows = SummedRows.of(graph)
         shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
         self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
         self._graph = graph
@@ -62,11 +62,6 @@ class Analysis:
     def fused_steps(self) -> list[tuple[Node, frozenset[str]]]:
         """The steps for CuPy arrays, with pointwise nodes fused."""
         return _last_reads(fuse(self._graph))
-
-    @functools.cached_property
-    def summed(self) -> SummedRows | None:
-        """For CuPy arrays, the rows of gradients that are sums over tiles; None if there are none."""
-        return SummedRows.of(self._graph)
 
 
 def analyze(graph: Graph) -> Analysis:
@@ -104,13 +99,14 @@ class Evaluation:
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
-        self.steps, self.separable, self.rows = analysis.steps, analysis.separable, analysis.shape[2]
+        self.steps, self.rows = analysis.steps, analysis.shape[2]
         self.summed, self.later = frozenset[str](), frozenset[str]()
+        by_rows = analysis.by_rows
+        self.separable = by_rows is not None and (self.xp is not np or not by_rows.products)
         if self.xp is not np:
             self.steps = analysis.fused_steps
-            if summed := analysis.summed:
-                self.right_operands, self.summed, self.later, self.rows = summed
-                self.separable = True
+            if by_rows and by_rows.products:
+                self.right_operands, self.summed, self.later, self.rows = by_rows
         self.whole = {*self.right_operands, *self.summed, *self.later} if self.summed else self.right_operands
         self.row_sums: dict[str, Array] = {}
         self.scalars: dict[str, Any] = {}
@@ -300,10 +296,10 @@ def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
     right, (*_, of, width) = analysis.right_operands, analysis.shape
-    if summed := analysis.summed:
-        right, of = summed.right_operands | summed.products, summed.rows
-    separable = analysis.separable or summed
-    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if separable else of
+    by_rows = analysis.by_rows
+    if by_rows and by_rows.products:
+        right, of = by_rows.right_operands | by_rows.products, by_rows.rows
+    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if by_rows else of
     alive: dict[str, int] = {}
     most = 0
     for node, last_reads in analysis.fused_steps:
@@ -357,19 +353,8 @@ def _sums_over_tiles(node: Node) -> bool:
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))
 
 
-def _is_separable(graph: Graph, right_operands: set[str]) -> bool:
-    """Whether a block of rows can be computed without the other rows.
-
-    A matmul mixes only the rows of its right operand. So every right operand must be an input, or rows of pages, that no step
-    reads by rows.
-    """
-    by_rows = {t.name for node in graph.nodes for t in node.inputs if not (isinstance(node, Matmul) and t is node.b)}
-    results = {t.name for node in graph.nodes if not isinstance(node, PagedLoad) for t in node.outputs}
-    return not right_operands & (by_rows | results)
-
-
 class SummedRows(NamedTuple):
-    """How gradients are computed one block of queries at a time: products with a transposed block are summed over the blocks.
+    """How a graph is computed one block of queries at a time: products with a transposed block are summed over the blocks.
 
     Attributes:
         right_operands: the right operands of the other products, of which every tile reads all rows.
@@ -384,7 +369,11 @@ class SummedRows(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph) -> SummedRows | None:
-        """The sums of a graph; None if it has none, or a step needs the rows of all tiles at once."""
+        """How blocks of rows of a graph are computed; None if a step needs the rows of all tiles at once.
+
+        A matmul mixes only the rows of its right operand. So every right operand must be an input, rows of pages, or a
+        transpose of such, that no step reads by rows.
+        """
         matmuls = [node for node in graph.nodes if isinstance(node, Matmul)]
         every = {node.b.name for node in matmuls}
         transposed = {node.out.name: node for node in graph.nodes if isinstance(node, Transpose) and node.x.name not in every}
@@ -409,7 +398,7 @@ class SummedRows(NamedTuple):
             of_group = isinstance(node, Reduction) and not _sums_over_tiles(node) and node.out.shape[3] > 1
             if of_group and node.out.name not in later:
                 return None
-        rows = {node.x.shape[2] for node in transposed.values()}
+        rows = {node.x.shape[2] for node in transposed.values()} or {0}
         return cls(right, frozenset(products), frozenset(later), rows.pop()) if len(rows) == 1 else None
 
 

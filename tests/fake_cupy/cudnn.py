@@ -147,7 +147,7 @@ class FakeLibrary(Library):
         return self.version
 
     def cudnnGetErrorString(self, status: int) -> bytes:
-        return b"an error"
+        return b"CUDNN_STATUS_AN_ERROR"
 
     def cudnnGetLastErrorString(self, buffer: Any, size: int) -> None:
         buffer.value, self._error = self._error.encode(), ""

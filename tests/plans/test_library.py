@@ -157,21 +157,13 @@ def test_a_loaded_library_is_used(tmp_path):
     assert json.loads(python(LOAD, **{OVERRIDE: path}))[:2] == [f"{OVERRIDE}={path}", path]
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "name"),
-    [
-        (2000, CudnnError, "BAD_PARAM"), (3000, Unsupported, "NOT_SUPPORTED"), (3014, Unsupported, "INVALID_DYNAMIC_SHAPE"),
-        (3999, Unsupported, "an error"), (4001, CudnnError, "COMPILATION_FAILED"), (5000, CudnnError, "EXECUTION_FAILED"),
-        (1001, CudnnError, "NOT_INITIALIZED"), (2999, CudnnError, "an error"),
-    ],
-)  # fmt: skip
-def test_only_3000_to_3999_means_unsupported(status, error, name, fake):
-    """Every other status is a failure; each error has the status name, cuDNN's message, its version, and the operation."""
+@pytest.mark.parametrize("status", [1001, 2000, 2999, 3000, 3014, 3999, 4001, 5000])
+def test_only_3000_to_3999_means_unsupported(status, fake):
+    """Every other status is a failure; each error has the status, its name, cuDNN's message, its version, and the operation."""
     library()._error = "because"
-    with pytest.raises(error) as failure:
+    with pytest.raises(Unsupported if 3000 <= status < 4000 else CudnnError) as failure:
         library().check(status, "do a thing")
-    for words in (name, str(status), "because", "9.19.0", "do a thing"):
-        assert words in str(failure.value)
+    assert str(failure.value) == f"cuDNN 9.19.0 failed to do a thing: {status} AN_ERROR: because"
     assert getattr(failure.value, "status", status) == status
     library().check(0, "do a thing")
 

@@ -151,6 +151,7 @@ def test_captured_graphs_do_not_own_plans(planner):
 def test_a_refusal_keeps_every_reason(planner):
     """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept, once."""
     text = planner.call(plan_problem, problem((12, 4, 64, 2)), "h200")
+    assert "NOT_SUPPORTED" in text
     assert "multiple of 8" in text
     assert "engine 1" in text
     assert "engine 2" in text
