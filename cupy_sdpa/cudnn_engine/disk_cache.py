@@ -203,10 +203,9 @@ class DiskCache:
             total -= info.st_size
 
     def _discard(self, key: str, reason: str) -> None:
-        place = "memory" if self.folder is None else str(self.folder)
+        place = self.folder or "memory"
         warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built again: {reason}", DiskCacheWarning, stacklevel=2)
-        path = None if self.folder is None else self.folder / f"{key}{_SUFFIX}"
-        if path is not None and _is_entry(path):
+        if self.folder and _is_entry(path := self.folder / f"{key}{_SUFFIX}"):
             with contextlib.suppress(OSError):  # a read-only folder
                 path.unlink(missing_ok=True)
 
@@ -262,20 +261,13 @@ def _read_trusted(folder: Path, path: Path) -> bytes:
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
     """The regular files of a folder whose names match a pattern, sorted by name."""
     files = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if pattern.fullmatch(entry.name) and (info := _regular_file(entry)):
-                files.append((folder / entry.name, info))
+    with contextlib.suppress(OSError):
+        for name in filter(pattern.fullmatch, os.listdir(folder)):
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                info = (folder / name).lstat()
+                if stat.S_ISREG(info.st_mode):
+                    files.append((folder / name, info))
     return sorted(files)
-
-
-def _regular_file(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """The properties of a regular file; None for other entries, and if another process has just deleted it."""
-    try:
-        info = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return info if stat.S_ISREG(info.st_mode) else None
 
 
 def _is_entry(path: Path) -> bool:

@@ -137,19 +137,6 @@ def _may_mask_all_keys(problem: Problem) -> bool:
     return band.left is not None and after is not None and sq - skv > after
 
 
-def _one_packed_query(problem: Problem) -> bool:
-    """Packed sequences with at most one query each."""
-    return problem.packed and _one_query(problem)
-
-
-def _strided_packed_queries(problem: Problem) -> bool:
-    return problem.packed and problem.backward and not problem.q.dense
-
-
-def _misaligned_packed_queries(problem: Problem) -> bool:
-    return problem.packed and problem.backward and problem.q.alignment < 16
-
-
 def _strided_packed_gradients(problem: Problem) -> bool:
     """Packed sequences with a dq that is not dense, or grouped heads with such a dk or dv."""
     _, _, hq, hkv, *_ = problem.sizes
@@ -157,21 +144,10 @@ def _strided_packed_gradients(problem: Problem) -> bool:
     return problem.packed and any(spec and not spec.dense for spec in affected)
 
 
-def _query_bias_with_sinks(problem: Problem) -> bool:
-    """Gradients with sinks and a bias of one element per query, which may mask the whole row."""
-    return problem.backward and problem.sinks is not None and problem.bias is not None and problem.bias.shape[0] == 1
-
-
 def _direct_with_narrow_values(problem: Problem) -> bool:
     """dQ is written directly, with head dims (D, Dv) for which results were wrong or were not measured."""
     d, dv, *_ = problem.sizes
     return problem.backward and writes_dq_directly(problem) and d > 128 and d != dv and (d, dv) != (192, 128)
-
-
-def _packed_with_narrow_values(problem: Problem) -> bool:
-    """Gradients of packed sequences with head dims (D, Dv) whose kernel may not write all of dk."""
-    d, dv, *_ = problem.sizes
-    return problem.packed and problem.backward and d > 192 and 64 < dv <= 128
 
 
 def _without_mask(problem: Problem) -> bool:
@@ -238,7 +214,7 @@ BUGS: tuple[Bug, ...] = (
     replace(_DECODE_BLACKWELL, first=92402, last=92500),
     Bug(
         name="packed-one-query",
-        condition=_one_packed_query,
+        condition=lambda p: p.packed and _one_query(p),
         when="packed sequences with one query each",
         effect="the log-sum-exp is written for one head of each group only, and gradients read it at the wrong place",
         guards=frozenset({"two-rows"}),
@@ -256,21 +232,21 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="packed-narrow-values",
         capabilities=HOPPER,
-        condition=_packed_with_narrow_values,
+        condition=lambda p: p.packed and p.backward and p.sizes[0] > 192 and 64 < p.sizes[1] <= 128,
         when="gradients of packed sequences with a head dim of q and k above 192 and of v from 72 to 128",
         effect="wrong dq, and dk beyond its first 128 head dims is not written (measured with 9.19 for all head dims)",
         remedy="pad v with zeros to the head dim of q",
     ),
     Bug(
         name="packed-strided-queries",
-        condition=_strided_packed_queries,
+        condition=lambda p: p.packed and p.backward and not p.q.dense,
         when="gradients of packed sequences with queries that are not dense",
         effect="dq is written at the wrong place",
         guards=frozenset({"dense-queries"}),
     ),
     Bug(
         name="packed-misaligned-queries",
-        condition=_misaligned_packed_queries,
+        condition=lambda p: p.packed and p.backward and p.q.alignment < 16,
         when="gradients of packed sequences with queries at an address that is no multiple of 16 bytes",
         effect="a misaligned address (seen once, with 9.19)",
         guards=frozenset({"dense-queries"}),
@@ -284,7 +260,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         name="sinks-infinite-bias",
-        condition=_query_bias_with_sinks,
+        condition=lambda p: p.backward and p.sinks is not None and p.bias is not None and p.bias.shape[0] == 1,
         when="gradients with sinks and a bias of one element per query",
         effect="-inf in the bias is read as 0",
         guards=frozenset({"finite-bias"}),

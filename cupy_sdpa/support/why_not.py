@@ -50,14 +50,9 @@ def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 
 def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
-    disabled = disabled_names()
     table: tuple[Rule | Bug, ...] = (*RULES, *BUGS)
-    return [
-        Reason(row.name, row.error, text)
-        for row in table
-        if row.refuses and row.name not in disabled
-        for text in row.violations(problem, cudnn, capability)
-    ]
+    rows = [row for row in table if row.refuses and row.name not in disabled_names()]
+    return [Reason(row.name, row.error, text) for row in rows for text in row.violations(problem, cudnn, capability)]
 
 
 def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:

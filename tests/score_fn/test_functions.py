@@ -32,7 +32,7 @@ def test_functions_match_dense_arrays(functions):
     agrees(functions, s=42)
 
 
-@pytest.mark.parametrize("number", numbers(620, quick=8, sweep=20))
+@pytest.mark.parametrize("number", numbers(320, quick=8, sweep=20))
 def test_random_functions_match_dense_arrays(number):
     """Both passes."""
     agrees(drawn(number), s=20)
