@@ -82,7 +82,7 @@ def plan_problem(problem, gpu):
     return plan.info
 
 
-def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
+def plan_graph(graph, gpu: str, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
     from cupy_sdpa.cudnn_engine.engines import engine_search
@@ -91,7 +91,7 @@ def plan_graph(graph, gpu: str, guarded: bool = True, config=None):
 
     target = load_target(gpu)
     try:
-        with engine_search(graph, target, guarded=guarded) as search:
+        with engine_search(graph, target) as search:
             plan = Plan(search.first(config), graph, target, "", 0.0)
     except Unsupported as error:
         return str(error)

@@ -95,15 +95,6 @@ class Descriptor:
             raise
         return made
 
-    def attribute(self, name: str) -> AttributeName:
-        """The constant of an attribute; AttributeError lists the attributes of the kind."""
-        try:
-            return AttributeName[f"{self.kind}_{name}"]
-        except KeyError:
-            prefix = self.kind + "_"
-            names = ", ".join(a.removeprefix(prefix) for a in AttributeName.__members__ if a.startswith(prefix))
-            raise AttributeError(f"a {self.kind} descriptor has no attribute {name}; it has {names}") from None
-
     def set(self, name: str, value: Any) -> None:
         """Set an attribute to a value or to a list of values."""
         values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
@@ -114,7 +105,7 @@ class Descriptor:
             elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
             array = (_C_TYPES.get(kind, c_int) * len(elements))(*elements)
         lib = library()
-        status = lib.cudnnBackendSetAttribute(self.pointer, self.attribute(name), kind, len(array), array)
+        status = lib.cudnnBackendSetAttribute(self.pointer, AttributeName[f"{self.kind}_{name}"], kind, len(array), array)
         if status:
             lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
 
@@ -148,7 +139,8 @@ class Descriptor:
     def _read(self, name: str, kind: AttributeType, count: int, array: Any) -> int:
         lib = library()
         length = c_int64()
-        status = lib.cudnnBackendGetAttribute(self.pointer, self.attribute(name), kind, count, ctypes.byref(length), array)
+        attribute = AttributeName[f"{self.kind}_{name}"]
+        status = lib.cudnnBackendGetAttribute(self.pointer, attribute, kind, count, ctypes.byref(length), array)
         if status:
             lib.check(status, f"read {name} of a {self.kind} descriptor")
         return length.value
@@ -165,9 +157,6 @@ class Descriptor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} descriptor {'closed' if self.pointer is None else hex(self.pointer)}>"
 
 
 _TYPE_OF[Descriptor] = AttributeType.BACKEND_DESCRIPTOR

@@ -151,11 +151,11 @@ class EngineSearch:
 
 @contextlib.contextmanager
 def engine_search(
-    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = (), *, guarded: bool = True
+    graph: Graph, target: Target, limit: int | None = None, refused: Sequence[str] = ()
 ) -> Iterator[EngineSearch]:
-    """A search for engine configs of a graph; arguments as for :class:`EngineSearch` and :class:`.lowering.OperationGraph`."""
+    """A search for engine configs of a graph; arguments as for :class:`EngineSearch`."""
     with contextlib.ExitStack() as stack:
-        lowered = stack.enter_context(OperationGraph(graph, target.cudnn_handle, guarded=guarded))
+        lowered = stack.enter_context(OperationGraph(graph, target.cudnn_handle))
         yield EngineSearch(graph, lowered, target, described_device(target, stack), limit, list(refused))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from ..cudnn.descriptor import Descriptor
-from ..errors import Unsupported
 from ..graph.nodes import (
     Bernoulli,
     BlockSelect,
@@ -55,16 +54,14 @@ _ALIGNMENT = {"int32": 4, "int64": 8}
 class OperationGraph:
     """A finalized cuDNN operation graph, and cuDNN's id of every tensor that an execution binds, by name.
 
-    The handle is that of the plan; None for a described GPU. ``guarded`` refuses graphs that crash cuDNN; only the test of
-    :func:`crashing_patterns` turns it off.
+    The handle is that of the plan; None for a described GPU. Arrays in memory are never bool or of 8-bit integers, head_dim is
+    contiguous, and no step selects from a by-value scalar: such graphs crash cuDNN (measured with 9.19 and 9.28).
 
     Raises:
-        Unsupported: cuDNN does not support the graph, or the graph would crash it.
+        Unsupported: cuDNN does not support the graph.
     """
 
-    def __init__(self, graph: Graph, handle: int | None = None, *, guarded: bool = True) -> None:
-        if guarded and (reasons := crashing_patterns(graph)):
-            raise Unsupported("this graph would crash cuDNN: " + "; ".join(reasons))
+    def __init__(self, graph: Graph, handle: int | None = None) -> None:
         self.uids: dict[str, int] = {}
         self._tensors: dict[str, Descriptor] = {}
         self._numbers: dict[str, int] = {}
@@ -136,32 +133,6 @@ class OperationGraph:
         return self._numbers[tensor.name]
 
 
-def crashing_patterns(graph: Graph) -> list[str]:
-    """The parts of a graph that crash the process inside cuDNN (measured with 9.19 and 9.28), as text.
-
-    Such a graph must never be passed to cuDNN. :func:`cupy_sdpa.support.why_not.why_not` already refuses the problems that lead
-    to such graphs, in the caller's terms.
-    """
-    reasons = []
-    for node in graph.nodes:
-        for tensor in (*node.inputs, *node.outputs):
-            if tensor.role in ("input", "output") and tensor.dtype in ("bool", "int8", "uint8") and not _is_bits(node, tensor):
-                reasons.append(f"{tensor} is {tensor.dtype} in memory (a floating-point exception or an abort)")
-        if isinstance(node, Matmul):
-            for tensor in (node.a, node.b, node.out):
-                head_dim = tensor.axes.index(0) if tensor.axes else None  # the caller's axis 0
-                if head_dim is not None and (stride := tensor.strides[head_dim]) != 1:
-                    reasons.append(f"{tensor} has stride {stride} along head_dim, not 1 (a segmentation fault)")
-        if isinstance(node, Pointwise) and node.mode == "binary_select" and node.x.role == "scalar":
-            reasons.append(f"{node.formula} selects from a by-value scalar (a segmentation fault with 9.19)")
-    return list(dict.fromkeys(reasons))
-
-
-def _is_bits(node: Node, tensor: Tensor) -> bool:
-    """Whether a tensor is the bits of a block mask, the only bytes that cuDNN's attention reads."""
-    return isinstance(node, BlockSelect) and tensor is node.bits
-
-
 def _attention(graph: Graph, lowered: OperationGraph, handle: int | None) -> None:
     """A forward graph with a block mask as cuDNN's single operation for attention; other steps of the scores are a subgraph."""
     first, scale, *steps, softmax, last = graph.nodes
@@ -204,8 +175,6 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 
 def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:
-    if (rows := node.pages.shape[2]) & (rows - 1):  # cuDNN reports a bad parameter, not that it is unsupported
-        raise Unsupported(f"{node.pages} has {rows} rows per page; cuDNN supports powers of two")
     tensors = {"CONTAINER_DESC": node.pages, "YDESC": node.out, "SEQUENCE_DESC": node.lengths, "PAGE_TABLE_DESC": node.table}
     lowered.operation("PAGED_CACHE_LOAD", tensors, node.formula)
 

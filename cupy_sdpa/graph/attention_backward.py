@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 
 from ..problem.problem import Problem
-from ..problem.subproblems import subproblems
 from .attention_forward import Dropout, compute_dtype
 from .nodes import Builder, Graph, Tensor
 from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, Operands, operand
@@ -24,8 +23,6 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     needs no memory of size Sq x Skv. The guards ``keys`` and ``queries`` (:mod:`cupy_sdpa.support.why_not`) mask the elements
     after the last key or query, where some kernels compute values that must not be used; the result is the same.
     """
-    if subproblems(problem) != (problem,):
-        raise ValueError(f"{problem} needs {len(subproblems(problem))} launches; build a graph for each of its subproblems")
     steps = _Backward(problem, guards | partial_tiles(problem))
     # D = rowsum(dO ∘ O)                    (B, Hq, Sq, 1)
     d = steps.row_dot()

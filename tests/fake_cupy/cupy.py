@@ -310,18 +310,6 @@ def _get_device() -> int:
     return 0
 
 
-def _memcpy_2d(target: int, pitch: int, source: int, from_pitch: int, width: int, height: int, kind: int, stream: int) -> None:
-    def run() -> None:
-        rows = DEVICE.view(source, (height, width), (from_pitch, 1), "u1")
-        DEVICE.view(target, (height, width), (pitch, 1), "u1")[...] = rows
-
-    DEVICE.submit(stream, Work(run, "memcpy"))
-
-
-def _memset(address: int, value: int, size: int, stream: int) -> None:
-    driver.cuMemsetD8Async(address, value, size, stream)
-
-
 def _properties(device: int) -> dict[str, Any]:
     return {"name": b"NVIDIA H200", "multiProcessorCount": 132, "major": 9, "minor": 0, "totalGlobalMem": 141 << 30}
 
@@ -334,8 +322,11 @@ runtime = SimpleNamespace(
     is_hip=False,
     CUDARuntimeError=CUDARuntimeError, getDevice=_get_device, getDeviceCount=lambda: 1, setDevice=lambda device: None,
     free=lambda pointer: driver.make_current(), memGetInfo=lambda: (64 << 30, 141 << 30), getDeviceProperties=_properties,
-    memcpyDeviceToDevice=3, memcpy2DAsync=_memcpy_2d, memsetAsync=_memset,
-    memcpyAsync=lambda to, of, size, kind, stream: _memcpy_2d(to, size, of, size, size, 1, kind, stream),
+    memcpyDeviceToDevice=3, memsetAsync=lambda to, value, size, stream: DEVICE.fill(stream, to, value, 1, size),
+    memcpyAsync=lambda to, of, size, kind, stream: DEVICE.copy(stream, to, of, size),
+    memcpy2DAsync=lambda to, pitch, of, from_pitch, width, height, kind, stream: DEVICE.copy(
+        stream, to, of, width, height, pitch, from_pitch
+    ),
     streamCaptureModeGlobal=0, streamCaptureModeThreadLocal=1, streamCaptureModeRelaxed=2,
     streamIsCapturing=lambda stream: stream in DEVICE.captures, streamQuery=_query, streamSynchronize=DEVICE.wait,
     streamBeginCapture=lambda stream, mode: DEVICE.begin_capture(stream), streamEndCapture=DEVICE.end_capture,

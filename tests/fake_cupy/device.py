@@ -321,6 +321,22 @@ class Device:
             text = f"{tuple(shape)} {dtype} at {address:#x}: {block.memory.size} bytes begin at {block.address:#x}"
             raise CUDARuntimeError(ILLEGAL_ADDRESS, text) from error
 
+    def fill(self, stream: int, address: int, value: int, itemsize: int, width: int, height: int = 1, pitch: int = 0) -> None:
+        """Fill rows of elements on a stream."""
+
+        def run() -> None:
+            self.view(address, (height, width), (pitch, itemsize), f"u{itemsize}")[...] = value
+
+        self.submit(stream, Work(run, "memset", memset=(address, value, itemsize, width, height)))
+
+    def copy(self, stream: int, to: int, of: int, width: int, height: int = 1, pitch: int = 0, from_pitch: int = 0) -> None:
+        """Copy rows of bytes on a stream."""
+
+        def run() -> None:
+            self.view(to, (height, width), (pitch, 1), "u1")[...] = self.view(of, (height, width), (from_pitch, 1), "u1")
+
+        self.submit(stream, Work(run, "memcpy"))
+
     def check_guards(self) -> None:
         """Raise if any guard bytes were overwritten."""
         with self.lock:

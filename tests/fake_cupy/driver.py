@@ -76,29 +76,25 @@ def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> tuple[CUresu
     return CUresult.CUDA_SUCCESS, before
 
 
-def _memset(address: int, pitch: int, value: int, itemsize: int, width: int, height: int, stream: int) -> tuple[CUresult]:
-    def run() -> None:
-        rows = DEVICE.view(int(address), (height, width), (pitch, itemsize), f"u{itemsize}")
-        rows[...] = value
-
-    DEVICE.submit(int(stream), Work(run, "memset", memset=(int(address), value, itemsize, width, height)))
+def _memset(address: int, value: int, itemsize: int, width: int, height: int, pitch: int, stream: int) -> tuple[CUresult]:
+    DEVICE.fill(int(stream), int(address), value, itemsize, width, height, pitch)
     return (CUresult.CUDA_SUCCESS,)
 
 
 def cuMemsetD8Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    return _memset(address, count, value, 1, count, 1, stream)
+    return _memset(address, value, 1, count, 1, 0, stream)
 
 
 def cuMemsetD16Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    return _memset(address, count, value, 2, count, 1, stream)
+    return _memset(address, value, 2, count, 1, 0, stream)
 
 
 def cuMemsetD32Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    return _memset(address, count, value, 4, count, 1, stream)
+    return _memset(address, value, 4, count, 1, 0, stream)
 
 
 def cuMemsetD2D8Async(address: int, pitch: int, value: int, width: int, height: int, stream: int) -> tuple[CUresult]:
-    return _memset(address, pitch, value, 1, width, height, stream)
+    return _memset(address, value, 1, width, height, pitch, stream)
 
 
 def _works(graph: int) -> list[Work]:

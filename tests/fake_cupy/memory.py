@@ -52,22 +52,14 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.ptr + offset, self.size - offset)
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        target = current_stream() if stream is None else stream.ptr
-
-        def run() -> None:
-            DEVICE.view(self.ptr, (size,), (1,), "u1")[...] = value
-
         if size:
-            DEVICE.submit(target, Work(run, "memset", memset=(self.ptr, value, 1, size, 1)))
+            DEVICE.fill(current_stream() if stream is None else stream.ptr, self.ptr, value, 1, size)
 
     memset = memset_async
 
     def copy_from_device_async(self, source: MemoryPointer, size: int, stream: Any = None) -> None:
-        def run() -> None:
-            DEVICE.view(self.ptr, (size,), (1,), "u1")[...] = DEVICE.view(source.ptr, (size,), (1,), "u1")
-
         if size:
-            DEVICE.submit(current_stream() if stream is None else stream.ptr, Work(run, "memcpy"))
+            DEVICE.copy(current_stream() if stream is None else stream.ptr, self.ptr, source.ptr, size)
 
 
 class MemoryPool:

@@ -70,7 +70,7 @@ def check_plans(numbers, call):
             if isinstance(plan, PlanInfo) and problem.backward and case.gpu == "h200" and not problem.ds_reductions:
                 for direct, config in METHODS[: 3 if version >= ORDERED_SINCE else 2]:
                     graph = backward(problem, direct, guards(problem, version, 90))
-                    other = call(plan_graph, graph, "h200", True, config)
+                    other = call(plan_graph, graph, "h200", config)
                     assert isinstance(other, PlanInfo), f"{case!r}, {direct}, {config}: {other}"
                     assert other.engine == 6
     assert planned > len(numbers) // 3

@@ -168,15 +168,6 @@ def test_only_3000_to_3999_means_unsupported(status, fake):
     library().check(0, "do a thing")
 
 
-def test_an_unknown_attribute_lists_the_valid_ones(fake):
-    """A misspelled name is distinguished from a limit of cuDNN."""
-    with (
-        Descriptor("MATMUL") as made,
-        pytest.raises(AttributeError, match=r"MATMUL descriptor has no attribute COMPTYPE; .*COMP_TYPE"),
-    ):
-        made.set("COMPTYPE", 1)
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_destroys_nothing(fake):
     """The parent owns its descriptors."""
