@@ -268,11 +268,12 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, ali
     return unit, row // unit, *(*steps, 0)[:3]
 
 
-#: Writes a row of a head, which becomes 0 if ``from`` is null; ``to`` is null for a thread without a row.
+#: Writes a row of a head, which becomes 0 if ``from`` is null.
 _COPY = """template <class Unit>
         struct Copy {
+            static constexpr bool together = false;
             __device__ void operator()(char* to, const char* from, int, int bytes) const {
-                for (int c = threadIdx.x; to && c < bytes / (int)sizeof(Unit); c += blockDim.x)
+                for (int c = threadIdx.x; c < bytes / (int)sizeof(Unit); c += blockDim.x)
                     ((Unit*)to)[c] = from ? ((const Unit*)from)[c] : Unit{};
             }
         };"""
@@ -283,22 +284,24 @@ def _rotate_code(dtype: str) -> str:
     of, real = types_of(dtype)
     return f"""{of.header}{ROPE}
         struct Rotate {{
+            static constexpr bool together = false;
             const Rope& rope;
             const unsigned long long* turns;
             __device__ void operator()(char* to, const char* from, int position, int bytes) const {{
                 {of.name}* const row = ({of.name}*)to;
                 const int dim = bytes / sizeof({of.name});
                 if (from) rotate_row<{real}>(rope, turns, position, (const {of.name}*)from, row, dim);
-                else for (int c = threadIdx.x; to && c < dim; c += blockDim.x) row[c] = {of.name}(0.0f);
+                else for (int c = threadIdx.x; c < dim; c += blockDim.x) row[c] = {of.name}(0.0f);
             }}
         }};"""
 
 
 def _convert_code(source: str, dtype: str) -> str:
-    """The same with a conversion to FP8, of a unit at a time. All threads take part in every rotation."""
+    """The same with a conversion to FP8, of a unit at a time; ``to`` is null for a thread that only takes part in rotations."""
     of = TYPES[source]
     return f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
         struct Convert {{
+            static constexpr bool together = true;
             const Side& s;
             const float scale, descale;
             __device__ void operator()(char* to, const char* from, int, int) const {{
@@ -333,7 +336,7 @@ def _append_kernel(source: str, dtype: str) -> str:
     return f"""{_ARGUMENTS}
 {code}
         #define WRITE(write) write_rows(a, s, begin, count, first, write)
-        // All threads of the block take part in every row.
+        // Writes the rows of new tokens; with ``together`` all threads of the block take part in each of them.
         template <class Write>
         __device__ void write_rows(const Arguments& a, const Side& s, int begin, int count, int first, const Write& write) {{
             const int size = a.page_size, b = blockIdx.y, end = begin + count, last = (end - 1) / size * size;
@@ -344,6 +347,7 @@ def _append_kernel(source: str, dtype: str) -> str:
                 const unsigned i = base + threadIdx.y;
                 const int row = i / heads, head = i % heads, position = begin + row, token = first + row;
                 const bool stored = i < rows * heads && position / size < a.width;
+                if (!Write::together && !stored) break;
                 const long long page = stored ? ((const int*)a.table)[b * a.width + position / size] : 0;
                 char* const to = (char*)s.pages + ((page * heads + head) * size + position % size) * bytes;
                 const char* const from = (const char*)(
