@@ -218,15 +218,14 @@ def apply_rope(
     on_gpu = arrays_on_gpu([array, *others.values()])
     _check(array, others)
     record = read_rope(rope, x.shape[0])
-    positions = kernels.Positions(first, given["start"], end, seq_lens, cu_seqlens)
+    positions = given["start"], end, seq_lens, cu_seqlens
     if not on_gpu:
         if seq_lens is not None:
             check_counts("seq_lens", seq_lens, x.shape[2])
         if cu_seqlens is not None:
             check_offsets("cu_seqlens", cu_seqlens, x.shape[2])
-        return kernels.rotated(x, record, _on_numpy(x.shape, positions))  # type: ignore[no-any-return]
-    with cupy_runtime.on_device_of(x):
-        dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions[1:]]
+    with cupy_runtime.device_context(x):
+        dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
         kernels.apply(x, out, record, kernels.Positions(first, *dense), array.spec.dtype)
     return out  # type: ignore[no-any-return]
@@ -256,20 +255,3 @@ def _check(x: Argument, others: dict[str, Argument]) -> None:
     for name, other in others.items():
         if name != "cu_seqlens":
             check_spec(other.spec, Expected(name, (batch,), "int32", "(B,)"))
-
-
-def _on_numpy(shape: tuple[int, ...], positions: kernels.Positions) -> Any:
-    """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
-    first, start, end, lengths, offsets = positions
-    token = np.arange(shape[2])
-    if offsets is None:
-        base = np.full(shape[3], first) if start is None else start.astype(np.int64)
-        if end is not None:
-            base = end.astype(np.int64) - (shape[2] if lengths is None else lengths)
-        return token[:, None] + base
-    offsets = offsets.astype(np.int64)
-    sequence = np.clip(np.searchsorted(offsets[:-1], token, side="right") - 1, 0, None)
-    base = np.full(offsets.size - 1, first) if start is None else start.astype(np.int64)
-    if end is not None:
-        base = end - np.diff(offsets)
-    return token - offsets[sequence] + base[sequence]

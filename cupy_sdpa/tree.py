@@ -91,10 +91,7 @@ def tree_mask(
         trees = _parents(parents, batch, on_gpu, reverse=other_layout({"layout": layout}) is not None)
         shapes = Intervals(number=(batch, trees.shape[0]), first=(batch, keys), last=(batch, keys))
         found = Intervals(*(cupy_runtime.new_result(like, shape, np.dtype(np.int32)) for shape in shapes))
-        if on_gpu:
-            fill_intervals(trees, seq_lens_kv, seq_lens_q, found)
-        else:
-            _fill(trees, seq_lens_kv, seq_lens_q, found)
+        fill_intervals(trees, seq_lens_kv, seq_lens_q, found)
     tensors = {f"tree_{name}": x for name, x in found._asdict().items()}
     more = {} if seq_lens_q is None else {"seq_lens_q": seq_lens_q}
     return {"mask_mod": tree, "tensors": tensors, **more}
@@ -161,27 +158,3 @@ def parents_of(visible: Any) -> Any:
                 "axes are (keys, queries): pass parents.T if the first axis is that of the queries"
             )
     return parents
-
-
-def _fill(parents: Any, lengths: Any, counts: Any, found: Intervals) -> None:
-    """:func:`fill_intervals` of numpy arrays."""
-    tokens, (batch, keys) = len(parents), found.first.shape
-    size, next_number = np.ones((tokens, parents.shape[1]), np.int32), np.zeros((tokens + 1, parents.shape[1]), np.int32)
-    number, columns = np.zeros_like(size), np.arange(parents.shape[1])
-    for i in range(tokens - 1, 0, -1):
-        children = parents[i] >= 0
-        size[parents[i][children], columns[children]] += size[i][children]
-    for i in range(tokens):  # the last row of next_number is that of tokens without a parent
-        number[i] = next_number[parents[i], columns]
-        next_number[parents[i], columns] += size[i]
-        next_number[i] = number[i] + 1
-    first, last = np.zeros((batch, keys), np.int32), np.full((batch, keys), tokens, np.int32)
-    for b in range(batch):
-        count = tokens if counts is None else int(counts[b])
-        start = (keys if lengths is None else int(lengths[b])) - count
-        token, column = np.arange(keys) - start, b if parents.shape[1] > 1 else 0
-        of_tree = (token >= 0) & (token < min(count, tokens))
-        first[b, token >= 0], last[b, token >= 0] = tokens, -1
-        first[b, of_tree] = number[token[of_tree], column]
-        last[b, of_tree] = first[b, of_tree] + size[token[of_tree], column] - 1
-    found.number[...], found.first[...], found.last[...] = number.T, first, last

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES, CudaType
 
@@ -99,6 +100,9 @@ _NUMBERS = Struct(
 
 def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> None:
     """Rotate the channels of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, with unit stride along D; one launch."""
+    if not cupy_runtime.is_array(x):
+        out[...] = rotated(x, rotation, _on_numpy(x.shape, positions))
+        return
     _, start, end, lengths, offsets = positions
     batch = x.shape[3] if x.ndim == 4 else offsets.size - 1
     rows = math.prod(x.shape[1:])
@@ -111,6 +115,23 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
     lanes = min(32, 1 << (x.shape[0] // 2 - 1).bit_length())
     per_block = 256 // lanes
     _apply_kernel(dtype)((min(-(-rows // per_block), 1 << 14),), (lanes, per_block), (numbers, rotation))
+
+
+def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
+    """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
+    first, start, end, lengths, offsets = positions
+    token = np.arange(shape[2])
+    if offsets is None:
+        base = np.full(shape[3], first) if start is None else start.astype(np.int64)
+        if end is not None:
+            base = end.astype(np.int64) - (shape[2] if lengths is None else lengths)
+        return token[:, None] + base
+    offsets = offsets.astype(np.int64)
+    sequence = np.clip(np.searchsorted(offsets[:-1], token, side="right") - 1, 0, None)
+    base = np.full(offsets.size - 1, first) if start is None else start.astype(np.int64)
+    if end is not None:
+        base = end - np.diff(offsets)
+    return token - offsets[sequence] + base[sequence]
 
 
 def _steps(x: Any) -> tuple[int, int, int]:

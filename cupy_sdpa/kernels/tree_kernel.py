@@ -1,4 +1,4 @@
-"""The CUDA kernel that numbers the tokens of trees, and gives every key the range of numbers of its descendants."""
+"""Number the tokens of trees, and give every key the range of numbers of its descendants: a CUDA kernel, and numpy arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..runtime import cupy_runtime
 from ..runtime.cuda_code import cuda_kernel
 
 #: The maximum number of tokens of a tree: their numbers are in shared memory (24 KiB).
@@ -34,12 +35,38 @@ def fill_intervals(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
     is
     the last key before the tree. ``lengths`` and ``counts`` are int32 ``(B,)``, or None for Skv and Sq.
     """
+    if not cupy_runtime.is_array(found.first):
+        _fill_on_numpy(parents, lengths, counts, found)
+        return
     (tokens, trees), (batch, keys) = parents.shape, found.first.shape
     if not batch:
         return
     numbers = tuple(np.int32(x) for x in (tokens, trees, keys, lengths is not None, counts is not None))
     arrays = (parents, *(found.number if x is None else x for x in (lengths, counts)), *found)
     _intervals_kernel(1 << (tokens - 1).bit_length())((batch, max(1, min(16, keys // 1024))), (256,), (*arrays, *numbers))
+
+
+def _fill_on_numpy(parents: Any, lengths: Any, counts: Any, found: Intervals) -> None:
+    tokens, (batch, keys) = len(parents), found.first.shape
+    size, next_number = np.ones((tokens, parents.shape[1]), np.int32), np.zeros((tokens + 1, parents.shape[1]), np.int32)
+    number, columns = np.zeros_like(size), np.arange(parents.shape[1])
+    for i in range(tokens - 1, 0, -1):
+        children = parents[i] >= 0
+        size[parents[i][children], columns[children]] += size[i][children]
+    for i in range(tokens):  # the last row of next_number is that of tokens without a parent
+        number[i] = next_number[parents[i], columns]
+        next_number[parents[i], columns] += size[i]
+        next_number[i] = number[i] + 1
+    first, last = np.zeros((batch, keys), np.int32), np.full((batch, keys), tokens, np.int32)
+    for b in range(batch):
+        count = tokens if counts is None else int(counts[b])
+        start = (keys if lengths is None else int(lengths[b])) - count
+        token, column = np.arange(keys) - start, b if parents.shape[1] > 1 else 0
+        of_tree = (token >= 0) & (token < min(count, tokens))
+        first[b, token >= 0], last[b, token >= 0] = tokens, -1
+        first[b, of_tree] = number[token[of_tree], column]
+        last[b, of_tree] = first[b, of_tree] + size[token[of_tree], column] - 1
+    found.number[...], found.first[...], found.last[...] = number.T, first, last
 
 
 @cuda_kernel

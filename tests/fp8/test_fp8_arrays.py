@@ -1,7 +1,6 @@
 """FP8 arrays: conversion with scales, rotation, delayed scaling, views and copies. Every bit is that of numpy."""
 
 import copy
-import itertools
 import pickle
 
 import numpy as np
@@ -78,24 +77,6 @@ def test_quantize(source, layout, engine):
             back = engine.get(found.dequantize())
             np.testing.assert_array_equal(back, wanted.dequantize())
             assert np.linalg.norm(back - same.astype(np.float32)) < 0.04 * np.linalg.norm(same.astype(np.float32))
-
-
-@ENGINES
-@pytest.mark.slow
-def test_conversions_that_are_repeated(engine):
-    """Other addresses, strides, lengths, rotations and formats are not confused, alone and in calls with three arrays."""
-    lengths = np.array([2, 5], np.int32)
-    choices = itertools.product(("dense", "a slice"), (False, True), DTYPES, (None, lengths))
-    for turn, (layout, rotated, dtype, given) in itertools.product(range(2), choices):
-        x = normal((16, 2, 5, 2), "float16", 10 * turn)
-        on_engine, same = LAYOUTS[layout](engine.put, x), LAYOUTS[layout](np.asarray, x)
-        options = {"dtype": dtype, "rotate": rotated}
-        equal(
-            engine, fp8.quantize(on_engine, lengths=engine.put(given), **options), fp8.quantize(same, lengths=given, **options)
-        )
-        found = fp8.quantize_qkv(*[on_engine] * 3, seq_lens_kv=engine.put(given), **options)
-        for one, other in zip(found, fp8.quantize_qkv(*[same] * 3, seq_lens_kv=given, **options), strict=True):
-            equal(engine, one, other)
 
 
 @pytest.mark.parametrize("d", [1, 16, 24, 128, 192])

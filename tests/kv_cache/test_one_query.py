@@ -70,39 +70,32 @@ def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):
     return cupy_sdpa.problem(q, kv, kv, dtype="bfloat16", **options)
 
 
-FAST = {
-    "alibi with lengths": {"alibi_slopes": True, "causal": "bottom_right", "seq_lens": True},
-    "one number a head": {"score_mod": lambda s, b, h, i, j, t: s * t[h] + j, "tensors": {"t": (32,)}},
+#: Problems, and why the kernel that splits the keys is not used; "" if it is.
+PLANNED = {
+    "alibi with lengths": (problem(alibi_slopes=True, causal="bottom_right", seq_lens=True), "h200", ""),
+    "one number a head": (
+        problem(score_mod=lambda s, b, h, i, j, t: s * t[h] + j, tensors={"t": (32,)}), "h200", ""
+    ),
+    "dropout": (problem(heads=(18, 3), keys=163, dropout_p=0.1, seed=1), "a100", "splits the keys"),
+    "deterministic with max_sumexp": (
+        problem(heads=(18, 3), keys=163, deterministic=True, alibi_slopes=True, return_stats="max_sumexp"), "h200", "splits the keys"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.cudnn
-@pytest.mark.parametrize("name", FAST)
-def test_the_fast_kernel_is_used_where_it_is_correct(name, planner):
-    """The kernel that splits the keys is used for the options that it computes correctly."""
-    plan = planner.call(plan_problem, problem(**FAST[name]), "h200")
-    assert not isinstance(plan, str), plan
-    assert splits_keys(plan.engine, dict(plan.knobs))
-    assert plan.workspace > 0  # the keys are split
-
-
-AVOIDED = {
-    "dropout": {"dropout_p": 0.1, "seed": 1},
-    "deterministic with max_sumexp": {"deterministic": True, "alibi_slopes": True, "return_stats": "max_sumexp"},
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.cudnn
-@pytest.mark.parametrize(("name", "gpu"), [("dropout", "a100"), ("deterministic with max_sumexp", "h200")])
-def test_the_split_kernel_is_avoided_where_it_is_wrong(name, gpu, planner):
-    """It is wrong with dropout and sinks, and accumulates in any order: another kernel is used, and the reason is kept."""
-    asked = cupy_sdpa.problem((64, 18, 1, 8), (64, 3, 163, 8), (64, 3, 163, 8), dtype="bfloat16", **AVOIDED[name])
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_kernel_that_splits_keys_is_used_where_it_is_right(name, planner):
+    """It is wrong with dropout and sinks, and accumulates in any order: another kernel is then used, and the reason is kept."""
+    asked, gpu, reason = PLANNED[name]
     plan = planner.call(plan_problem, asked, gpu)
     assert not isinstance(plan, str), plan
-    assert not splits_keys(plan.engine, dict(plan.knobs))
-    assert any("splits the keys" in reason for reason in plan.refused)
+    assert splits_keys(plan.engine, dict(plan.knobs)) != bool(reason)
+    if reason:
+        assert any(reason in refused for refused in plan.refused)
+    else:
+        assert plan.workspace > 0  # the keys are split
 
 
 #: Functions that read the head or an array without a key axis, as options.
@@ -164,17 +157,6 @@ def test_deterministic_is_part_of_the_problem_where_it_matters():
     starts = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_kv": 16, "max_seqlen_q": 1, "dtype": "float16"}
     packed = ((64, 4, 2), (64, 2, 32), (64, 2, 32))
     assert cupy_sdpa.problem(*packed, **starts, deterministic=True) == cupy_sdpa.problem(*packed, **starts)
-
-
-def test_every_call_accepts_deterministic(engine):
-    """The plain call, prepare() and explain(); a value that is not a flag raises."""
-    q, k, v = (engine.normal(0, 16, heads, n, 2) for heads, n in ((4, 1), (2, KEYS), (2, KEYS)))
-    out = engine.get(cupy_sdpa.attention(q, k, v, deterministic=True))
-    np.testing.assert_array_equal(engine.get(cupy_sdpa.prepare(q, k, v, deterministic=True)(q, k, v)), out)
-    assert cupy_sdpa.explain(q, k, v, deterministic=True).problem.deterministic
-    assert not cupy_sdpa.explain(q, k, v).problem.deterministic
-    with pytest.raises(TypeError, match="deterministic is 1; it must be True or False"):
-        cupy_sdpa.attention(q, k, v, deterministic=1)
 
 
 def test_packed_sequences_of_one_query_are_planned_for_two():

@@ -85,38 +85,6 @@ def test_queries_at_any_address(sq, offset, engine):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("batch", [2, 3])
-def test_lengths_with_gaps(batch, engine):
-    """Every other element of an array: the elements between are not read."""
-    q, arrays, options = decoding(engine, 2, batch)
-    lengths = {"seq_lens_kv": engine.get(options["seq_lens_kv"]), "seq_lens_q": np.full(batch, 2, np.int32)}
-    wide = {name: engine.put(np.stack([x, 0 * x], axis=1).ravel())[::2] for name, x in lengths.items()}
-    dense = engine.put(lengths)
-    found, wanted = (engine.get(attention(q, *arrays, **{**options, **x})) for x in (wide, dense))
-    np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.parametrize(("sq", "options"), [(1, {}), (4, {"causal": "bottom_right", "num_splits": 2}), (70, {})], ids=str)
-def test_prepared_calls(sq, options, engine):
-    """The results are those of attention(), also when table and lengths change in place, and with another table of the shape."""
-    rng, dtype = np.random.default_rng(0), np.float16
-    q, k, v = (engine.normal(sq, *shape, dtype=dtype) for shape in ((8, 4, sq, 2), (8, 2, 16, 20), (8, 2, 16, 20)))
-    tables = [engine.put(np.asfortranarray(rng.permutation(20)[:16].reshape(8, 2).astype(np.int32))) for _ in range(3)]
-    lengths = [engine.put(np.array(n, np.int32)) for n in ([100, 128], [3, 0], [128, 17])]
-    table, length = tables[0].copy(order="F"), lengths[0].copy()
-    call = prepare(q, k, v, page_table=table, seq_lens_kv=length, return_stats=True, **options)
-    for given, n in zip(tables * 2, lengths * 2, strict=True):
-        table[...], length[...] = given, n
-        wanted = attention(q, k, v, page_table=given, seq_lens_kv=n, return_stats=True, **options)
-        for found in (call(q, k, v), call(q, k, v, page_table=given, seq_lens_kv=n)):
-            for one, other in zip(engine.get(found), engine.get(wanted), strict=True):
-                np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match=r"Prepared: .*page_table \(8, 2\).* Passed: .*page_table \(4, 2\)"):
-        call(q, k, v, page_table=table[:4].copy(order="F"), seq_lens_kv=lengths[0] * 0)
-    with pytest.raises(ValueError, match=r"page_table has shape \(8, 1\); it must be .* with 2 sequences"):
-        call(q, k, v, page_table=table[:, :1])
-
-
 # Gradients
 
 
@@ -161,13 +129,3 @@ def test_a_report_on_gradients_checks_the_arguments():
         arrays, given = arguments(packed=False, **wrong)
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             cupy_sdpa.explain(*arrays, **given, backward=True)
-
-
-@pytest.mark.parametrize("wrong", [{"num_splits": 0}, {"page_table": zeros(3, 4, dtype="int32")}, {"bucket": 128}], ids=str)
-def test_a_refused_call_writes_nothing(wrong, engine):
-    """Also into results of the caller."""
-    (q, *arrays), given = engine.put(arguments(packed=False, **wrong))
-    out = q + 7
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        attention(q, *arrays, **given, out=out)
-    assert (engine.get(out) == 7).all()

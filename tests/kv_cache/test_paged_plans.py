@@ -1,7 +1,5 @@
 """Plans of paged problems without a GPU: described GPUs, reports, files of problems, and plans ahead of time."""
 
-import re
-
 import numpy as np
 import pytest
 from planner import plan_problem
@@ -81,24 +79,6 @@ def test_a_report_says_whether_keys_are_split(name):
     assert "from the support table alone" in text
     assert f"pages of {problem.k.shape[2]} keys" in text
     assert (f"keys split into {chunks} chunks, query heads of a group and queries as rows" in text) == bool(chunks)
-
-
-#: Refused problems, and a part of the reason.
-REFUSED = {
-    "page size": (asked(70, 48, keys=96 * 48), "the page size is 48; cuDNN supports powers of two: use pages of 64 keys"),
-    "page size of a split problem": (asked(4, 48, keys=96 * 48), "the page size is 48; .* use pages of 64 keys"),
-    "dropout": (asked(dropout_p=0.5, seed=1), "dropout with page_table and a single query .*: omit dropout_p, or pass the query"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_gives_its_reason(name):
-    """With the value and the remedy."""
-    problem, words = REFUSED[name]
-    report = explain(problem, gpu="l40s", cudnn="9.27.1")
-    assert not report
-    assert any(re.search(words, reason) for reason in report.reasons)
-    assert "cannot run on cuDNN" in str(report)
 
 
 # Plans ahead of time

@@ -65,23 +65,6 @@ def test_the_pages_of_a_prefix_are_compared_on_the_cpu(pages):
         shared_prefix_attention(*arrays, prefix, **options)
 
 
-@ON_A_GPU
-@pytest.mark.parametrize("return_stats", [False, True])
-@pytest.mark.parametrize("sq", [1, 3])
-def test_captured(sq, return_stats, engine):
-    """A graph owns the memory of the parts, and can be launched again."""
-    arrays, pages = arguments(engine, cached(engine), sq)
-
-    def call():
-        results = shared_prefix_attention(*arrays, 8, return_stats=return_stats, **pages)
-        return results if return_stats else (results,)
-
-    wanted = engine.get(call())
-    for one, other in zip(engine.captured(call), wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
-    engine.forget_plans()
-
-
 @pytest.mark.parametrize("engine", ["fake"], indirect=True)
 def test_the_parts_are_branches_of_the_graph(engine, monkeypatch):
     """While a stream is captured, the other keys are a branch; a failure of any launch leaves the capture valid."""
