@@ -218,7 +218,7 @@ def apply_rope(
     on_gpu = arrays_on_gpu([array, *others.values()])
     _check(array, others)
     record = read_rope(rope, x.shape[0])
-    positions = given["start"], end, seq_lens, cu_seqlens
+    positions: tuple[Any, ...] = (given["start"], end, seq_lens, cu_seqlens)
     if not on_gpu:
         if seq_lens is not None:
             check_counts("seq_lens", seq_lens, x.shape[2])

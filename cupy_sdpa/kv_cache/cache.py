@@ -279,7 +279,12 @@ class KVCache(CacheState):
         keys, values, source = self._fp8.read(k, v) if self._fp8 else (k, v, "")
         dtype, dims = None if self._fp8 else self.dtype, (self.head_dim, self.head_dim_v)
         check_new_tokens(keys, values, dims, self.heads_kv, self.batch, dtype, self._device_id)
-        rotation = None if rope is None else self._rotation(rope)
+        if rope is not None and self._fp8:
+            raise ValueError(
+                f"rope is passed, but the cache is {self._fp8.dtype}; rotate the keys with cupy_sdpa.apply_rope(k, rope, "
+                "start=...), and append them without rope="
+            )
+        rotation = None if rope is None else read_rope(rope, self.head_dim)
         self._recover()
         capturing, step = self._capturing(), self._step
         begun = self._check_layer(layer, capturing)
@@ -328,15 +333,6 @@ class KVCache(CacheState):
         self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
         if rope is not None:
             self._rope_compiled, self._ropes = True, {**self._ropes, layer: rope}
-
-    def _rotation(self, rope: Rope) -> Any:
-        """What rotates keys."""
-        if self._fp8:
-            raise ValueError(
-                f"rope is passed, but the cache is {self._fp8.dtype}; rotate the keys with cupy_sdpa.apply_rope(k, rope, "
-                "start=...), and append them without rope="
-            )
-        return read_rope(rope, self.head_dim)
 
     def _check_rope(self, rope: Rope, layer: int, *, empty: bool) -> None:
         """Check that keys are rotated as the earlier ones of their layer; ``empty`` if there are none."""

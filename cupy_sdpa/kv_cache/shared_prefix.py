@@ -29,9 +29,6 @@ from ..replay.views import on_own_arrays
 
 #: The options that it takes.
 _TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
-#: The options that the parts do not take: queries see the whole prefix, so only masks after it are supported.
-_EXCLUDED = ("window", "cu_seqlens_q", "bias", "mask", "alibi_slopes", "score_mod", "mask_mod", "dropout_p", "seq_lens_q",
-             "compute_dtype", "batch_invariant")  # fmt: skip
 
 
 @takes_options(only=_TAKEN)
@@ -175,7 +172,6 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
@@ -193,9 +189,10 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Check that no option is passed that the parts do not take."""
-    for name in _EXCLUDED:
-        if not is_one_of(options.get(name), (None, 0)):
+    """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
+    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
+    for name, value in options.items():
+        if name not in _TAKEN and not is_one_of(value, (None, 0)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 

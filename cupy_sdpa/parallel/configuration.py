@@ -179,8 +179,7 @@ class Configuration:
         band, (i, j) = part.band, part.first
         own = part.keys.length - part.rows.length if band and band.bottom_right else 0
         first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
-        made = options_at(builder, options, self.functions, Window(first, counts, part.diagonal, own))
-        return made | band_options(band) | part.packing(builder) | self._dropout(made, options)
+        return self._options(builder, options, Window(first, counts, part.diagonal, own), part)
 
     def head_options(self, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of the call on this member's heads of whole sequences."""
@@ -190,10 +189,17 @@ class Configuration:
         band = self.problem.band
         diagonal = (skv - sq if band and band.bottom_right else 0) if not self.packed else 0
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), diagonal, diagonal)
-        made = options_at(builder, options, self.functions, window)
+        made = self._options(builder, options, window, self.everything)
         if (sinks := options.get("sinks")) is not None:
             made["sinks"] = aligned(builder, sinks[rows])
-        return made | band_options(band) | self.everything.packing(builder) | self._dropout(made, options)
+        return made
+
+    def _options(self, builder: Builder, options: Mapping[str, Any], window: Window, part: Part) -> dict[str, Any]:
+        made = options_at(builder, options, self.functions, window) | band_options(part.band) | part.packing(builder)
+        if options.get("dropout_p"):  # a mask of the part is among the options that were sliced
+            names = ("dropout_p",) if "dropout_mask" in made else ("dropout_p", *SEEDS)
+            made |= {name: options[name] for name in names if options.get(name) is not None}
+        return made
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -204,18 +210,9 @@ class Configuration:
 
     @functools.cached_property
     def everything(self) -> Part:
-        """All positions of whole packed sequences, of which only the offsets are used."""
+        """All positions of whole sequences, of which only the band and the offsets are used."""
         lengths = tuple(zip(self.queries.lengths, self.keys.lengths, strict=True)) if self.packed else None
-        return Part(Selection([]), Selection([]), None, (0, 0), None, 0, lengths)
-
-    def _dropout(self, made: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of dropout; a mask of a part is among the options that were sliced."""
-        p = options.get("dropout_p", 0.0)
-        if not p:
-            return {}
-        if "dropout_mask" in made:
-            return {"dropout_p": p}
-        return {"dropout_p": p} | {name: options[name] for name in SEEDS if options.get(name) is not None}
+        return Part(Selection([]), Selection([]), self.problem.band, (0, 0), None, 0, lengths)
 
     def with_dropout_mask(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options with the dropout mask of the whole sequences in place of the seed, on the CPU."""

@@ -90,9 +90,8 @@ class ContextParallel:
     """
 
     def __init__(self, group: Any = None, *, method: str | None = None, check: bool = True) -> None:
-        self._group = as_exchanger(group)
-        self._channel = Channel(self._group)
-        self.rank, self.size = self._group.rank, self._group.size
+        self._channel = Channel(as_exchanger(group))
+        self.rank, self.size = self._channel.rank, self._channel.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
 
     @_collective
