@@ -92,23 +92,6 @@ def test_rotations_are_orthogonal(d):
 
 
 @ENGINES
-@pytest.mark.parametrize("rotated", [False, True])
-def test_padding_is_not_read(rotated, engine):
-    """NaN beyond the lengths changes nothing, and 0 is stored there."""
-    lengths = np.array([5, 0, 9], np.int32)
-    x = normal((16, 2, 9, 3), "float16")
-    clean = x.copy(order="F")
-    for b, length in enumerate(lengths):
-        x[:, :, length:, b], clean[:, :, length:, b] = np.nan, 0
-    wanted, (x, lengths) = fp8.quantize(clean, rotate=rotated), engine.put((x, lengths))
-    delayed = fp8.DelayedScaling(x, rotate=rotated, amax=448 / wanted.scale[0])
-    for found in (fp8.quantize(x, rotate=rotated, lengths=lengths), delayed.quantize(x, lengths=lengths)):
-        np.testing.assert_array_equal(elements(engine, found).astype(np.float32), wanted.data.astype(np.float32))
-        assert not elements(engine, found)[:, :, :, 1].any()
-        assert not elements(engine, found)[:, :, 5:, 0].any()
-
-
-@ENGINES
 @pytest.mark.parametrize("value", [0.0, 1e-38, np.inf, np.nan])
 def test_scales_of_special_numbers(value, engine):
     """Arrays of 0 and of tiny numbers have the scale 1; NaN and infinity are not hidden."""
@@ -138,15 +121,6 @@ def test_delayed_scaling(history, rotated, engine):
         if not rotated:
             np.testing.assert_array_equal(elements(engine, made), rounded(x * engine.get(made.scale), "float8_e4m3fn"))
         largest.append(448 * float(current.descale[0]))
-
-
-@ENGINES
-def test_delayed_scaling_of_an_output(engine):
-    """``update`` adds the largest output to the history."""
-    scaling = fp8.DelayedScaling(engine.put(np.zeros(1)), 2)
-    for amax, wanted in ((2.0, 224), (4.0, 112), (1.0, 112), (1.0, 448)):
-        scaling.update(engine.put(np.full(1, amax, np.float32)))
-        assert float(engine.get(scaling.scale)[0]) == wanted
 
 
 @ENGINES
