@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,26 @@ class Agreement:
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
         self._known: dict[Any, Any] = {}
-        #: Whether the current call has been compared, or is being compared.
+        #: Whether the present call has been compared, or is being compared, and an array of its engine.
         self._begun = False
+        self._like: Any = None
+
+    @contextlib.contextmanager
+    def announced(self, arguments: Iterable[Any]) -> Iterator[None]:
+        """A call of the group with these arguments. Errors from before it is compared are told to the other members: they must
+        not wait for this one, or use what it sends next.
+        """
+        self._begun, self._like = False, next((x for x in arguments if cupy_runtime.is_array(x)), np.empty(0))
+        self._channel.begin(None)
+        try:
+            yield
+        except GroupError:
+            raise
+        except Exception as failure:
+            if not self._begun:
+                with contextlib.suppress(ValueError, GroupError):  # its own error is raised
+                    self._compare(f"{REFUSED}{type(failure).__name__}: {failure}")
+            raise
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
         """What this member computes in calls that were not compared before, from arrays by name and the options of
@@ -60,85 +78,46 @@ class Agreement:
             TypeError, ValueError, Unsupported: the call is refused, or members call with different shapes or options.
             GroupError: a member failed.
         """
-        self._begun = True
+        self._like = arrays["q"]
         self._channel.check()
-        found: list[Any] = []
-
-        def prepare() -> str:
-            rest, dtype = own_options(arrays, options)
-            wanted = of._replace(dtype=dtype)
-            key = key_of(arrays, rest, wanted)
-            known = None if key is None else self._known.get(key)
-            member, tag = known or (self.member(arrays, rest, wanted), None)
-            call = member.call(arrays, rest)
-            call.check_elements()
-            if not call.on_gpu:
-                check_lengths(member.config.problem, {name: rest[name] for name in LENGTHS if rest.get(name) is not None})
-            found[:] = key, member, call, tag
-            if known:
-                return ""
+        rest, dtype = own_options(arrays, options)
+        wanted = of._replace(dtype=dtype)
+        key = key_of(arrays, rest, wanted)
+        member, tag = self._known.get(key) or (self.member(arrays, rest, wanted), None)
+        call = member.call(arrays, rest)
+        call.check_elements()
+        if not call.on_gpu:
+            check_lengths(member.config.problem, {name: rest[name] for name in LENGTHS if rest.get(name) is not None})
+        text = ""
+        if tag is None:
             call.plan()  # what cuDNN refuses is refused before another member waits for it
             flags = f"deterministic {of.deterministic}, return_dsinks {of.return_dsinks}"
-            return f"{member.config.text}\n{'backward' if of.backward else 'forward'}, method {member.choice.method}\n{flags}"
-
-        text = self.compared(prepare, arrays["q"])
-        key, member, call, tag = found
-        if text:
+            direction = "backward" if of.backward else "forward"
+            text = f"{member.config.text}\n{direction}, method {member.choice.method}\n{flags}"
             tag = zlib.crc32(text.encode()) >> 1  # an int32
-        if key is not None:
-            self.remember(key, (member, tag))
+        self.agree(key, text, (member, tag))
         self._channel.begin(tag if self._check else None)
-        return call  # type: ignore[no-any-return]
-
-    def compared(self, prepare: Callable[[], str], like: Any) -> str:
-        """Compare the text that ``prepare`` returns with those of the other members; it is empty for one that is known.
-
-        If ``prepare`` raises an exception, all members raise. ``like`` is an array of the engine.
-        """
-        self._begun = True
-        self._channel.begin(None)
-        try:
-            text = prepare()
-        except Exception as failure:
-            self._tell(failure, like)
-            raise
-        if text:
-            self._exchange(text, like)
-        return text
-
-    @contextlib.contextmanager
-    def announced(self, arrays: Iterable[Any]) -> Iterator[None]:
-        """A call of the group with these arguments: also errors from before it is compared are told to the other members."""
-        self._begun = False
-        try:
-            yield
-        except Exception as failure:
-            if not self._begun:
-                self._begun = True
-                on_gpu = [x for x in arrays if cupy_runtime.is_array(x)]
-                self._channel.begin(None)
-                self._tell(failure, on_gpu[0] if on_gpu else np.empty(0))
-            raise
-
-    def _tell(self, failure: Exception, like: Any) -> None:
-        """Tell the other members that this one refuses the call: they must not wait for it, or use what it sends next."""
-        with contextlib.suppress(ValueError, GroupError):  # its own error is raised
-            self._exchange(f"{REFUSED}{type(failure).__name__}: {failure}", like)
-
-    def _exchange(self, text: str, like: Any) -> None:
-        if self._check and self._channel.size > 1:
-            with cupy_runtime.device_context(like):
-                compare(self._channel, text, like)
+        return call
 
     def known(self, key: Any) -> bool:
-        """Whether a key was remembered."""
+        """Whether a call was compared."""
         return key in self._known
 
-    def remember(self, key: Any, found: Any) -> None:
-        """Remember what was compared."""
-        self._known.pop(key, None)
-        self._known[key] = found  # it becomes the most recent
-        remove_oldest(self._known, _MAX_CONFIGURATIONS)
+    def agree(self, key: Any, text: str, found: Any = None) -> None:
+        """Compare the text of a call, which is empty for a known one, and remember by its key what was found; None for no key."""
+        if text:
+            self._compare(text)
+        self._begun = True
+        if key is not None:
+            self._known.pop(key, None)
+            self._known[key] = found  # it becomes the most recent
+            remove_oldest(self._known, _MAX_CONFIGURATIONS)
+
+    def _compare(self, text: str) -> None:
+        self._begun = True
+        if self._check and self._channel.size > 1:
+            with cupy_runtime.device_context(self._like):
+                compare(self._channel, text, self._like)
 
 
 def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -266,6 +266,7 @@ class ContextParallel:
             memory.copy(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
+    @_collective
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
         """The whole array from the parts of all members; collective.
 
@@ -282,24 +283,16 @@ class ContextParallel:
                 disagree.
             GroupError: a member failed, or did not call in time.
         """
-        found: list[Any] = []
-
-        def prepare() -> str:
-            along = _axis_of(x, axis)
-            layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
-            if x.shape[along] != layout.share(self.rank):
-                raise ValueError(
-                    f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
-                    f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
-                )
-            others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
-            text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
-            found[:] = text, along, layout
-            return "" if self._agreement.known(text) else text
-
-        self._agreement.compared(prepare, x)
-        text, along, layout = found
-        self._agreement.remember(text, None)
+        along = _axis_of(x, axis)
+        layout = self._layout(x.shape[along] * self.size if seqlen is None else seqlen, cu_seqlens)
+        if x.shape[along] != layout.share(self.rank):
+            raise ValueError(
+                f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
+                f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
+            )
+        others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
+        text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
+        self._agreement.agree(text, "" if self._agreement.known(text) else text)
         with cupy_runtime.device_context(x):
             shapes = [(*x.shape[:along], positions, *x.shape[along + 1 :]) for positions in (*layout.shares, layout.total)]
             inputs = Inputs({"q": x, "whole": _new_like(x, shapes.pop())}, {})
