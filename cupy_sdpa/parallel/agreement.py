@@ -104,7 +104,7 @@ class Agreement:
         return key in self._known
 
     def agree(self, key: Any, text: str, found: Any = None) -> None:
-        """Compare the text of a call, which is empty for a known one, and remember by its key what was found; None for no key."""
+        """Compare the text of a call, which is empty for a known one, and remember what was found by its key, if it has one."""
         if text:
             self._compare(text)
         self._begun = True
