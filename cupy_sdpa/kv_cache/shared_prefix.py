@@ -172,6 +172,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
+    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
@@ -190,9 +191,8 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
-    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     for name, value in options.items():
-        if name not in _TAKEN and not is_one_of(value, (None, 0)):
+        if name in Options.__annotations__ and name not in _TAKEN and not is_one_of(value, (None, 0)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 
