@@ -15,10 +15,10 @@ child_environment = environment
 
 
 def ready() -> None:
-    """In a child: load the driver stub before cuDNN searches for a driver."""
-    from cupy_sdpa.cudnn.deviceless import load_stub
+    """In a child: load the driver, or a stub, before cuDNN searches for it."""
+    from cupy_sdpa.cudnn.deviceless import load_driver_or_stub
 
-    load_stub()
+    load_driver_or_stub()
 
 
 def library_version() -> int | str:
@@ -43,8 +43,7 @@ def without_kernels():
     from cupy_sdpa.cudnn.constants import AttributeType
     from cupy_sdpa.cudnn.descriptor import Descriptor
     from cupy_sdpa.cudnn_engine.engines import EngineSearch, _number_and_notes
-    from cupy_sdpa.cudnn_engine.plan import Candidate
-    from cupy_sdpa.cudnn_engine.plan_file import Facts
+    from cupy_sdpa.cudnn_engine.plan import Candidate, Facts
 
     def take(search, config):
         engine, notes = _number_and_notes(config)

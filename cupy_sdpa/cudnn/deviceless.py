@@ -6,6 +6,7 @@ stub, which is compiled when it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -27,21 +28,14 @@ def read_description() -> str:
 
 
 def load_driver_or_stub() -> None:
-    """Load NVIDIA's driver if it has a GPU, otherwise the stub; for a process that does not use a GPU."""
-    try:
-        has_gpu = ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
-    except OSError:
-        has_gpu = False
-    if not has_gpu:
-        load_stub()
-
-
-def load_stub() -> None:
-    """Build the stub and load it as the driver; for a process that never uses a GPU.
+    """Load NVIDIA's driver if it has a GPU, otherwise build and load the stub; for a process that does not use a GPU.
 
     Raises:
         CudnnError: there is no C compiler, or it cannot build the stub.
     """
+    with contextlib.suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0:
+            return
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise CudnnError(

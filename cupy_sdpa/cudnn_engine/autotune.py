@@ -22,9 +22,8 @@ from ..runtime import cupy_runtime
 from ..runtime.cuda_graph import Recording
 from .disk_cache import current
 from .engines import engine_search
-from .plan import Plan
+from .plan import Knobs, Plan, knobs_text
 from .plan_cache import PlanCache
-from .plan_file import Knobs, knobs_text
 
 #: A config must be faster than the current plan by this factor to replace it; a smaller gain is noise.
 GAIN = 1.02

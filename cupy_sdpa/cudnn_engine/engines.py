@@ -15,8 +15,7 @@ from ..errors import CudnnError, Unsupported
 from ..graph.nodes import Graph
 from ..version import version_text
 from .lowering import OperationGraph
-from .plan import Candidate, Scratch, Target
-from .plan_file import Facts, Knobs, knobs_text
+from .plan import Candidate, Facts, Knobs, Scratch, Target, knobs_text
 
 _KNOB = "CUDNN_KNOB_TYPE_"
 #: The first cuDNN version whose captured CUDA graphs keep plans alive.

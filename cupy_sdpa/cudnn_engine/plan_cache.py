@@ -14,8 +14,7 @@ from ..errors import Unsupported
 from ..problem import problem_file
 from ..problem.problem import Problem
 from ..runtime.cuda_graph import Recording
-from .plan import Plan
-from .plan_file import knobs_text
+from .plan import Plan, knobs_text
 
 T = TypeVar("T")
 

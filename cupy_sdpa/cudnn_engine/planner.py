@@ -18,10 +18,9 @@ from ..graph.nodes import Graph
 from ..problem.problem import Problem, writes_dq_directly
 from ..support.why_not import guards
 from ..version import version_text
-from . import plan_file
 from .disk_cache import DiskCache, current
 from .engines import EngineConfig, described_device, engine_search, graph_retention, is_out_of_memory
-from .plan import Candidate, Plan, Scratch, Target
+from .plan import Candidate, Plan, Scratch, Target, facts_of
 
 #: Hopper's ordered backward engine: it accumulates dQ in a fixed order, so every run gives the same bits, and allocates nothing
 #: of size Sq x Skv. Heuristics never propose it. On an H200 with 9.28, 8192 by 8192, it takes 1.3 times as long as the default
@@ -95,7 +94,7 @@ def load_or_build(
                 candidate = search.first(config)
             stack.enter_context(candidate.descriptor)
             plan = Plan(candidate, graph, target, key, (time.perf_counter() - started) * 1e3)
-            disk_cache.put(key, plan_file.content(candidate.facts, candidate.text))
+            disk_cache.put(key, candidate.facts.content(candidate.text))
             stack.pop_all()
     return plan
 
@@ -103,7 +102,7 @@ def load_or_build(
 def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
     """Finalize the plan in an entry of the disk cache; raises many errors if it is damaged, or this cuDNN cannot load it."""
     started = time.perf_counter()
-    facts, text = plan_file.read(content)
+    facts, text = facts_of(content)
     with contextlib.ExitStack() as stack:
         of = {"HANDLE": target.cudnn_handle, "DEVICEPROP": described_device(target, stack), "JSON_REPRESENTATION": text}
         made = Descriptor.finalized("EXECUTION_PLAN", "load a serialized plan", **of, **graph_retention())

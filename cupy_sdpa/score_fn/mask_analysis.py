@@ -18,13 +18,6 @@ MASKED_SCORE = -1e6
 Sides = tuple[int | None, int | None]
 
 
-class Bounds(NamedTuple):
-    """The numbers of keys before and after the diagonal under one condition: integers, or infinity."""
-
-    left: float
-    right: float
-
-
 class LinearForm(NamedTuple):
     """``query * q_idx + key * kv_idx + constant``."""
 
@@ -144,7 +137,7 @@ def split_band(writer: Writer, numbers: Mapping[str, float], conditions: Sequenc
         if bounds is None or min(bounds) < 0:  # a band that excludes the diagonal is not supported
             others.append(condition)
         else:
-            left, right = min(left, bounds.left), min(right, bounds.right)
+            left, right = min(left, bounds[0]), min(right, bounds[1])
     sides = (None if left == math.inf else int(left), None if right == math.inf else int(right))
     return (None if sides == (None, None) else sides), others
 
@@ -172,8 +165,8 @@ def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
             yield condition
 
 
-def _bounds(forms: LinearForms, condition: int) -> Bounds | None:
-    """The band that a condition describes, or None if it does not describe a band.
+def _bounds(forms: LinearForms, condition: int) -> tuple[float, float] | None:
+    """The number of keys before and after the diagonal under a condition, which may be infinite; None if it is not a band.
 
     The conditions are ``q_idx - kv_idx <= n``, ``kv_idx - q_idx <= n`` and ``|q_idx - kv_idx| <= n``, with any comparison
     except ``==`` and ``!=``, and with the terms in any order.
@@ -198,5 +191,5 @@ def _bounds(forms: LinearForms, condition: int) -> Bounds | None:
         return None
     most = -difference.constant - (mode == "cmp_lt")  # +-(q_idx - kv_idx) <= most
     if absolute:
-        return Bounds(most, most)
-    return Bounds(most, math.inf) if difference.query == 1 else Bounds(math.inf, most)
+        return most, most
+    return (most, math.inf) if difference.query == 1 else (math.inf, most)
