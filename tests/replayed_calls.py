@@ -27,6 +27,10 @@ CASES = {
     "mask": {"sq": 20, "skv": 20, "b": 2, "options": {"mask": ("k11b", "random")}},
     "bias": {"sq": 20, "skv": 20, "hq": 2, "options": {"bias": ("11hb", "float16", "normal"), "return_dbias": True}},
     "sinks": {"sq": 20, "skv": 20, "hq": 2, "options": {"sinks": "normal", "alibi_slopes": "usual", "return_dsinks": True}},
+    "functions": {
+        "sq": 20, "skv": 20, "hq": 2, "b": 2,
+        "options": {"score_mod": ("bias_bk", "float32"), "mask_mod": ("chunks", "float32"), "return_dtensors": True},
+    },
     "parts": {"sq": 20, "skv": 20, "backward": False, "options": {"stats": "max_sumexp"}},
     "large copies": {
         "d": 64, "sq": 40, "skv": 48, "hq": 4, "hkv": 4, "b": 2,

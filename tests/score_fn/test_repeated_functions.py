@@ -2,7 +2,6 @@
 
 import contextlib
 
-import functions
 import numpy as np
 import pytest
 from not_parsed import not_parsed
@@ -21,7 +20,9 @@ def _all_work_is_done(engine):
     engine.xp.cuda.Device().synchronize()
 
 
-FUNCTIONS = {f.name: f for f in [*functions.ZOO, *functions.LEARNED]}
+def arrays(engine, size=40):
+    """Random q, k, v and dout."""
+    return [engine.normal(n, 16, heads, size, 2) for n, heads in enumerate((4, 2, 2, 4))]
 
 
 def both_passes(q, k, v, dout, *, return_dtensors=False, **options):
@@ -31,82 +32,12 @@ def both_passes(q, k, v, dout, *, return_dtensors=False, **options):
     return [out, stats, *gradients, *(last.values() if isinstance(last, dict) else [last])]
 
 
-class Problem:
-    """The arrays and options of a problem.
-
-    Args:
-        engine: the engine.
-        name: a function of :data:`FUNCTIONS`, or "" for none.
-        size: the number of queries and keys.
-    """
-
-    def __init__(self, engine, name="", size=40):
-        self.engine = engine
-        self.arrays = [engine.normal(n, 16, heads, size, 2) for n, heads in enumerate((4, 2, 2, 4))]
-        given = FUNCTIONS[name].options(np, 4, size, size, 2) if name else {}
-        self.options = engine.put(given)
-        if FUNCTIONS.get(name) in functions.LEARNED:
-            self.options["return_dtensors"] = True
-
-    def run(self):
-        """Both passes."""
-        return both_passes(*self.arrays, **self.options)
-
-    def change(self, factor, *, move):
-        """Change the values, in place or at other addresses."""
-        arrays, tensors = self.arrays, self.options.get("tensors", {})
-        if move:
-            arrays = self.arrays = [x.copy("K") for x in arrays]
-            tensors = {name: x.copy("K") for name, x in tensors.items()}
-            self.options |= {"tensors": tensors} if tensors else {}
-        for x in arrays:
-            x *= np.float16(factor)
-        for x in tensors.values():
-            if x.ndim:
-                x[...] = x[::-1].copy()
-
-    def check(self, results):
-        """Compare with numpy in float64."""
-        get = self.engine.get
-        options = {**self.options, "tensors": {name: get(x) for name, x in self.options.get("tensors", {}).items()}}
-        wanted = both_passes(*(get(x).astype(np.float64) for x in self.arrays), **options)
-        for x, y in zip(results, wanted, strict=True):
-            np.testing.assert_allclose(
-                get(x).astype(np.float64), y, rtol=0.02, atol=0.02 * max(1, np.abs(y[np.isfinite(y)]).max())
-            )
-
-
-@pytest.mark.parametrize(
-    "name", ["document_softcap", "pairs", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bias", "number"))]
-)
-def test_repeated_calls(name, engine):
-    """At other addresses they are not parsed, at the same ones they are replayed; both read the present contents."""
-    problem = Problem(engine, name)
-    problem.check(problem.run())
-    for factor in (0.5, 1.5):
-        problem.change(factor, move=True)
-        with not_parsed():
-            got = problem.run()
-        problem.check(got)
-    for _ in range(2):
-        for _ in range(2 * OFTEN):
-            with not_parsed():
-                got = problem.run()
-        problem.check(got)
-        kept = [engine.get(x).copy() for x in got]
-        problem.change(0.75, move=False)
-        problem.check(problem.run())  # an earlier result is not written again
-        for x, y in zip(got, kept, strict=True):
-            np.testing.assert_array_equal(engine.get(x), y)
-    assert get_plan_cache().recordings > 0
-
-
 def test_functions_that_are_created_in_every_call(engine):
     """Equal closures are one call, which is not parsed, in either pass; other numbers have the same plan."""
-    *arrays, dout = Problem(engine).arrays
+    *given, dout = arrays(engine)
 
     def run(cap):
-        out, pullback = attention_vjp(*arrays, score_mod=zoo.softcap(cap), mask_mod=zoo.sliding_window(7))
+        out, pullback = attention_vjp(*given, score_mod=zoo.softcap(cap), mask_mod=zoo.sliding_window(7))
         return [engine.get(x) for x in (out, *pullback(dout))]
 
     want, count = run(3.0), get_plan_cache().misses
@@ -120,16 +51,16 @@ def test_functions_that_are_created_in_every_call(engine):
         def closure(score, b, h, q_idx, kv_idx):
             return cap * np.tanh(score / cap)  # noqa: B023
 
-        exact = attention(*(engine.get(x).astype("f8") for x in arrays), softcap=cap, window=(7, 0))
+        exact = attention(*(engine.get(x).astype("f8") for x in given), softcap=cap, window=(7, 0))
         for function in (closure, zoo.softcap(cap), closure):
-            out = attention(*arrays, score_mod=function, mask_mod=zoo.sliding_window(7))
+            out = attention(*given, score_mod=function, mask_mod=zoo.sliding_window(7))
             np.testing.assert_allclose(engine.get(out), exact, atol=4e-3)
     assert get_plan_cache().misses == count + 1, "a plan for every number"
 
 
 def test_the_requested_gradients_are_part_of_the_key(engine):
     """Calls that differ in nothing else."""
-    q, k, v, dout = Problem(engine).arrays
+    q, k, v, dout = arrays(engine)
     ones = engine.put(np.ones(4, "f4"))
     there = {"score_mod": lambda s, b, h, i, j, x, y: s * x[h] + y[h], "tensors": {"x": ones, "y": ones.copy()}}
     out, stats = attention(q, k, v, return_stats=True, **there)
@@ -141,7 +72,7 @@ def test_the_requested_gradients_are_part_of_the_key(engine):
 
 def test_results_at_new_addresses_are_checked(engine):
     """An output that overlaps an array of ``tensors`` raises, also in a repeated call."""
-    q, k, v, _ = Problem(engine).arrays
+    q, k, v, _ = arrays(engine)
     memory = engine.normal(1, 4, 40, 40, dtype=np.float16).copy("C")
     options = {"score_mod": zoo.bias, "tensors": {"bias": memory}}
     for _ in range(OFTEN):
@@ -154,7 +85,7 @@ def test_results_at_new_addresses_are_checked(engine):
 
 def test_prepared_calls_take_their_options_again(engine):
     """Functions that read arrays before other operations are equal to those that were prepared; other arrays are used."""
-    q, k, v, _ = Problem(engine).arrays
+    q, k, v, _ = arrays(engine)
     one, other = ({"slopes": engine.normal(seed, 4, dtype=np.float32)} for seed in (8, 9))
     call = prepare(q, k, v, score_mod=zoo.alibi, tensors=one)
     np.testing.assert_array_equal(engine.get(call(q, k, v, score_mod=zoo.alibi, tensors=one)), engine.get(call(q, k, v)))
@@ -166,7 +97,7 @@ def test_prepared_calls_take_their_options_again(engine):
 
 def test_calls_after_a_function_failed(engine):
     """A function that raises in some calls, whose number has changed, leaves nothing behind; a kept pullback has the old number."""
-    q, k, v, dout = Problem(engine, size=9).arrays
+    q, k, v, dout = arrays(engine, 9)
     factor, fails = [1.5], [False]
 
     def scaled(score, b, h, q_idx, kv_idx):
@@ -206,9 +137,8 @@ class Parameters:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sequences_of_calls(seed, engine):
     """Functions, their parameters, arrays, dtypes, layouts, results and contents change at random; no result is stale."""
-    rng, problem = np.random.default_rng(seed), Problem(engine, size=16)
-    *arrays, dout = problem.arrays
-    exact = [engine.get(x).astype(np.float64) for x in (*arrays, dout)]
+    rng, (*given, dout) = np.random.default_rng(seed), arrays(engine, 16)
+    exact = [engine.get(x).astype(np.float64) for x in (*given, dout)]
     config, weights = Parameters(), [1.0, 2.0]
 
     def by_object(s, b, h, i, j, x):
@@ -250,9 +180,9 @@ def test_random_sequences_of_calls(seed, engine):
         backward = {"return_dtensors": bool(parameter % 2 and n != 2)}
         wanted = both_passes(*exact, tensors={"x": view(memory[n])}, **backward, **options)
         for _ in range(rng.integers(1, 4)):
-            given = {"tensors": {"x": view(there[n])}, **options}
-            out, stats = attention(*arrays, return_stats=True, out=outputs[rng.integers(3)], **given)
-            *found, last = attention_backward(dout, *arrays, out, stats, **backward, **given)
+            on_engine = {"tensors": {"x": view(there[n])}, **options}
+            out, stats = attention(*given, return_stats=True, out=outputs[rng.integers(3)], **on_engine)
+            *found, last = attention_backward(dout, *given, out, stats, **backward, **on_engine)
             found = [out, stats, *found, *(last.values() if isinstance(last, dict) else [last])]
             for x, y in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(engine.get(x), y, atol=0.02 * max(1, np.abs(y).max()))
