@@ -483,11 +483,6 @@ def evaluated(function, *x, dtype="float64", derivative=False):
     return arrays["out"].ravel()
 
 
-def packed(x):
-    """Concatenate the batch entries along the sequence."""
-    return x.reshape(*x.shape[:2], -1, order="F")
-
-
 def poisoning(cupy):
     """Allocate memory full of NaN, so that reads of uninitialized memory show."""
     pool = cupy.cuda.MemoryPool()
@@ -500,16 +495,15 @@ def poisoning(cupy):
     return cupy.cuda.using_allocator(allocate)
 
 
-def right_on_the_gpu(cupy, dtype, known, there, laid=lambda x: x, **asked):
+def right_on_the_gpu(cupy, dtype, known, there, **asked):
     """Compare both passes, and additional gradients, with numpy in float64 and in the dtype.
 
     Args:
         dtype: of q, k and v.
         known, there: the options with numpy and CuPy arrays.
-        laid: the memory layouts of q, k, v and dout.
         asked: additional gradients, such as ``return_dtensors=True``.
     """
-    rounded = [laid(x) for x in arrays(dtype, 200, 64, seed=7)]
+    rounded = arrays(dtype, 200, 64, seed=7)
 
     def computed(q, k, v, dout, options):
         out, stats = attention(q, k, v, return_stats=True, **options)

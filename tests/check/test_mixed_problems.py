@@ -28,7 +28,7 @@ BUGS = {
 BLOCKS = [
     range(1),
     pytest.param(range(1, 4), marks=pytest.mark.slow),
-    *(pytest.param(range(n, n + 50), marks=pytest.mark.sweep) for n in range(4, 304, 50)),
+    *(pytest.param(range(n, n + 50), marks=pytest.mark.sweep) for n in range(4, 154, 50)),
 ]
 
 
