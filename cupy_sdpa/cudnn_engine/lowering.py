@@ -13,6 +13,7 @@ from typing import Any
 
 from ..cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from ..cudnn.descriptor import Descriptor
+from ..errors import Unsupported
 from ..graph.nodes import (
     Bernoulli,
     BlockSelect,
@@ -175,6 +176,8 @@ def _matmul(node: Matmul, lowered: OperationGraph) -> None:
 
 
 def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:
+    if (rows := node.pages.shape[2]) & (rows - 1):  # cuDNN reports a bad parameter, not that it is unsupported
+        raise Unsupported(f"{node.pages} has {rows} rows per page; cuDNN supports powers of two")
     tensors = {"CONTAINER_DESC": node.pages, "YDESC": node.out, "SEQUENCE_DESC": node.lengths, "PAGE_TABLE_DESC": node.table}
     lowered.operation("PAGED_CACHE_LOAD", tensors, node.formula)
 

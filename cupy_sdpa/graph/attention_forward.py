@@ -11,7 +11,7 @@ import functools
 from ..problem.problem import SEEDS, Problem
 from ..problem.tensor_spec import FP8_LARGEST
 from .nodes import Bernoulli, Builder, Graph, Shape, Tensor
-from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TRANSPOSED_AXES, Operands, operand
+from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, Operands, operand
 from .scores import Scores, partial_tiles
 
 
@@ -71,7 +71,7 @@ def _store_fp8(g: Builder, operands: Operands, o: Tensor, out: Tensor) -> None:
 
 def _keys_and_values(g: Builder, operands: Operands, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """``Kᵀ`` and ``V``: the arrays, or their rows in the pages of each sequence."""
-    table = operands.page_table()
+    table = operands.optional("page_table", TABLE_AXES)
     if table is None:
         return operands("k", TRANSPOSED_AXES), operands("v")
     assert lengths

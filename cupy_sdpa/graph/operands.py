@@ -108,10 +108,6 @@ class Operands:
         )
         return queries, keys
 
-    def page_table(self) -> Tensor | None:
-        """The pages of each batch entry, ``(B, 1, P, 1)``; None if the keys are not paged."""
-        return operand(self.specs["page_table"], TABLE_AXES, "input") if self.problem.paged else None
-
     def diagonal(self) -> Tensor | None:
         """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""
         if not has_ragged_alibi(self.problem):

@@ -16,7 +16,6 @@ CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
 
 class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
-    CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
 
@@ -37,7 +36,6 @@ class CUlaunchAttributeID(enum.IntEnum):
 
 class CUstreamCaptureMode(enum.IntEnum):
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
