@@ -24,12 +24,7 @@ STDERR_BYTES = 600
 
 
 class WorkerEnded(Exception):
-    """A worker ended before it answered.
-
-    Attributes:
-        status: the exit status, negative for a signal.
-        tail: the end of its stderr on one line; empty if it was not captured.
-    """
+    """A worker ended before it answered: its exit status, negative for a signal, and the end of its stderr on one line."""
 
     def __init__(self, status: int, tail: str) -> None:
         super().__init__(f"the process ended with exit status {status}")
@@ -58,15 +53,7 @@ def serve(handle: Callable[[Any], Any]) -> None:
 
 
 class Worker:
-    """One worker process.
-
-    Args:
-        command: the command line.
-        environment: the environment, see :func:`environment`.
-        capture: whether stderr is captured for :class:`WorkerEnded`; otherwise it is the parent's.
-
-    Attributes:
-        requests: the number of requests so far.
+    """One worker process, and the number of its requests. Its stderr is captured for :class:`WorkerEnded`, or the parent's.
 
     Raises:
         OSError: the process cannot be started.
@@ -91,12 +78,8 @@ class Worker:
     def request(self, request: Any, limit: float | None = None) -> Any:
         """Send a request and return the result.
 
-        Args:
-            request: the request.
-            limit: the time limit in seconds. Default None: none.
-
         Raises:
-            TimeoutError: there is no result after the limit.
+            TimeoutError: there is no result after the limit in seconds.
             WorkerEnded: the process ended.
         """
         self.requests += 1
@@ -153,12 +136,9 @@ class Worker:
 
 
 class Pool:
-    """A pool of workers, which are started on first use. :meth:`request` may be called from several threads.
+    """A pool of workers, which ``start`` starts on first use. :meth:`request` may be called from several threads.
 
-    Args:
-        size: the number of workers.
-        start: starts a worker.
-        most: the requests after which a worker is replaced. Default None: no limit.
+    A worker is replaced after ``most`` requests.
     """
 
     def __init__(self, size: int, start: Callable[[], Worker], most: int | None = None) -> None:
@@ -177,9 +157,7 @@ class Pool:
     def request(self, request: Any, limit: float | None = None, is_last: Callable[[Any], bool] = lambda result: False) -> Any:
         """Send a request to the next idle worker and return the result.
 
-        Args:
-            request, limit: see :meth:`Worker.request`. A worker that ends, or exceeds the limit, is replaced.
-            is_last: whether the worker is replaced after a result.
+        A worker is replaced if it ends, exceeds the limit, or ``is_last`` of its result.
 
         Raises:
             TimeoutError, WorkerEnded: see :meth:`Worker.request`.

@@ -48,18 +48,9 @@ def abs_errors(a: Array, b: Array) -> Array:
 
 
 def compare(name: str, actual: Array, truth: Array, naive: Array, floor: float, exact: Array | None = None) -> str:
-    """Compare a result with the truth.
+    """An error message with the name of a result; empty if it is within the tolerance.
 
-    Args:
-        name: the name of the result.
-        actual: the result.
-        truth: the result in float64.
-        naive: the result of the naive computation.
-        floor: the error that rounding may cause.
-        exact: the elements that must equal the truth.
-
-    Returns:
-        An error message; empty if the result is within the tolerance.
+    ``floor`` is the error that rounding may cause, ``exact`` are the elements that must equal the truth.
     """
     if actual.shape != truth.shape:
         return f"{name} has shape {actual.shape}, expected {truth.shape}"

@@ -260,11 +260,7 @@ def versions() -> dict[str, Any]:
 
 
 class _Progress(Status):
-    """The progress, without a terminal a new line every ten seconds; and each new finding.
-
-    Args:
-        limits: the limits of the run.
-    """
+    """The progress, without a terminal a new line every ten seconds; and each new finding."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()

@@ -69,11 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``demo``; returns 1 if the result is wrong.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Run ``demo``; returns 1 if the result is wrong."""
     causal = arguments.causal
     with working("preparing the text"):
         words, (q, k, v) = _input(arguments)
@@ -103,11 +99,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array, Array]]:
-    """The tokens, and q, k and v.
-
-    Raises:
-        CommandError: the options are invalid, or the arrays do not fit into memory.
-    """
+    """The tokens, and q, k and v."""
     query_heads, head_dim = arguments.heads, arguments.head_dim
     key_heads = arguments.kv_heads or (query_heads // 4 if query_heads % 4 == 0 else query_heads)
     if query_heads % key_heads:
@@ -207,18 +199,14 @@ def _for_rows(attend: Callable[..., Any], q: Array, k: Array, v: Array, rows: ND
 
 def _print_attention(words: list[str], q: Array, k: Array, positions: list[int], causal: bool) -> None:
     """Print the words that some words attend to most."""
-    rows = demo_text.weights(q, k, 0, np.array(positions), causal)
-    facts = [
-        {
-            "word": words[i], "position": int(i), "itself": float(weight[i]),
-            "others": [{"word": word, "weight": float(share)} for word, share in demo_text.strongest(weight, words, i, 3)],
-        }
-        for i, weight in zip(positions, rows, strict=False)
-    ]  # fmt: skip
-    result(attention=facts, picture=None)
+    facts, rows = [], demo_text.weights(q, k, 0, np.array(positions), causal)
     for label, i, weight in zip(("attention", "(head 0)", ""), positions, rows, strict=False):
-        others = ", ".join(f"{word} {share:.3f}" for word, share in demo_text.strongest(weight, words, i, 3))
-        print_labeled(label, f"{words[i]!r} attends to {f'{others}, ' if others else ''}itself {weight[i]:.3f}")
+        strongest = demo_text.strongest(weight, words, i, 3)
+        others = "".join(f"{word} {share:.3f}, " for word, share in strongest)
+        print_labeled(label, f"{words[i]!r} attends to {others}itself {weight[i]:.3f}")
+        found = [{"word": word, "weight": float(share)} for word, share in strongest]
+        facts.append({"word": words[i], "position": int(i), "itself": float(weight[i]), "others": found})
+    result(attention=facts, picture=None)
 
 
 def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, position: int) -> None:
