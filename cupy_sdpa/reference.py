@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,23 +71,28 @@ def attention(
     (True, array([0., 0.]), array([3., 3.]))
     """
     _check(q, k, v, packed=cu_seqlens_q is not None, **options)
-    query_heads, key_heads = q.shape[1], k.shape[1]
     out = np.zeros((len(v), *q.shape[1:]))
-    shape = (q.shape[2], query_heads, q.shape[3]) if q.ndim == 4 else q.shape[1:]
-    stats, maxima, sums = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
-    for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
-        own = sequence.options(options)
-        qs, ks, vs = sequence.of_queries(q), sequence.of_keys(k), sequence.of_keys(v)
-        for h in range(query_heads):
-            g = h // (query_heads // key_heads)  # the key/value head of this query head
-            s = scores(qs, ks, h, 0, scale=scale, **own)
-            p, _, m, sum_exp = _softmax(s, _sink(sinks, h, qs.shape[2], own))
-            keep = sequence.keep(dropout_mask, h, s.shape) / (1 - dropout_p)
-            sequence.of_queries(out)[:, h, :, 0] = _attended(vs[:, g, :, 0], s != -np.inf) @ (p * keep).T
-            sequence.of_rows(maxima)[:, h], sequence.of_rows(sums)[:, h] = m, sum_exp
-            with np.errstate(divide="ignore"):  # log 0 = -inf
-                sequence.of_rows(stats)[:, h] = m + np.log(sum_exp)
-    return (out, stats, maxima, sums) if max_sumexp else (out, stats)
+    shape = (q.shape[2], q.shape[1], q.shape[3]) if q.ndim == 4 else q.shape[1:]
+    rows = stats, maxima, sums = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
+    if cu_seqlens_q is not None or cu_seqlens_kv is not None:
+        options |= {"scale": scale, "sinks": sinks, "dropout_p": dropout_p, "dropout_mask": dropout_mask}
+        for queries, keys, own in _sequences(cu_seqlens_q, cu_seqlens_kv, options):
+            arrays = q[:, :, queries, None], k[:, :, keys, None], v[:, :, keys, None]
+            own_out, *own_rows = attention(*arrays, max_sumexp=True, **own)
+            out[:, :, queries] = own_out[..., 0]
+            for row, own_row in zip(rows, own_rows, strict=True):
+                row[:, queries] = own_row[..., 0].T
+        return (out, *rows) if max_sumexp else (out, stats)
+    for b, h in np.ndindex(q.shape[3], q.shape[1]):
+        g = h // (q.shape[1] // k.shape[1])  # the key/value head of this query head
+        s = scores(q, k, h, b, scale=scale, **options)
+        p, _, m, sum_exp = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
+        keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
+        out[:, h, :, b] = _attended(v[:, g, :, b], s != -np.inf) @ (p * keep).T
+        maxima[:, h, b], sums[:, h, b] = m, sum_exp
+        with np.errstate(divide="ignore"):  # log 0 = -inf
+            stats[:, h, b] = m + np.log(sum_exp)
+    return (out, *rows) if max_sumexp else (out, stats)
 
 
 def attention_backward(
@@ -136,34 +142,42 @@ def attention_backward(
     (0.0, np.float64(1.0))
     """
     _check(q, k, v, dout, bias, packed=cu_seqlens_q is not None, needs_bias=return_dbias, **options)
-    query_heads, key_heads = q.shape[1], k.shape[1]
     tau = 1 / math.sqrt(len(q)) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dbias: NDArray[np.float64] = np.zeros((1, 1, 1, 1) if bias is None else bias.shape)
-    _, _, bias_heads, _ = dbias.shape
-    dsinks = np.zeros(query_heads)
-    for sequence in _sequences(q, k, cu_seqlens_q, cu_seqlens_kv):
-        own = sequence.options(options | {"bias": bias})
-        qs, dos = (sequence.of_queries(x) for x in (q, dout))
-        ks, vs = (sequence.of_keys(x) for x in (k, v))
-        for h in range(query_heads):
-            g = h // (query_heads // key_heads)
-            s = scores(qs, ks, h, 0, scale=scale, softcap=softcap, **own)
-            qh, doh = (_attending(x[:, h, :, 0], s != -np.inf) for x in (qs, dos))
-            kh, vh = (_attended(x[:, g, :, 0], s != -np.inf) for x in (ks, vs))
-            p, p_sink, _, _ = _softmax(s, _sink(sinks, h, qs.shape[2], own))
-            keep = sequence.keep(dropout_mask, h, s.shape) / (1 - dropout_p)
-            sequence.of_keys(dv)[:, g, :, 0] += doh @ (p * keep)
-            dp = (doh.T @ vh) * keep
-            mean = (p * dp).sum(axis=1)
-            ds = p * (dp - mean[:, None])
-            dsinks[h] += (p_sink * (0 - mean)).sum()
-            part = sequence.of_scores(dbias)[:, :, h % bias_heads, 0]
-            part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
-            dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
-            sequence.of_queries(dq)[:, h, :, 0] = tau * (kh @ dx.T)
-            sequence.of_keys(dk)[:, g, :, 0] += tau * (qh @ dx)
-    return (dq, dk, dv, *([dbias] if return_dbias else []), *([dsinks] if return_dsinks else []))
+    dsinks = np.zeros(q.shape[1])
+    results = (dq, dk, dv, *([dbias] if return_dbias else []), *([dsinks] if return_dsinks else []))
+    if cu_seqlens_q is not None or cu_seqlens_kv is not None:
+        options |= {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks, "dropout_p": dropout_p}
+        options |= {"dropout_mask": dropout_mask, "return_dbias": bias is not None, "return_dsinks": True, "dbias": dbias}
+        for queries, keys, own in _sequences(cu_seqlens_q, cu_seqlens_kv, options):
+            own_dbias = own.pop("dbias")
+            arrays = [x[:, :, places, None] for x, places in ((dout, queries), (q, queries), (k, keys), (v, keys))]
+            found = attention_backward(*arrays, **own)
+            for whole, places, part in zip((dq, dk, dv), (queries, keys, keys), found, strict=False):
+                whole[:, :, places] = part[..., 0]
+            if bias is not None:
+                own_dbias += found[3]
+            dsinks += found[-1]
+        return results
+    for b, h in np.ndindex(q.shape[3], q.shape[1]):
+        g = h // (q.shape[1] // k.shape[1])
+        s = scores(q, k, h, b, scale=scale, softcap=softcap, bias=bias, **options)
+        qh, doh = (_attending(x[:, h, :, b], s != -np.inf) for x in (q, dout))
+        kh, vh = (_attended(x[:, g, :, b], s != -np.inf) for x in (k, v))
+        p, p_sink, _, _ = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
+        keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
+        dv[:, g, :, b] += doh @ (p * keep)
+        dp = (doh.T @ vh) * keep
+        mean = (p * dp).sum(axis=1)
+        ds = p * (dp - mean[:, None])
+        dsinks[h] += (p_sink * (0 - mean)).sum()
+        part = dbias[:, :, h % dbias.shape[2], b % dbias.shape[3]]
+        part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
+        dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
+        dq[:, h, :, b] = tau * (kh @ dx.T)
+        dk[:, g, :, b] += tau * (qh @ dx)
+    return results
 
 
 def scores(
@@ -339,11 +353,18 @@ def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64
     return np.where(attends.any(axis=0), k.astype(np.float64), 0.0)
 
 
-def _sink(sinks: NDArray[Any] | None, h: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
+def _sink(sinks: NDArray[Any] | None, h: int, b: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
     """The sink's score for each query: -inf without sinks and beyond the length."""
     if sinks is None:
         return np.full(queries, -np.inf)
-    return np.where(np.arange(queries) < _length(queries, 0, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
+    return np.where(np.arange(queries) < _length(queries, b, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
+
+
+def _keep(dropout_mask: NDArray[Any] | None, h: int, b: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """1 where dropout keeps a weight of the head, else 0."""
+    if dropout_mask is None:
+        return np.ones(shape)
+    return np.broadcast_to(dropout_mask[:, :, h % dropout_mask.shape[2], b % dropout_mask.shape[3]].T, shape).astype(np.float64)
 
 
 def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
@@ -353,61 +374,22 @@ def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray
     return e / divisor[:, None], e_sink / divisor, m, sum_exp
 
 
-class _Sequence(NamedTuple):
-    """Sequence b: a batch entry, or a part of packed arrays. Its views have a batch axis of length 1.
-
-    Attributes:
-        b: its number.
-        queries, keys: its positions in packed arrays; all of them in arrays with a batch axis.
-        packed: whether the arrays are packed.
-    """
-
-    b: int
-    queries: slice
-    keys: slice
-    packed: bool
-
-    def of_queries(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The view ``(D, Hq, Sq, 1)``."""
-        return x[:, :, self.queries, None] if self.packed else x[..., self.b : self.b + 1]
-
-    def of_keys(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The view ``(D, Hkv, Skv, 1)``."""
-        return x[:, :, self.keys, None] if self.packed else x[..., self.b : self.b + 1]
-
-    def of_rows(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The view ``(Sq, Hq)`` of a number for each query."""
-        return x[:, self.queries].T if self.packed else x[..., self.b]
-
-    def of_scores(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The view ``(Skv|1, Sq|1, H|1, 1)`` of a bias or mask ``(.., .., H|1, B|1)``."""
-        b, queries, keys = self.b % x.shape[3], self.queries, self.keys
-        return x[: keys.stop - keys.start, : queries.stop - queries.start, :, b : b + 1]
-
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of the sequence."""
-        own = {name: self.of_scores(options[name]) for name in ("bias", "mask") if options.get(name) is not None}
-        lengths = [name for name in ("seq_lens_q", "seq_lens_kv") if options.get(name) is not None]
-        return options | own | {name: options[name][self.b : self.b + 1] for name in lengths}
-
-    def keep(self, dropout_mask: NDArray[Any] | None, h: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-        """1 where dropout keeps a weight of the head, else 0."""
-        if dropout_mask is None:
-            return np.ones(shape)
-        return np.broadcast_to(self.of_scores(dropout_mask)[:, :, h % dropout_mask.shape[2], 0].T, shape).astype(np.float64)
-
-
-def _sequences(q: NDArray[Any], k: NDArray[Any], cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None) -> list[_Sequence]:
-    """The batch entries, or the packed sequences."""
-    if (cu_q is None) != (cu_kv is None):
-        raise ValueError(f"{'cu_seqlens_q' if cu_q is None else 'cu_seqlens_kv'} is None; packed sequences need both offsets")
+def _sequences(
+    cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None, options: dict[str, Any]
+) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """The places of the queries and of the keys of each packed sequence, and its options, which are views."""
     if cu_q is None or cu_kv is None:
-        return [_Sequence(b, slice(0, q.shape[2]), slice(0, k.shape[2]), packed=False) for b in range(q.shape[-1])]
-    starts = [[int(offset) for offset in cu] for cu in (cu_q, cu_kv)]
-    return [
-        _Sequence(b, slice(*queries), slice(*keys), packed=True)
-        for b, (queries, keys) in enumerate(zip(*map(itertools.pairwise, starts), strict=False))
-    ]
+        raise ValueError(f"{'cu_seqlens_q' if cu_q is None else 'cu_seqlens_kv'} is None; packed sequences need both offsets")
+    places = ([int(offset) for offset in cu] for cu in (cu_q, cu_kv))
+    for b, (queries, keys) in enumerate(zip(*map(itertools.pairwise, places), strict=False)):
+        own = dict(options)
+        for name, x in options.items():
+            if x is not None and name in ("bias", "mask", "dropout_mask", "dbias"):
+                entry = b % x.shape[3]
+                own[name] = x[: keys[1] - keys[0], : queries[1] - queries[0], :, entry : entry + 1]
+            elif x is not None and name in ("seq_lens_q", "seq_lens_kv"):
+                own[name] = x[b : b + 1]
+        yield slice(*queries), slice(*keys), own
 
 
 def __dir__() -> list[str]:
