@@ -83,7 +83,7 @@ WRONG = {
     "plan --saved missing --gpu h200 -o plans": "No such file",
     "plan --saved bad.json --gpu h200 -o plans": "bad.json, line 1 is not a problem",
     "plan --saved bytes --gpu h200 -o plans": "bytes, line 1 is not a problem",
-    "plan 64,4,128,1 --gpu h201 -o plans": "no GPU named 'h201'",
+    "plan 64,4,128,1 --gpu h201 -o plans": "no GPU named 'h201'; the names are a10, a100",
     "plan 64,4,128,1 --gpu bad.json -o plans": "bad.json does not describe a GPU",
     "plan 64,4,128,1 --gpu bytes -o plans": "bytes does not describe a GPU",
     "plan 64,4,128,1 --gpu h200 --cudnn ./none.so.9 -o plans": "--cudnn ./none.so.9: there is no such file",
