@@ -22,7 +22,7 @@ from ..errors import CudnnError
 from ..runtime import cupy_runtime
 from ..version import __version__, version_text
 from . import machine
-from .console import CommandError, Status, brief, counted, errors_of_the_command, one_line, output_file, positive, print_labeled
+from .console import CommandError, Status, brief, command_errors, counted, one_line, output_file, positive, print_labeled
 
 if TYPE_CHECKING:
     from ..check.case import Case
@@ -169,7 +169,7 @@ def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
 
     if "plan" in engines and engines != ("cpu", "plan"):
         raise CommandError("--engine plan has no effect with --saved: use plan --saved, which plans for described GPUs")
-    with errors_of_the_command():
+    with command_errors():
         problems = [problem for problem in store.read_problems(path) if not problem.trivial]
     found: dict[str, Case] = {}
     smaller = 0

@@ -14,9 +14,13 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import CudnnError
+from ..version import version_text
+
+if TYPE_CHECKING:
+    from ..cudnn_engine.plan import PlanInfo
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10
@@ -46,7 +50,7 @@ def width() -> int:
 
 
 @contextlib.contextmanager
-def errors_of_the_command() -> Iterator[None]:
+def command_errors() -> Iterator[None]:
     """Raise errors of the package in the block, of files, versions, shapes and options, as errors of the command."""
     try:
         yield
@@ -118,6 +122,15 @@ def result(**facts: Any) -> bool:
         return False
     found |= facts
     return True
+
+
+def plan_facts(plan: PlanInfo) -> dict[str, Any]:
+    """The properties of a plan, for :func:`result`."""
+    return {
+        "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
+        "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
+        "tuned": plan.tuned, "bytes": plan.size, "refused": list(plan.refused),
+    }  # fmt: skip
 
 
 def print_labeled(label: str, text: str) -> None:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference
 from ..attention_functions import attention
-from ..problem.tensor_spec import numpy_dtype
+from ..cudnn.library import library
+from ..explanation import explain
+from ..problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
 from ..runtime import cupy_runtime
-from ..version import __version__
-from . import demo_picture, demo_text, devices, machine
-from .console import CommandError, add_json, milliseconds, output_file, positive, print_labeled, result, working
-from .devices import Placed, place, plan_facts
+from ..version import __version__, version_text
+from . import console, demo_picture, demo_text, machine
+from .console import CommandError, add_json, milliseconds, output_file, plan_facts, positive, print_labeled, result, working
 from .timing import measure
 
+if TYPE_CHECKING:
+    from ..cudnn_engine.plan import PlanInfo
+
 Array = NDArray[Any]
+
+#: The dtypes that cuDNN's attention supports.
+CUDNN_DTYPES = ("float16", "bfloat16")
 
 #: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
@@ -64,7 +71,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also draw the attention map (default of FILE: attention.png; needs matplotlib)",
     )
-    devices.add_options(parser)
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "cudnn", "cupy", "numpy"),
+        default="auto",
+        help="auto (default): cuDNN if it can run, which requires float16 or bfloat16, else numpy; cupy: a GPU without cuDNN",
+    )
     add_json(parser)
 
 
@@ -74,7 +87,7 @@ def command(arguments: argparse.Namespace) -> int:
     with working("preparing the text"):
         words, (q, k, v) = _input(arguments)
     with working("planning"):
-        placed = place(arguments.engine, (q, k, v), causal=causal)
+        placed = _place(arguments.engine, (q, k, v), causal=causal)
     estimate = 0.0 if placed.on_gpu else _seconds(q, k, v, causal, arguments.limit)
     _print_setup(words, q, k, causal, placed)
     if estimate > SHOWN:
@@ -114,6 +127,64 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     return [tokens[i % len(tokens)] for i in range(count)], (q, k, v)
 
 
+class Placed(NamedTuple):
+    """Arrays on the device of the selected engine.
+
+    Attributes:
+        arrays: q, k and v: numpy arrays for numpy, CuPy arrays for the others.
+        engine: ``cuDNN``, ``CuPy`` or ``numpy``.
+        why: the reason for the selection.
+        how: how it computes, in one line.
+        plan: cuDNN's plan; None on the others.
+    """
+
+    arrays: Sequence[Any]
+    engine: str
+    why: str
+    how: str = "none: numpy evaluates the steps one by one"
+    plan: PlanInfo | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on the GPU."""
+        return self.engine != "numpy"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a call that select the engine."""
+        return {"engine": "cupy"} if self.engine == "CuPy" else {}
+
+
+def _place(requested: str, arrays: Sequence[Array], **options: Any) -> Placed:
+    """Select the engine for a call with options, and copy q, k and v to its device.
+
+    Raises:
+        CommandError: ``cudnn`` or ``cupy`` is requested and cannot run the call.
+    """
+    if requested == "numpy":
+        return Placed(arrays, "numpy", "requested by --engine numpy")
+    reasons, dtype = machine.obstacles_of_cupy() if requested == "cupy" else machine.obstacles(), arrays[0].dtype.name
+    if requested != "cupy" and not reasons and dtype not in CUDNN_DTYPES:
+        reasons = [f"cuDNN supports {' and '.join(CUDNN_DTYPES)}, not {dtype}; use --dtype bfloat16"]
+    if reasons and requested == "auto":
+        return Placed(arrays, "numpy", reasons[0])
+    if reasons:
+        raise CommandError(f"--engine {requested} cannot run here: {'; '.join(reasons)}")
+    cupy = cupy_runtime.cupy()
+    gpu, moved = machine.gpus()[cupy.cuda.runtime.getDevice()], [cupy.asarray(array, order="F") for array in arrays]
+    if requested == "cupy":
+        how = str(explain(*moved, engine="cupy", **options)).split("\n")[0]
+        return Placed(moved, "CuPy", f"{gpu}, without cuDNN", f"none: {how.removeprefix('runs with ')}")
+    report = explain(*moved, **options)  # builds the plan that the call uses
+    if report:
+        why = f"{gpu}, cuDNN {version_text(library().version)}"
+        return Placed(moved, "cuDNN", why, str(report.plan).split("\n")[0], report.plan)
+    refusal = console.one_line("cuDNN cannot run this:\n" + "\n".join(report.reasons))
+    if requested == "cudnn":
+        raise CommandError(refusal)
+    return Placed(arrays, "numpy", refusal)
+
+
 def _seconds(q: Array, k: Array, v: Array, causal: bool, limit: int) -> float:
     """The estimated seconds of a call on numpy, from the time of a part; 0 for a short sequence.
 
@@ -140,7 +211,7 @@ def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Pla
     print_labeled("cupy_sdpa", f"{__version__}, self-attention over a text: every word attends to {attended}")
     print_labeled("text", f"{demo_text.title()}: {len(words)} tokens, {len(set(words))} different")
     print_labeled("", "q, k and v are computed from the co-occurrence of words; nothing is trained")
-    print_labeled("engine", str(placed))
+    print_labeled("engine", f"{placed.engine} ({placed.why})")
     print_labeled("shapes", f"q {q.shape}, k and v {k.shape}: (head_dim, heads, seq, batch), {q.dtype}")
     result(
         text={"tokens": len(words), "different": len(set(words))}, engine={"name": placed.engine, "reason": placed.why},

@@ -14,8 +14,7 @@ from ..runtime import cupy_runtime
 from ..support import gpus
 from ..version import RELEASES, version_text
 from . import problem_options
-from .console import CommandError, add_json, errors_of_the_command, one_line, print_wrapped, result, working
-from .devices import plan_facts
+from .console import CommandError, add_json, command_errors, one_line, plan_facts, print_wrapped, result, working
 
 #: The shape comes first: after --causal it would be parsed as its value.
 USAGE = "%(prog)s D,Hq,Sq,B [options]"
@@ -52,7 +51,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Run ``explain``; returns 1 if the problem cannot run."""
     if arguments.gpu is None and cupy_runtime.current_device() is None:
         raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
-    with errors_of_the_command():
+    with command_errors():
         described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
         with working("planning"):
             report = _explained(described, arguments.gpu, arguments.cudnn)

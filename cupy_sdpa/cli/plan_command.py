@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..problem.problem import Problem
 from ..support import gpus
-from . import problem_options
-from .console import CommandError, Progress, add_json, errors_of_the_command, one_line, positive, print_labeled, result, working
-from .devices import plan_facts
+from . import console, problem_options
+from .console import CommandError, Progress, add_json, command_errors, plan_facts, positive, print_labeled, result, working
 
 if TYPE_CHECKING:
     from .. import store
@@ -56,7 +55,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--cudnn {arguments.cudnn}: there is no such file; pass the path of a libcudnn.so.9")
     if bool(arguments.queries) == bool(arguments.saved):
         raise CommandError("pass shapes such as 128,32,4096,1, or --saved FILE")
-    with errors_of_the_command():
+    with command_errors():
         with working("reading the problems"):
             problems = store.read_problems(arguments.saved) if arguments.saved else list(_problems(arguments))
         with Progress("planning") as progress:
@@ -91,6 +90,6 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 def _outcome(entry: store.Built) -> str:
     if entry.plan is None:
-        return one_line(entry.reason)
+        return console.one_line(entry.reason)
     plan = entry.plan
     return f"engine {plan.engine}, {'already stored' if plan.loaded else f'{plan.build_ms:.0f} ms'}, {plan.size} bytes"

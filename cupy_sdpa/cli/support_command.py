@@ -12,7 +12,7 @@ from ..support.known_bugs import BUGS, GUARDS, Bug
 from ..support.rules import RULES
 from ..support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..version import MINIMUM_CUDNN, RELEASES, version_number, version_text
-from .console import add_json, errors_of_the_command, print_wrapped, result
+from .console import add_json, command_errors, print_wrapped, result
 from .support_problems import PROBES
 
 DESCRIPTION = "Print what each cuDNN version and GPU can run, and all known bugs."
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``support``."""
-    with errors_of_the_command():
+    with command_errors():
         version = version_number(arguments.cudnn) if arguments.cudnn else RELEASES[-1]
     if not result(**_facts(version)):
         print_wrapped("\n".join(_lines(version)))
