@@ -188,10 +188,6 @@ class Planner:
         """What a function that plans gives in the child without compiling kernels."""
         return self.call(accept, function, *arguments)
 
-    def plan(self, graph, gpu="h200"):
-        """The PlanInfo of a graph on a described GPU, or cuDNN's reason for a refusal."""
-        return self.call(plan_graph, graph, gpu)
-
 
 def compared(planner: Planner, function, *arguments):
     """What a function that plans gives, kernels compiled; where they are accepted, the same without them."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner import Died, child_environment, library_version, plan_problem
+from planner import child_environment, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import zoo
 from cupy_sdpa.cli.support_problems import PROBES
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.offline import remote_planner
 from cupy_sdpa.problem.tensor_spec import dense_spec
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.engine_problem import engine_problem
@@ -460,30 +461,18 @@ def test_the_page_is_the_table():
         assert f"| {name} |" in text
 
 
-class Accepting:
-    """In place of the survey's processes: the planner of the tests, which compiles no kernels."""
-
-    def __init__(self, planner):
-        self.planner, self.version = planner, planner.call(library_version)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def plan_all(self, jobs, shelf):
-        for number, job in enumerate(jobs):
-            try:
-                yield number, self.planner.accept(plan_problem, *job)
-            except Died as death:
-                yield number, str(death)
+#: A planning process that compiles no kernels.
+ACCEPTING = """
+import runpy, planner
+with planner.without_kernels():
+    runpy.run_module("cupy_sdpa.offline.plan_worker", run_name="__main__")
+"""
 
 
 @pytest.fixture
-def accepting(planner, monkeypatch):
+def accepting(monkeypatch):
     """The survey compiles no kernels."""
-    monkeypatch.setattr(support_table, "Planner", lambda workers, cudnn: Accepting(planner))
+    monkeypatch.setattr(remote_planner, "_COMMAND", [sys.executable, "-c", ACCEPTING])
 
 
 #: The engines that the problems use on one GPU of each compute capability.
