@@ -109,7 +109,7 @@ def test_only_right_results_are_accepted(name, fake):
 def test_a_right_config_wins_over_wrong_ones(fake):
     """Of many configs the fastest that is right is used; a gain of 1 % is noise and changes nothing; an interrupt leaves nothing."""
     right = [Config(1, (("KERNEL_CFG", n),), us=100.0 + 10 * n) for n in range(7)]
-    wrong = [replace(config, engine=3, us=50.0, wrong=True) for config in right[:2]]
+    wrong = [replace(config, engine=3, us=50.0, factor=1.5) for config in right[:2]]
     call = tuned(fake, *wrong, *reversed(right), right[3])
     assert (call.report.plan.engine, call.report.plan.knobs) == (1, (("KERNEL_CFG", 0),))
     assert len(call.tuning.trials) == 10
