@@ -63,6 +63,7 @@ TESTS = {
     "cupy_sdpa/nnlib": ("boundary",),
     "cupy_sdpa/numpy_engine": ("graph", "attention"),
     "cupy_sdpa/numpy_engine/fusion.py": ("graph", "boundary"),
+    "cupy_sdpa/numpy_engine/tiles.py": ("graph", "programs"),
     "cupy_sdpa/offline": ("plans",),
     "cupy_sdpa/parallel": ("parallel",),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),

@@ -149,20 +149,6 @@ def test_a_prepared_call_computes_with_the_function_of_prepare(change_of, engine
             call(q, k, v, score_mod=lambda s, *_: s + 3.0)
 
 
-def test_functions_of_a_loop(engine):
-    """Every layer has the gradients of its own window and factor."""
-    q, k, v, dout = arrays(engine)
-    layers, pullbacks = ((2, 1.0), (9, 0.25)), []
-    for window, factor in layers:
-        options = {
-            "score_mod": lambda s, *_: s * factor,  # noqa: B023
-            "mask_mod": lambda b, h, i, j: abs(i - j) <= window,  # noqa: B023
-        }
-        pullbacks.append(attention_vjp(q, k, v, **options)[1])
-    for (window, factor), pullback in zip(layers, pullbacks, strict=True):
-        equal(engine, pullback(dout), attention_vjp(q, k, v, score_mod=times(factor), window=(window, window))[1](dout))
-
-
 @pytest.mark.slow
 def test_functions_of_a_loop_in_a_group():
     """The pullback of every member has the gradients of its own layer."""
