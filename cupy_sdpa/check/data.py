@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 from .case import Case, Packed
-from .drawn_pages import build_pages, pool_shape
 from .functions import function_of, tensor_shape
 
 #: The largest finite number of each dtype.
@@ -38,6 +37,14 @@ FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Form
 FP8_SCALE = 64.0
 #: Parts of the seed, to separate the random numbers of lengths, tangents and trees from those of the arrays.
 _LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM = 77, 78, 79
+#: The number of pages that no table lists before the lengths.
+UNUSED = 3
+#: Part of the seed of the page table.
+_TABLE_STREAM = 78
+#: The largest magnitude of the rows after the lengths.
+_GARBAGE = 1e4
+#: An entry of the page table that is not a page.
+LARGE_ENTRY = 2**30
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -301,6 +308,68 @@ def tree_pairs(parents: Any) -> Any:
             pairs[ancestor, query, b] = True
             ancestor = int(parents[ancestor, b])
     return pairs
+
+
+def pool_shape(case: Case, name: str) -> tuple[int, ...]:
+    """The shape of the pages of k or v."""
+    assert case.paged
+    pages = case.skv // case.paged.page * case.b + UNUSED
+    return (case.dv if name == "v" else case.d, case.hkv, case.paged.page, pages)
+
+
+def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
+    """Distribute the keys and values of every sequence over pages.
+
+    Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4.
+
+    Args:
+        case: the case.
+        index: the set of values, which determines the pages of every sequence.
+        dense: k and v as dense arrays; keys of shared pages are changed.
+        lengths: the lengths of the keys, ``(B,)``.
+
+    Returns:
+        The arrays ``k``, ``v`` and ``page_table``.
+    """
+    assert case.paged
+    rng = np.random.default_rng([case.seed, index, _TABLE_STREAM])
+    page, width = case.paged.page, case.skv // case.paged.page
+    count = width * case.b + UNUSED
+    pages = rng.permutation(count)[: count - UNUSED].reshape(width, case.b).astype(np.int32)
+    if case.paged.shared or "shared_prefix" in case.options:
+        _share(case, pages, dense, lengths)
+    unowned = np.setdiff1d(np.arange(count), pages)
+    after_length: dict[str, Any] = {
+        "large": [LARGE_ENTRY], "negative": [-1], "unowned": unowned, "mixed": [LARGE_ENTRY, -1, *unowned],
+    }  # fmt: skip
+    table = np.asfortranarray(rng.choice(after_length[case.paged.rest], pages.shape).astype(np.int32))
+    arrays: dict[str, Any] = {"page_table": table}
+    for name in "kv":
+        garbage = _GARBAGE * (2 * rng.random(pool_shape(case, name), np.float32) - 1)
+        arrays[name] = np.asfortranarray(garbage.astype(dense[name].dtype))
+    unused = np.ones(count, bool)
+    for b, length in enumerate(lengths):
+        used = pages[: -(-int(length) // page), b]
+        table[: len(used), b] = used
+        unused[used] = False
+        j = np.arange(int(length))
+        for name in "kv":
+            arrays[name][:, :, j % page, pages[j // page, b]] = dense[name][:, :, j, b]
+    for name in "kv":
+        arrays[name][..., unused] = np.nan
+    return arrays
+
+
+def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
+    """Give every sequence the first full pages of sequence 0."""
+    assert case.paged
+    page = case.paged.page
+    for b in range(1, case.b):
+        count = (int(min(lengths[0], lengths[b])) // page + 1) // 2
+        count = max(count, case.shared_keys // page) if "shared_prefix" in case.options else count
+        pages[:count, b] = pages[:count, 0]
+        for name in "kv":
+            dense[name][:, :, : count * page, b] = dense[name][:, :, : count * page, 0]
 
 
 _OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {

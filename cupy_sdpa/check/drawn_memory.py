@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from .case import Case
-from .data import dtype_of, shape_of
-from .drawn_pages import LARGE_ENTRY
+from .data import LARGE_ENTRY, dtype_of, shape_of
 
 #: The default layout.
 DENSE = "dhsb"

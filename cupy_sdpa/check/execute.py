@@ -11,13 +11,11 @@ import numpy as np
 import cupy_sdpa
 
 from ..tolerance import compare
-from .calls import RESULTS, CaseRunner, other_form
+from .calls import RESULTS, CaseRunner, other_form, plan
 from .case import Case, Outcome
 from .data import Data, dtype_of
 from .drawn_memory import Memory
-from .inputs import Inputs
-from .oracle import Results
-from .planned import plan
+from .oracle import Inputs, Results
 from .routes import on_host, wrong_scale
 from .tolerances import exact_elements, rounding_floors
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
 from .data import FORMATS, FP8_SCALE, dtype_of
-from .inputs import Array, Inputs
-from .oracle import Results, score_tensors
+from .oracle import Array, Inputs, Results, score_tensors
 
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")

@@ -9,19 +9,18 @@ import pytest
 
 from cupy_sdpa import check, explain, reference
 from cupy_sdpa.check import Case
+from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.case import GRADIENTS, Paged, parse
 from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
 from cupy_sdpa.check.execute import Expected, execute
-from cupy_sdpa.check.inputs import Inputs
-from cupy_sdpa.check.oracle import MASKED, Results
-from cupy_sdpa.check.planned import problems
+from cupy_sdpa.check.oracle import MASKED, Inputs, Results
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
-INDEPENDENT = ("case", "data", "functions", "drawn_memory", "drawn_pages", "inputs", "oracle", "tolerances")
+INDEPENDENT = ("case", "data", "functions", "drawn_memory", "oracle", "tolerances")
 
 
 @pytest.mark.parametrize("engine", ["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "plan"))])

@@ -15,10 +15,10 @@ import cupy_sdpa
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa import fp8, store, zoo
 from cupy_sdpa.check import Case
+from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.functions import MASKS, SCORES, tensor_shape
-from cupy_sdpa.check.planned import problems
 from cupy_sdpa.check.saved import case_of, reduced
 from cupy_sdpa.problem import problem_file
 

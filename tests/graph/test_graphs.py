@@ -13,8 +13,7 @@ from cupy_sdpa.boundary import arguments
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import Sampler, draw_options
-from cupy_sdpa.check.inputs import Inputs
-from cupy_sdpa.check.oracle import Results
+from cupy_sdpa.check.oracle import Inputs, Results
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 

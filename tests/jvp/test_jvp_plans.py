@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
+from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.combine import with_required
 from cupy_sdpa.check.draw import OPTIONS, Sampler, draw_options
-from cupy_sdpa.check.planned import problems
 from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.support import gpus

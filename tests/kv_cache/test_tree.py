@@ -7,8 +7,8 @@ from planner import plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import attention, explain, tree_mask, zoo
+from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.draw import GPUS, draw_options
-from cupy_sdpa.check.planned import problems
 
 
 def draw(rng, tokens, batch):
