@@ -104,7 +104,7 @@ def block_mask(
         kinds[:, :, h, b], rows[h, b] = evaluate(function, b, h, lengths[0], lengths[1])
     bits = evaluate_blocks(function, partial_blocks(kinds), lengths[0], lengths[1])
     constant = None if tensors else function.recorded
-    return BlockMask(lengths[0], lengths[1], kinds, bits, _segments(rows, kinds), constant, size)
+    return BlockMask(lengths[0], lengths[1], kinds, bits, segments_of(rows, kinds), constant, size)
 
 
 class BlockMask:
@@ -227,7 +227,7 @@ class BlockMask:
         found = None
         if only_full:
             rows = {group: rows_of_blocks(listed[:, :, *group], size, *lengths) for group in np.ndindex(*kinds.shape[2:])}
-            found = _segments(rows, kinds)
+            found = segments_of(rows, kinds)
         return cls(lengths[0], lengths[1], kinds, bits, found, None, size)
 
     @classmethod
@@ -379,7 +379,7 @@ def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
     return found
 
 
-def _segments(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
+def segments_of(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
     """The segments of each batch entry; None if a row is not an interval, or for masks that differ between heads.
 
     With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.

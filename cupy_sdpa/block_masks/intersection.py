@@ -11,8 +11,7 @@ from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import record
-from . import segments
-from .block_mask import BlockMask, numbers_of
+from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
 
@@ -36,7 +35,7 @@ def _intersected(mask: BlockMask, band: Band) -> BlockMask:
         if (number := numbers[j, i, h, b]) >= 0:
             bits[n] &= mask.bits[number]
     kinds, bits = with_exact_kinds(kinds, bits, tiles, (mask.sq, mask.skv))
-    found = None if mask.segments is None else _segments(mask, of_band.first, of_band.end, 2 * kinds.shape[1] + 2)
+    found = None if mask.segments is None else segments_of(_rows(mask, of_band), kinds)
     function = None if mask.function is None else _function(mask.function, band, mask.skv - mask.sq)
     return BlockMask(mask.sq, mask.skv, kinds, bits, found, function, mask.block)
 
@@ -71,25 +70,19 @@ class BlocksOfBand:
         return np.packbits(attends)
 
 
-def _segments(
-    mask: BlockMask, first: NDArray[np.int64], end: NDArray[np.int64], most: int
-) -> tuple[segments.Segments, ...] | None:
-    """The segments of the rows of a mask within a band; None if there are too many."""
-    found = []
-    for entry in mask.segments or ():
+def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
+    """The keys of every query of a mask of segments within a band, by head and batch entry."""
+    found = {}
+    for b, entry in enumerate(mask.segments or ()):
         low, high = np.zeros((2, mask.sq), np.int64)
         for q0, q1, of_first, of_end in entry.segments:
             rows = np.arange(q0, q1)
             low[q0:q1] = of_first.key if of_first.fixed else np.maximum(of_first.key, rows - (entry.left or 0))
             high[q0:q1] = of_end.key if of_end.fixed else np.minimum(of_end.key, rows + (entry.right or 0) + 1)
-        low, high = np.maximum(low, first), np.minimum(high, end)
+        low, high = np.maximum(low, band.first), np.minimum(high, band.end)
         used = low < high
-        rows_of = Rows(np.where(used, low, 0), np.where(used, high, 0), np.where(used, high - low, 0))
-        segments_of_entry = segments.find_segments(rows_of, most)
-        if segments_of_entry is None:
-            return None
-        found.append(segments_of_entry)
-    return tuple(found)
+        found[0, b] = Rows(np.where(used, low, 0), np.where(used, high, 0), np.where(used, high - low, 0))
+    return found
 
 
 def _function(own: Recorded, band: Band, corner: int) -> Recorded:

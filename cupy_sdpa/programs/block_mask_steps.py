@@ -274,9 +274,9 @@ def _blocks(parts: _Parts, arrays: Forward, tables: Tables) -> None:
     (_, hq, sq, batch), dv = q.shape, v.shape[0]
     pages = _pages(parts, k, groups), _pages(parts, v, groups)
     merges = bool(tables.copied) or sinks is not None
-    target, base, finish = out, None, _nothing
+    target, finish = parts.dense(out) if tables.direct else (out, None)
+    base = None
     if tables.direct:
-        target, finish = parts.dense(out)
         rows = builder.temporary((hq, sq * batch), np.float32) if merges or stats is not None else None
         starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
         given = _entry_options(parts, ("direct",), tables.direct, [*starts, mask.sq * batch])
@@ -302,11 +302,8 @@ def _blocks(parts: _Parts, arrays: Forward, tables: Tables) -> None:
         builder.run(merge_blocks, where, copies, of_copies, target, stats, base, sinks, writes=writes)
     elif stats is not None and base is not None:
         builder.copy(stats, base)
-    finish()
-
-
-def _nothing() -> None:
-    pass
+    if finish:
+        finish()
 
 
 def _pages(parts: _Parts, x: View, groups: int) -> View:

@@ -24,7 +24,7 @@ from ..problem.problem import row_stats_shape
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
-from .executor import Reading, compiled, run_program
+from .executor import Reading, compiled, composed
 
 
 def resolved(
@@ -88,9 +88,7 @@ def call_program(
     like = next((array for array in arrays if array is not None), None)
     with cupy_runtime.device_context(like):
         found = read(_with_missing(dict(zip(names, arrays, strict=True))))
-        if not isinstance(found, Call):
-            return run_program(kind, names, arrays, options, found)
-    call = compiled(found)
+        call = compiled(found) if isinstance(found, Call) else composed(kind, options, found)
     results = call.run()
     cache_call(kind, names, arrays, options, call)
     return results

@@ -34,7 +34,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import Storage, View, on_host
 from ..replay.call_key import HOST, read_key
-from ..replay.replay_cache import cache_call, remove_oldest
+from ..replay.replay_cache import remove_oldest
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
@@ -113,7 +113,7 @@ class ProgramCall:
             for step in self.program.steps:
                 if step.attend and step.attend.arrays:
                     try:
-                        with_plan(step.attend.problem, device, _nothing)
+                        with_plan(step.attend.problem, device, lambda session, plan: None)
                     except Exception as error:
                         self._describe(error, step)
                         raise
@@ -318,10 +318,6 @@ class ProgramCall:
         with_plan(attend.problem, device, measure)
 
 
-def _nothing(session: Session, plan: Plan) -> None:
-    """Use a plan for nothing."""
-
-
 def _filled(fill: Fill, like: Any) -> Any:
     """An array of equal integers, on the device of another array."""
     dtype, size, value = fill
@@ -366,7 +362,8 @@ def compiled(call: Call) -> ProgramCall:
     on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
     device = 0 if on_gpu else None
     names = dict.fromkeys(tensor_name(name) for read in call.table_reads.values() for name in read.access.arrays)
-    tables = tuple(_table(name, call.arrays[name], device) for name in names)
+    # kernels read these arrays with any alignment
+    tables = tuple(View(Storage(name, 16, device), x.dtype, x.shape, x.strides) for name in names for x in (call.arrays[name],))
     reads = tuple(call.table_reads.items())
     program, results = _compiled(
         call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats, reads, tables
@@ -375,11 +372,6 @@ def compiled(call: Call) -> ProgramCall:
         program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
         call.captured, call.gradients, call.source_lines,
     )  # fmt: skip
-
-
-def _table(name: str, array: Any, device: int | None) -> View:
-    """The view of an array that kernels read, with any alignment."""
-    return View(Storage(name, 16, device), array.dtype, array.shape, array.strides)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -476,13 +468,14 @@ class Reading(NamedTuple):
     gradients: Gradients | None = None
 
 
-def run_program(
-    kind: Any, names: Sequence[str], arrays: tuple[Any, ...], options: Mapping[str, Any], reading: Reading
-) -> list[Any]:
-    """Run the program of a call, and cache the call; the other arguments are as for :func:`.cache_call`."""
+def composed(kind: Any, options: Mapping[str, Any], reading: Reading) -> ProgramCall:
+    """The program of a call of several steps, which equal calls share, and its arrays; ``kind`` is as for :func:`.cache_call`.
+
+    Raises:
+        ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
+    """
     inputs, wanted, build, gradients = reading
-    passed = [name for name, array in zip(names, arrays, strict=True) if array is not None]
-    like = inputs.arrays["q"]
+    like, passed = inputs.arrays["q"], [name for name in wanted if name in inputs.arrays]
     for name, (shape, dtype) in wanted.items():
         if name not in inputs.arrays:
             described = isinstance(like, View)
@@ -497,22 +490,15 @@ def run_program(
     # in an order that does not depend on which results the caller passes
     signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
     call = ProgramCall(program, inputs.arrays, signature, [*wanted], identities=identities, gradients=gradients)
-    _check(call, [name for name in wanted if name in passed])
+    arguments = {name: read_array(name, array) for name, array in call.arrays.items()}  # the steps know views only
+    check_separate([arguments[name] for name in passed], list(arguments.values()))
+    call.check_elements()
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
         _programs.pop(key, None)
         _programs[key] = program  # it becomes the most recent
         remove_oldest(_programs, MAX_PROGRAMS)
-    results = call.run()
-    cache_call(kind, names, arrays, options, call)
-    return results
-
-
-def _check(call: ProgramCall, results: Sequence[str]) -> None:
-    """Check the caller's arrays, which the steps know as views: results are separate from others, and elements are valid."""
-    arguments = {name: read_array(name, array) for name, array in call.arrays.items()}
-    check_separate([arguments[name] for name in results], list(arguments.values()))
-    call.check_elements()
+    return call
 
 
 def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:

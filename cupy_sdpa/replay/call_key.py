@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..boundary.call import LaunchRecord
 from ..boundary.user_functions import FUNCTIONS, tensor_name
-from ..runtime import cupy_runtime, memory
+from ..runtime import memory
 from ..score_fn.identity import identity
 
-
-class Repeatable(Protocol):
-    """A call that the replay cache can repeat: a program and its arrays. The class is in a layer above; its attributes are
-    described there (:class:`cupy_sdpa.programs.executor.ProgramCall`).
-    """
-
-    program: Any
-    arrays: dict[str, Any]
-    problem: Any
-    result_names: list[str]
-    identities: tuple[Hashable | None, ...]
-    scalars: Mapping[str, float]
-    fills: Mapping[str, Any]
-    captured: Mapping[str, Any]
-    gradients: Any
-    launched: LaunchRecord | None
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the arrays are CuPy's."""
-
-    def check_elements(self) -> None:
-        """Check the elements of numpy arrays, such as lengths."""
-
-    def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What computes the call on numpy arrays, if it is the evaluation of one graph."""
-
-    def on(self, arrays: dict[str, Any]) -> Repeatable:
-        """The same call on other arrays."""
-
-    def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Any] = ()) -> list[Any]:
-        """Compute the results, with these plans in place of those in the plan cache."""
-
-    def enqueue(self) -> None:
-        """Enqueue the work again, in a capture."""
-
+#: A call that can be repeated: a program and its arrays. :class:`cupy_sdpa.programs.executor.ProgramCall` is in a layer above.
+Repeatable = Any
 
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import driver
 from .cuda_code import cuda_kernel
-from .cupy_runtime import capturing, cupy, empty, is_array, stream, temporary
+from .cupy_runtime import capturing, cupy, empty, is_array, stream
 
 #: The C types in which kernels copy memory, by their size in bytes.
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short"}
@@ -77,12 +77,12 @@ def copy_rows(target: Any, source: Any, rows: tuple[Rows, Rows]) -> None:
 def resize(target: Any, source: Any, axes: Sequence[int]) -> None:
     """Copy an array into a longer one, padded with zeros along some axes, or into a shorter one; of numpy or CuPy.
 
-    If only one axis of CuPy arrays changes, and both consist of the same number of rows (see :func:`rows_of`), as in Fortran
-    order, two driver calls copy at memory speed. CuPy's element-wise kernels are 20 times slower on 4-dimensional arrays.
+    If only one axis of CuPy arrays changes, and both consist of rows (see :func:`rows_of`), as in Fortran order, two driver
+    calls copy at memory speed. CuPy's element-wise kernels are 20 times slower on 4-dimensional arrays.
     """
     of_one_axis = is_array(target) and len(axes) == 1
     to, of = (rows_of(x, axes[0]) if of_one_axis else None for x in (target, source))
-    if to is None or of is None or to.number != of.number:
+    if to is None or of is None:
         common = tuple(slice(min(lengths)) for lengths in zip(target.shape, source.shape, strict=True))
         for axis in axes:
             target[(*common[:axis], slice(common[axis].stop, None))] = 0
@@ -108,13 +108,6 @@ def clear(array: Any, value: float) -> None:
         else:
             bits = int(np.asarray(value, array.dtype).view(np.uint32))
             driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
-
-
-def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Create an array of zeros in Fortran order that is used within a call only, on the engine of ``like``."""
-    array = temporary(like, shape, dtype)
-    clear(array, 0)
-    return array
 
 
 def host_int32() -> Any:

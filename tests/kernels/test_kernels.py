@@ -1,15 +1,16 @@
-"""What random problems with ``validate`` do not reach in kernels of lengths and of page tables, and arrays of equal integers."""
+"""Kernels compared with their numpy functions on random views, offsets out of range, and arrays of equal integers."""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from engines import numbers
 
 from cupy_sdpa.kernels import paged, ragged
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import memory
 
 pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-
-SEEDS = numbers(3, quick=1)
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("int32", 1), ("int64", 2)])
@@ -46,27 +47,67 @@ def test_equal_integers(engine, monkeypatch):
         stream.end_capture()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_kernels_and_their_numpy_functions_agree(seed, engine):
-    """Lengths without 0, a bias without -inf, and page tables of another width; table entries after the length are not read."""
-    rng = np.random.default_rng(seed)
+class Part(NamedTuple):
+    """A part of an array; an engine gets it as a view, and the rest of the array must not change."""
+
+    whole: np.ndarray
+    key: Any = ...
+
+
+def calls(seed):
+    """Calls of kernels by name: the function, and its arguments."""
+    rng, every_second = np.random.default_rng(seed), np.s_[:, :, ::2]
     batch, pages, page = (int(n) for n in rng.integers(1, 7, 3))
-    most = pages * page
-    lengths = rng.choice([0, most, *rng.integers(0, most + 1, 3)], batch).astype(np.int32)
-    bias = rng.choice(np.array([-np.inf, -2e30, -1.0, 0.0, np.inf], np.float32), (1, 5, 2, batch))
-    table = np.asfortranarray(rng.integers(1, 100, (pages, batch)).astype(np.int32))
-    table[np.arange(pages)[:, None] * page >= lengths] = -1
+
+    def x(*shape, key=..., dtype="float32", values=range(-9, 10)):
+        return Part(np.asfortranarray(rng.choice(np.array(values, float), shape).astype(numpy_dtype(dtype))), key)
+
+    def lengths(most, count=batch):
+        return x(count, dtype="int32", values=(0, most, *rng.integers(0, most + 1, 3)))
+
+    used = lengths(pages * page)
+    table = x(pages, batch, dtype="int32", values=range(1, 100))
+    table.whole[np.arange(pages)[:, None] * page >= used.whole] = -1  # entries after the length are not read
+    scores = {"whole": x(70, 33, 2, 3, key=np.s_[:69, :31], dtype="bfloat16"), "one key": x(1, 33, 2, 3, dtype="float16")}
+    low = (-np.inf, -3000.0, -2e30, -1.0, 0.0, 1.5, np.inf, np.nan)
+    return {
+        "longer": (memory.resize, x(8, 3, 10, 2), x(8, 3, 7, 2), (2,)),
+        "shorter": (memory.resize, x(8, 3, 7, 2), x(8, 3, 10, 2), (2,)),
+        "longer along the first axis": (memory.resize, x(11, 3, 2), x(5, 3, 2), (0,)),
+        "longer along two axes": (memory.resize, x(11, 5, 2), x(5, 3, 2), (0, 1)),
+        "longer than nothing": (memory.resize, x(8, 3, 10, 2), x(8, 3, 0, 2), (2,)),
+        "longer than every second": (memory.resize, x(8, 3, 10, 2), x(8, 3, 14, 2, key=every_second), (2,)),
+        "every second, longer": (memory.resize, x(8, 3, 20, 2, key=every_second), x(8, 3, 7, 2), (2,)),
+        "longer than a part": (memory.resize, x(8, 3, 10, 2), x(8, 3, 9, 4, key=np.s_[:, :, 1:8, 1:3]), (2,)),
+        "longer than uneven rows": (memory.resize, x(11, 3, 2), x(5, 4, 2, key=np.s_[:, :3]), (0,)),
+        "longer, of other entries": (memory.resize, x(8, 3, 10, 2), x(8, 3, 7, 4, key=np.s_[..., ::2]), (2,)),
+        "cleared": (memory.clear, x(3, 5, 2), 0.0),
+        "cleared part": (memory.clear, x(3, 5, 2, key=np.s_[:, 1:3]), -np.inf),
+        "no padding": (ragged.zero_padded, x(24, 3, 37, 4), x(24, 3, 37, 4), lengths(37, 4)),
+        "no padding of a part": (ragged.zero_padded, x(24, 3, 36, 4), x(24, 3, 40, 4, key=np.s_[:, :, :36]), lengths(36, 4)),
+        "no padding, unaligned": (ragged.zero_padded, x(16, 3, 7, 4), x(18, 3, 7, 4, key=np.s_[1:17]), lengths(7, 4)),
+        "sums over keys": (ragged.sum_over_scores, scores["whole"], x(2, 31, 2, 3, key=np.s_[:1])),
+        "sums over queries": (ragged.sum_over_scores, scores["whole"], x(70, 1, 2, 3, key=np.s_[:69], dtype="float16")),
+        "sums": (ragged.sum_over_scores, scores["whole"], x(1, 1, 2, 3, dtype="bfloat16")),
+        "sums of one key": (ragged.sum_over_scores, scores["one key"], x(1, 1, 2, 3)),
+        "statistics of gradients": (ragged.backward_stats, x(7, 3, 2), x(7, 3, 2, values=low)),
+        "log-sum-exp": (ragged.log_sum_exp, x(7, 3, 2), x(7, 3, 2, values=range(9)), x(7, 3, 2)),
+        "finite bias": (ragged.replace_infinite, x(1, 5, 2, batch, values=low)),
+        "diagonal": (ragged.diagonal, x(7, batch, dtype="int32"), int(rng.integers(0, 4)), lengths(9), lengths(5)),
+        "one key of every sequence": (ragged.at_least_one, x(batch, dtype="int32"), used),
+        "longer page table": (paged.padded_table, x(pages + 3, batch, dtype="int32"), table, used, page),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", numbers(3, quick=1))
+@pytest.mark.parametrize("name", calls(0))
+def test_kernels_and_their_numpy_functions_agree(name, seed, engine):
+    """On random views, with nothing written around them."""
+    function, *arguments = calls(seed)[name]
     found = []
-    for put in (np.array, engine.put):
-        made, padded, finite = put(lengths * 0), put(np.full((pages + 3, batch), -7, np.int32, order="F")), put(bias)
-        ragged.at_least_one(made, put(lengths))
-        ragged.replace_infinite(finite)
-        paged.padded_table(padded, put(table), put(lengths), page)
-        found.append([engine.get(x) for x in (made, padded, finite)])
+    for put in (lambda array: array.copy("K"), engine.put):
+        wholes = [put(x.whole) if isinstance(x, Part) else x for x in arguments]
+        function(*(y[x.key] if isinstance(x, Part) else x for x, y in zip(arguments, wholes, strict=True)))
+        found.append([engine.get(y) for x, y in zip(arguments, wholes, strict=True) if isinstance(x, Part)])
     for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
-    made, padded, finite = found[0]
-    assert made.min() > 0
-    assert np.isfinite(finite[bias < 0]).all()
-    assert (padded[:, lengths > 0] > 0).all()
-    assert not padded[:, lengths == 0].any()
+        np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=1e-6, atol=1e-6)
