@@ -10,7 +10,19 @@ import numpy as np
 from mistakes import row
 
 import cupy_sdpa
-from cupy_sdpa import attention, attention_vjp, explain, fp8, layout, merge, nnlib, prepare
+from cupy_sdpa import (
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    explain,
+    fp8,
+    layout,
+    merge,
+    nnlib,
+    prepare,
+)
 
 X = np.ones((2, 5, 3, 8))
 
@@ -163,6 +175,71 @@ def torch_attention(*arrays, **options):
     return differentiable(*arrays, **options)
 
 
+ENGINES = [
+    row(name, f"engine={value!r} with arrays of {library}", lambda x, call=call, value=value: call(x, engine=value), error, *words, engine=where)
+    for name, call in {
+        **{f.__name__: lambda x, f=f, **options: f(*x.qkv, **options) for f in (attention, attention_vjp, explain, prepare)},
+        "attention_jvp": lambda x, **options: attention_jvp(*x.qkv, x.q, **options),
+        "attention_backward": lambda x, **options: attention_backward(x.dout, *x.qkv, x.dout, x.dout, **options),
+    }.items()
+    for value, library, where, error, *words in [
+        ("cupy", "numpy", "numpy", TypeError, "engine is 'cupy', which computes with CuPy arrays, and q is a numpy array", "omit engine for the CPU"),
+        ("cudnn", "numpy", "numpy", TypeError, "or copy the arrays to the GPU with cupy.asarray"),
+        ("numpy", "CuPy", "fake", TypeError, "which computes with numpy arrays, and q is a CuPy array: pass engine='cupy'", "cupy.asnumpy"),
+        ("gpu", "CuPy", "fake", ValueError, "engine is 'gpu'; it must be 'cupy'"),
+        (1, "numpy", "numpy", ValueError, "engine is 1; it must be"),
+    ]
+] + [
+    row(name, mistake, lambda x, call=call: call(x), error, *words, engine="fake")
+    for name, mistake, call, error, *words in [
+        ("attention", "float32 without engine", lambda x: attention(*(a.astype("f4") for a in x.qkv)), TypeError,
+         "q, k and v are float32", "pass engine='cupy', which", "but slower"),
+        ("nnlib.dot_product_attention", "float32 without engine", lambda x: nnlib.dot_product_attention(*[x.q[:, 0].astype("f4")] * 3),
+         TypeError, "which cuDNN does not support", "engine='cupy'"),
+        ("attention", "keys of numpy with engine='cupy'", lambda x: attention(x.q, x.k.get(), x.v, engine="cupy"), TypeError,
+         "arrays are mixed: q is a CuPy array and k is a numpy array"),
+        ("attention", "lengths beyond the queries with engine='cupy'", lambda x: attention(*x.qkv, seq_lens_q=x.integers(7, 7, 7),
+         engine="cupy"), ValueError, "seq_lens_q has lengths from 7 to 7; they must be from 0 to 6"),
+        ("attention", "q as out with engine='cupy'", lambda x: attention(x.s, x.s, x.s, out=x.s, engine="cupy"), ValueError, "out overlaps q"),
+        ("attention", "a capture with engine='cupy'", lambda x: in_capture(x, lambda: attention(*x.qkv, engine="cupy")), RuntimeError,
+         "the stream is being captured", "engine is 'cupy'"),
+        ("explain", "engine='cupy' and a described GPU", lambda x: explain(*x.qkv, engine="cupy", gpu="H200"), ValueError,
+         "engine is 'cupy', which plans nothing for gpu='H200'"),
+        *((name, "FP8 arrays with engine='cupy'", lambda x, f=f: f(*fp8.quantize_qkv(*x.qkv), engine="cupy"), Unsupported,
+           "engine is 'cupy', which does not compute in FP8", "dequantize")
+          for name, f in {"attention": attention, "explain": explain, "prepare": prepare, "fp8.attention": fp8.attention}.items()),
+        ("attention_vjp", "engine='cupy' in FP8", lambda x: attention_vjp(*x.qkv, compute_dtype="float8_e4m3fn", engine="cupy"), Unsupported,
+         "engine is 'cupy', which does not compute in FP8", "dequantize"),
+        ("shared_prefix_attention", "no pages with engine='cupy'", lambda x: cupy_sdpa.shared_prefix_attention(*x.qkv, 0, layout="bshd",
+         engine="cupy"), ValueError, "shared_prefix_attention needs page_table and seq_lens_kv"),
+        ("merge", "statistics of numpy with engine='cupy'", lambda x: merge([x.s, x.s], [x.s[0], x.s[0].get()], engine="cupy"), TypeError,
+         "arrays are mixed: q is a CuPy array and stats[1] is a numpy array"),
+        ("problem", "engine", lambda x: cupy_sdpa.problem(*[(8, 1, 4, 1)] * 3, dtype="float32", engine="cupy"), TypeError,
+         "this call does not take engine"),
+        ("parallel.ContextParallel.attention", "engine", lambda x: cupy_sdpa.parallel.context_parallel().attention(x.s, x.s, x.s, engine="cupy"),
+         Unsupported, "engine is 'cupy', which a group does not support"),
+        ("attention", "keys on another GPU", lambda x: attention(x.q, on_another(x, x.k), x.v), ValueError, "q on device 0, k on device 1"),
+    ]
+]  # fmt: skip
+
+
+def in_capture(x, call):
+    """A call while the stream is captured."""
+    with x.xp.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            call()
+        finally:
+            stream.end_capture()
+
+
+def on_another(x, array):
+    """A copy of an array, whose memory the fake CuPy regards as that of a second GPU."""
+    copied = x.xp.asfortranarray(array.copy())
+    copied.data.device_id = 1
+    return copied
+
+
 #: NNlib's arrays (features, length, batch), and with heads.
 N = np.asfortranarray(np.random.default_rng(0).random((4, 3, 2), np.float32))
 HEADS = np.asfortranarray(np.random.default_rng(1).random((4, 1, 3, 2), np.float32))
@@ -234,4 +311,4 @@ NNLIB = [
         "the layout is 'bshx'; it must have the letters"),
 ]  # fmt: skip
 
-ROWS = [*LAYOUTS, *ONE_SEQUENCE, *CONVERSIONS, *LIBRARIES, *NNLIB]
+ROWS = [*LAYOUTS, *ONE_SEQUENCE, *CONVERSIONS, *LIBRARIES, *ENGINES, *NNLIB]

@@ -39,7 +39,7 @@ OTHER_NAMES = {
     "query_layer": "by position", "inference_params": "KVCache", "pad_between_seqs": "cu_seqlens_with_gaps",
     "custom_mask": "pass mask=", "bottom_right": "causal='bottom_right'", "fast_zero_fill": "remove it",
     "is_causal": "causal=True", "use_causal_mask": "causal=True", "causal_mask": "causal='bottom_right'",
-    "attn_mask": "attn_mask.T", "attention_mask": "seq_lens_kv=", "key_padding_mask": "seq_lens_kv=",
+    "attn_mask": "unchanged with a layout in C order, else attn_mask.T", "attention_mask": "seq_lens_kv=", "key_padding_mask": "seq_lens_kv=",
     "attn_bias": "bias=", "core_attention_bias": "bias=", "position_bias": "bias=", "qk_bias": "bias=",
     "softmax_scale": "scale=", "sm_scale": "scale=", "attn_scale": "scale=", "scaling": "scale=",
     "logits_soft_cap": "softcap=", "attn_logit_softcapping": "softcap=", "logit_cap": "softcap=",
@@ -147,6 +147,7 @@ MASKS = [
     row("attention", "PyTorch's bias (H, Sq, Skv)", passing(bias=np.ones((4, 6, 7), "f4")), ValueError, "bias.T[..., None]"),
     row("attention", "a bias in float64 for float32 arrays", passing(bias=np.full((7, 1, 1, 1), 0.25)), dense_of(bias=0.25)),
     row("attention", "a mask as causal=", passing(causal=np.ones((7, 6, 1, 1), bool)), ValueError, "causal", "'bottom_right'"),
+    row("attention", "causal=None, as wrappers pass it", passing(causal=None, window=(2, 0)), lambda x: attention(*x.qkv, window=(2, 0))),
     row("attention", "causal=1", passing(causal=1), dense_of(allowed=causal(6, 7))),
     row("attention", "causal=np.True_", passing(causal=np.True_), dense_of(allowed=causal(6, 7))),
     row("attention", "causal=2", passing(causal=2), ValueError, "causal is 2"),
@@ -190,10 +191,6 @@ NUMBERS = [
 ]  # fmt: skip
 
 LENGTHS = [
-    *[
-        row("attention", f"lengths in {kind}", passing(seq_lens_kv=lengths), lambda x: attention(*x.qkv, seq_lens_kv=x.integers(7, 4, 1)))
-        for kind, lengths in {"a list": [7, 4, 1], "a tuple": (7, 4, 1), "int64": np.array([7, 4, 1])}.items()
-    ],
     row("attention", "lengths in a list of floats", passing(seq_lens_kv=[7.0, 4, 1]), TypeError,
         "seq_lens_kv is a list of float64", "integers"),
     row("attention", "lengths of more than 32 bits", passing(seq_lens_kv=[2**32 + 7, 4, 1]), ValueError, "4294967303",
@@ -210,8 +207,6 @@ LENGTHS = [
     row("attention", "lengths as offsets", lambda x: with_offsets(x, 5, 0, 6), ValueError, "[5, 0, 6]", "offsets"),
     row("attention", "offsets in float", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": np.zeros(4)}),
         TypeError, "float64", "int32"),
-    row("attention", "offsets in a list", lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_q": [0, 5, 5, 11]}),
-        lambda x: attention(x.pq, x.pk, x.pv, **x.packed)),
     row("attention", "a longest length that is too small",
         lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "max_seqlen_kv": 5}), ValueError, "sequence of 6", "is 5"),
     row("attention", "the longest length as an array",
@@ -223,11 +218,6 @@ LENGTHS = [
         lambda x: attention(x.pq, x.pk, x.pv, **{**x.packed, "cu_seqlens_kv": x.integers(0, 5, 11)}), ValueError, "(B + 1,)"),
     row("attention", "pages without lengths", lambda x: attention(x.q, x.pages_k, x.pages_v, page_table=x.table), ValueError,
         "seq_lens_kv is None"),
-    *[
-        row("attention", f"a page table in {kind}", lambda x, made=made: attention(
-            x.q, x.pages_k, x.pages_v, **{**x.paged, "page_table": made(x)}), lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged))
-        for kind, made in {"int64": lambda x: x.table.astype("i8"), "a list": lambda x: x.table.tolist()}.items()
-    ],
     row("attention", "a page table in a list, with a layout in C order", lambda x: attention(
         x.q.T, x.pages_k.T, x.pages_v.T, layout="bshd", **{**x.paged, "page_table": x.table.T.tolist()}),
         lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged).T),

@@ -4,7 +4,7 @@
 # (most mistakes are type errors)
 
 import numpy as np
-from mistakes import gradients, output, row
+from mistakes import gradients, output, read_only, row
 
 import cupy_sdpa
 from cupy_sdpa import (
@@ -125,6 +125,10 @@ VJP = [
     row("Pullback", "the output is changed in place", pulled(lambda x, out, pull: [out.fill(0), pull(x.dout)][1]), ValueError,
         "out"),
     row("Pullback", "q is changed in place", lambda x: changed_query(x), ValueError, "stats"),
+    *(row("Pullback", f"converted gradients: {words}", lambda x, made=made: attention_vjp(x.s, x.s, x.s, compute_dtype="float16")[1](
+        x.s, **made(x)), ValueError, words) for words, made in {
+            "dk overlaps dv": lambda x: dict.fromkeys(("dk", "dv"), np.zeros_like(x.s)), "dq is read-only": lambda x: {"dq": read_only(x.s)},
+        }.items()),
     row("Pullback", "an option", pulled(lambda x, out, pull: pull(x.dout, causal=True)), TypeError, "causal"),
 ]  # fmt: skip
 

@@ -84,7 +84,6 @@ ROWS = [
     row("attention", "the pages of one sequence", paged(page_table=ints(2)), ValueError, "page_table has shape (2,)",
         "(pages per sequence, B) with 3 sequences, as q (8, 4, 6, 3)"),
     row("attention", "pages of other packed sequences", paged(**packed(cu_seqlens_q=ints(3))), ValueError, "shape (2, 3)", "2 sequences, as cu_seqlens_q"),
-    row("attention", "lengths of pages in int64", paged(seq_lens_kv=ints(3, dtype="i8")), paged(seq_lens_kv=ints(3))),
     row("attention", "offsets of keys in pages", paged(cu_seqlens_kv=ints(4)), ValueError, "cu_seqlens_kv (4,)", "page_table (2, 3)", "omit cu_seqlens_kv"),
     row("attention", "packed queries to pages without the longest", paged(**packed(max_seqlen_q=None)), ValueError, "max_seqlen_q is None"),
     row("attention", "offsets of dense queries to pages", paged(cu_seqlens_q=ints(4), max_seqlen_q=3), ValueError, "q has 4 dimensions",

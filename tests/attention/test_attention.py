@@ -1,11 +1,9 @@
 """The public call: new and preallocated results, empty arrays, names of options, and what the package exports."""
 
 import inspect
-import pydoc
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -99,20 +97,6 @@ def test_scores_beyond_float16_are_finite(engine):
     )
 
 
-@pytest.mark.parametrize("scale", [0.3, -2, 0, np.float32(0.25), np.float64(1)])
-def test_scale_may_be_any_real_number(scale):
-    """Python and numpy numbers; with 0 all keys have equal weight."""
-    q, k, v = arrays(dtype="float64")
-    np.testing.assert_allclose(attention(q, k, v, scale=scale), reference.attention(q, k, v, scale=float(scale))[0], atol=1e-12)
-
-
-def test_causal_none_is_false():
-    """Wrappers pass it on."""
-    q, k, v = arrays()
-    np.testing.assert_array_equal(attention(q, k, v, causal=None), attention(q, k, v))
-    np.testing.assert_array_equal(attention(q, k, v, causal=None, window=(2, 0)), attention(q, k, v, window=(2, 0)))
-
-
 def test_explain_lists_the_steps():
     """A printed report shows the problem, every step with its formula, and the engine; explain raises what the call raises."""
     q, k, v = arrays(dtype="float16")
@@ -127,26 +111,6 @@ def test_explain_lists_the_steps():
         assert words in str(report)
     with pytest.raises(ValueError, match="head dims"):
         explain(q, k[:8], v)
-
-
-class OnDevice:
-    """An array of CuPy on one of several devices, with the attributes that are read before any GPU work."""
-
-    def __init__(self, device=0):
-        self.dtype, self.shape, self.ndim = np.dtype("float16"), (64, 4, 8, 2), 4
-        self.strides = np.empty(self.shape, np.float16, order="F").strides
-        self.data = SimpleNamespace(ptr=1 << 20, device_id=device)
-
-
-def test_arrays_on_different_devices_raise(monkeypatch):
-    """The message names the device of each array."""
-    monkeypatch.setitem(
-        sys.modules,
-        "cupy",
-        SimpleNamespace(ndarray=OnDevice, cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))),
-    )
-    with pytest.raises(ValueError, match=r"q on device 0, k on device 1, v on device 0"):
-        attention(OnDevice(), OnDevice(1), OnDevice())
 
 
 def test_the_public_names_are_these():
@@ -247,17 +211,6 @@ def test_missing_arrays_are_named(function_and_arguments, missing):
         function(**{name: x for name, x in given.items() if name != missing})
 
 
-@pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "attention_mask", "key_padding_mask", "block_table"])
-def test_remedies_name_the_axes_of_both_orders(name):
-    """With a layout in C order the arrays of PyTorch are passed unchanged; a transposed square mask would be accepted."""
-    x = np.ones((1, 5, 2, 4), np.float32)
-    with pytest.raises(TypeError, match="with a layout in C order") as found:
-        attention(x, x, x, layout="bshd", **{name: np.ones((5, 5), bool)})
-    with pytest.raises(TypeError) as other:
-        attention(x.T, x.T, x.T, **{name: np.ones((5, 5), bool)})
-    assert str(found.value) == str(other.value)
-
-
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func", "flex_attention"])
 def test_functions_of_other_libraries_are_answered_with_ours(name):
     """An AttributeError, and the ImportError of ``from cupy_sdpa import ...``, name the function of this package."""
@@ -266,21 +219,6 @@ def test_functions_of_other_libraries_are_answered_with_ours(name):
     with pytest.raises(ImportError, match=r"attention\(q, k, v\) takes its place"):
         exec(f"from cupy_sdpa import {name}")
     assert not hasattr(cupy_sdpa, name)
-
-
-def test_help_shows_every_option():
-    """The signatures have them with types and defaults, in place of **options; the docstring of attention describes each."""
-    text = pydoc.render_doc(attention, renderer=pydoc.plaintext)
-    assert "causal: bool | Literal['top_left', 'bottom_right'] | None = False" in text.replace('"', "'")
-    assert "**options" not in text.splitlines()[2]
-    assert "(q: Array, k: Array, v: Array, *, return_stats" in text.splitlines()[2]
-    assert all(name in attention.__doc__ for name in inspect.signature(attention).parameters)
-    for function, _ in FUNCTIONS.values():
-        if function not in (cupy_sdpa.fp8.attention, cupy_sdpa.attention_jvp, cupy_sdpa.composed.widen):
-            parameters = inspect.signature(function).parameters
-            assert {"bias", "softcap", "window", "cu_seqlens_q", "bucket"} <= set(parameters)
-            assert parameters["dropout_p"].default == 0.0
-            assert parameters["causal"].default is False
 
 
 @pytest.mark.parametrize("dtype", ["f2", "half", np.float16, np.dtype("float16")], ids=str)

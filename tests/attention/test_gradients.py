@@ -130,15 +130,6 @@ def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
             attention_backward(dout, q, k, values, out + v.dtype.type(max(scale, 1e-3)), stats)
 
 
-def test_a_pullback_of_changed_arrays_is_refused():
-    """The pullback keeps references: an array that changes between the passes would give wrong gradients."""
-    q, k, v = (np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 5, 1))) for _ in range(3))
-    out, pullback = attention_vjp(q, k, v)
-    k += 1e-3 * q
-    with pytest.raises(ValueError, match="is of another call"):
-        pullback(out)
-
-
 CONVERTED = {
     "three batch entries": (lambda q: np.zeros((*q.shape[:3], 3), q.dtype, order="F"), "has shape"),
     "no batch axis": (lambda q: np.zeros(q.shape[:3], q.dtype, order="F"), "has .* axes|has shape"),
@@ -172,18 +163,6 @@ def test_converted_results_are_checked(case, layout, engine):
             call()
     assert (engine.get(stats) == 7).all()
     np.testing.assert_array_equal(engine.get(wrong), before)
-
-
-def test_converted_gradients_must_not_overlap():
-    """One array for dq and dk received both; a read-only one raised after the others were written."""
-    x = np.ones((16, 2, 5, 1), "f4", order="F")
-    _, pullback = attention_vjp(x, x, x, compute_dtype="float16")
-    same, read_only = np.zeros_like(x), np.zeros_like(x)
-    read_only.flags.writeable = False
-    for results, message in (({"dq": same, "dk": same}, "dq overlaps dk"), ({"dq": same, "dv": read_only}, "dv is read-only")):
-        with pytest.raises(ValueError, match=message):
-            pullback(x, **results)
-    assert not same.any()
 
 
 @pytest.mark.parametrize("tangents", ["k", *(pytest.param(x, marks=pytest.mark.slow) for x in ("q", "v", "qk", "kv"))])

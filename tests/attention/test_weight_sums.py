@@ -1,11 +1,11 @@
-"""The weights summed over the queries for every key: random problems, grouped heads, refusals, and plans."""
+"""The weights summed over the queries for every key: random problems, grouped heads, and plans."""
 
 import numpy as np
 import pytest
 from engines import numbers, one_in
 from planner import plan_problem
 
-from cupy_sdpa import Unsupported, weight_sums
+from cupy_sdpa import weight_sums
 from cupy_sdpa.composed import weight_sums_problems
 
 
@@ -29,20 +29,6 @@ def test_nothing_to_sum(engine):
     q, k = engine.nan(16, 2, 0, 3), engine.normal(0, 16, 2, 5, 3)
     assert not engine.get(weight_sums(q, k)).any()
     assert weight_sums(engine.normal(0, 16, 2, 4, 3), engine.nan(16, 2, 0, 3)).shape == (0, 2, 3)
-
-
-def test_refused_options():
-    """The message names the option and the remedy, before anything is computed."""
-    x = np.ones((8, 2, 4, 1), np.float32, order="F")
-    for options, words in (
-        ({"bias": np.zeros((4, 4, 1, 1), np.float32)}, "with bias.*score function"),
-        ({"dropout_p": 0.1, "seed": 1}, "with dropout_p.*before dropout"),
-        ({"layout": "bshd"}, "with layout.*head_dim, heads"),
-    ):
-        with pytest.raises(Unsupported, match=words):
-            weight_sums(x, x, **options)
-        with pytest.raises(Unsupported, match=words):
-            weight_sums_problems(x, x, **options)
 
 
 @pytest.mark.cudnn

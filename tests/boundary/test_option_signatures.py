@@ -26,7 +26,7 @@ PAGES, DROPOUT = {"page_table": TABLE, "seq_lens_kv": LENGTHS}, {"dropout_p": 0.
 ALIBI = {"score_mod": zoo.alibi, "tensors": {"slopes": np.ones(2, np.float32)}}
 #: A valid value of every option, with the options that it needs.
 VALID = {
-    "scale": {"scale": 0.3}, "causal": {"causal": "bottom_right"}, "window": {"window": (1, 1)},
+    "scale": {"scale": np.float32(0.3)}, "causal": {"causal": "bottom_right"}, "window": {"window": (1, 1)},
     "mask": {"mask": np.ones((4, 4, 1, 1), bool)}, "bias": {"bias": normal(4, 4, 1, 1)},
     "seq_lens_q": {"seq_lens_q": LENGTHS}, "seq_lens_kv": {"seq_lens_kv": LENGTHS}, "page_table": PAGES,
     **dict.fromkeys(OF_PACKED, OF_PACKED), "alibi_slopes": {"alibi_slopes": np.ones(2, np.float32)}, "softcap": {"softcap": 2.0},
@@ -130,6 +130,7 @@ def test_the_help_of_attention_is_one_screen():
     text = pydoc.render_doc(cupy_sdpa.attention, renderer=pydoc.plaintext)
     doc = inspect.getdoc(cupy_sdpa.attention)
     assert len(text.splitlines()) <= 60
+    assert "causal: bool | Literal['top_left', 'bottom_right'] | None = False" in text.replace('"', "'")
     assert ":doc:`/options`" in doc
     documented = re.findall(r"^    ([\w, ]+): ", doc, re.M)
     names = [name for line in documented for name in line.split(", ") if name in VALID]

@@ -29,29 +29,6 @@ def test_random_problems(names, number, engine):
     engine.agrees(engine.draw(names, number), refused=True)
 
 
-LENGTHS = {"seq_lens_q": "random", "seq_lens_kv": "random"}
-#: Corners of both forms: without copies, and with them.
-CORNERS = {
-    "plain": {"hq": 4, "hkv": 2}, "causal": {"causal": "top_left"}, "bottom right": {"causal": "bottom_right"},
-    "empty": {"seq_lens_q": "some_zero", "seq_lens_kv": "some_zero"}, "one query": {"sq": 1}, "head dims": {"d": 24, "dv": 40},
-    "sliced": {"layouts": {"q": "dhsb+s", "v": "dhsb+s"}}, "heads first": {"layouts": {"k": "dshb", "dout": "dshb"}},
-    "interleaved": {"layouts": {"q": "dhbs", "k": "dhbs"}}, "strided gradients": {"preallocated": True,
-    "layouts": {"dq": "dhsb+b"}},
-    "bias gradient": {"bias": ("kqhb", "float32", "normal"), "return_dbias": True},
-    "sinks": {"sinks": "high", "return_dsinks": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", one_in(4, CORNERS))
-def test_nan_in_the_padding_does_not_spread(name, engine):
-    """Both passes equal the reference, in which nothing beyond the lengths is read."""
-    sizes = {"d": 16, "dv": 16, "hq": 2, "hkv": 2, "sq": 20, "skv": 24, "b": 3, "layouts": {}}
-    given = CORNERS[name]
-    values = sizes | {key: value for key, value in given.items() if key in sizes}
-    options = LENGTHS | {key: value for key, value in given.items() if key not in sizes}
-    engine.agrees(engine.case(**values, backward=True, options=options), refused=True)
-
-
 def asked(d=64, dv=None, sq=40, skv=48, hkv=2, *, arrays=(), **options):
     """The problem that cuDNN runs for a batch with lengths."""
     q, k, v = (np.empty(shape, np.float16, order="F") for shape in ((d, 4, sq, 3), (d, hkv, skv, 3), (dv or d, hkv, skv, 3)))
@@ -104,28 +81,22 @@ WITH_COPIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WITHOUT_COPIES)
-def test_problems_without_copies(name):
-    """The padding is not read."""
-    assert WITHOUT_COPIES[name].settings.padded
-    assert padding.description(WITHOUT_COPIES[name]) == "not read"
+#: Problems of full lengths, packed sequences and pages.
+WITHOUT_PADDING = {
+    name: PROBES[name]
+    for name in (
+        "forward, one query", "forward, packed sequences, causal", "forward, pages of 16 keys, 4 queries, causal bottom-right",
+    )
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WITH_COPIES)
-def test_problems_with_copies(name):
-    """explain() names the copies and the reason."""
-    problem, reason = WITH_COPIES[name]
-    assert not problem.settings.padded
-    names = "q, dout, k, v" if problem.backward else "v"
-    assert padding.description(problem) == f"zeros in a copy of {names} ({reason})"
-
-
-@pytest.mark.parametrize("problem", [PROBES["forward, one query"], PROBES["forward, packed sequences, causal"],
-                                     PROBES["forward, pages of 16 keys, 4 queries, causal bottom-right"]], ids=str)  # fmt: skip
-def test_problems_without_padding(problem):
-    """Neither form applies to full lengths, packed sequences and pages."""
-    assert not problem.settings.padded
-    assert padding.description(problem) == ""
+@pytest.mark.parametrize("name", [*WITHOUT_COPIES, *WITH_COPIES, *WITHOUT_PADDING])
+def test_what_is_copied(name):
+    """The padding is not read, or explain() names the copies and the reason; neither applies to problems without padding."""
+    problem, reason = WITH_COPIES.get(name, (WITHOUT_COPIES.get(name) or WITHOUT_PADDING.get(name), ""))
+    copied = f"zeros in a copy of {'q, dout, k, v' if problem.backward else 'v'} ({reason})" if reason else ""
+    assert problem.settings.padded == (name in WITHOUT_COPIES)
+    assert padding.description(problem) == ("not read" if name in WITHOUT_COPIES else copied)
 
 
 @pytest.mark.slow
