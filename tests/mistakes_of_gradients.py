@@ -62,11 +62,6 @@ def pulled(call=None, **options):
 
 
 BACKWARD = [
-    row("attention_backward", "no arrays", lambda x: attention_backward(), TypeError, "dout, q, k, v, out and stats"),
-    row("attention_backward", "options by position", lambda x: attention_backward(x.dout, *x.qkv, x.dout, x.dout, True),
-        TypeError, "options are keywords"),
-    row("attention_backward", "the order dout, q, k, v, stats, out", lambda x: attention_backward(
-        x.dout, *x.qkv, *attention(*x.qkv, return_stats=True)[::-1]), ValueError, "in another order", "stats (16, 4, 6, 3)"),
     row("attention_backward", "dout after v", square("q k v dout out stats"), ValueError, "stats"),
     row("attention_backward", "dout and out swapped", square("out q k v dout stats"), ValueError, "out"),
     row("attention_backward", "another block mask", backward({"block_mask": block_mask(zoo.causal, 6, 7)},
@@ -76,18 +71,15 @@ BACKWARD = [
         TypeError, "float16", "float32"),
     row("attention_backward", "no statistics", backward(replaced=lambda x, a: {"stats": None}), TypeError, "stats is None",
         "return_stats=True"),
-    row("attention_backward", "no output", backward(replaced=lambda x, a: {"out": None}), TypeError, "out is None"),
     row("attention_backward", "a number as dout", backward(replaced=lambda x, a: {"dout": 1.0}), TypeError, "dout is a float",
         "numpy.asarray"),
     row("attention_backward", "one array for two gradients", backward(replaced=lambda x, a: dict.fromkeys(
         ("dk", "dq"), x.k.copy(order="F"))), ValueError, "dq", "(8, 4, 6, 3)"),
     row("attention_backward", "one array for the gradients of equal arrays", lambda x: equal_gradients(x), ValueError, "overlaps"),
-    row("attention_backward", "q as its gradient", backward(replaced=lambda x, a: {"dq": x.q}), ValueError, "dq overlaps q"),
     row("attention_backward", "a gradient in float64", backward(replaced=lambda x, a: {"dv": np.empty(x.v.shape, order="F")}),
         TypeError, "dv is float64", "float32"),
     row("attention_backward", "a bias gradient without a bias", backward({}, return_dbias=True), ValueError, "bias is None"),
     row("attention_backward", "a sink gradient without sinks", backward({}, return_dsinks=True), ValueError, "sinks is None"),
-    row("attention_backward", "return_dbias=1", backward({}, return_dbias=1), TypeError, "return_dbias is 1"),
     row("attention_backward", "the gradient of a tensor that does not exist",
         backward({}, score_mod=zoo.alibi, tensors={"slopes": np.zeros(4, "f4")}, return_dtensors="slope"), ValueError, "'slope'",
         "slopes"),
@@ -106,13 +98,9 @@ VJP = [
     row("attention_vjp", "return_stats", lambda x: attention_vjp(*x.qkv, return_stats=True), TypeError, "return_stats",
         "pullback"),
     row("attention_vjp", "out", lambda x: attention_vjp(*x.qkv, out=x.dout), TypeError, "does not take out"),
-    row("attention_vjp", "dout by position, as in JAX", lambda x: attention_vjp(*x.qkv, x.dout), TypeError, "by position"),
-    row("attention_vjp", "one array", lambda x: attention_vjp(x.q), TypeError, "q, k and v are required"),
     row("attention_vjp", "a sink gradient without sinks", pulled(return_dsinks=True), ValueError, "sinks is None"),
     row("attention_vjp", "pages", lambda x: attention_vjp(x.q, x.pages_k, x.pages_v, **x.paged), Unsupported, "page_table"),
-    row("attention_vjp", "an unknown dtype", pulled(compute_dtype="float8"), ValueError, "'float8'", "'float8_e4m3fn'"),
     row("attention_vjp", "the gradient of a missing tensor", pulled(return_dtensors="slopes"), ValueError, "'slopes'"),
-    row("attention_vjp", "a misspelled option", pulled(retain_graph=True), TypeError, "retain_graph"),
     row("Pullback", "the gradient of another shape", pulled(lambda x, out, pull: pull(x.q)), ValueError, "(8, 4, 6, 3)", "dout"),
     row("Pullback", "no gradient", pulled(lambda x, out, pull: pull()), TypeError, "dout"),
     row("Pullback", "None as the gradient", pulled(lambda x, out, pull: pull(None)), TypeError, "dout is None"),
@@ -124,7 +112,6 @@ VJP = [
     row("Pullback", "q as its gradient", pulled(lambda x, out, pull: pull(x.dout, dq=x.q)), ValueError, "dq overlaps q"),
     row("Pullback", "the output is changed in place", pulled(lambda x, out, pull: [out.fill(0), pull(x.dout)][1]), ValueError,
         "out"),
-    row("Pullback", "q is changed in place", lambda x: changed_query(x), ValueError, "stats"),
     *(row("Pullback", f"converted gradients: {words}", lambda x, made=made: attention_vjp(x.s, x.s, x.s, compute_dtype="float16")[1](
         x.s, **made(x)), ValueError, words) for words, made in {
             "dk overlaps dv": lambda x: dict.fromkeys(("dk", "dv"), np.zeros_like(x.s)), "dq is read-only": lambda x: {"dq": read_only(x.s)},
@@ -157,14 +144,6 @@ def failing(function, *arguments):
     raise AssertionError("no error")
 
 
-def changed_query(x):
-    """The gradients after q was changed in place."""
-    q = x.q.copy(order="F")
-    _, pull = attention_vjp(q, x.k, x.v)
-    q *= 2
-    return pull(x.dout)
-
-
 def derived(x, **options):
     """The derivative in the direction of random arrays."""
     return attention_jvp(*x.qkv, x.q, x.k, x.v, **options)
@@ -186,7 +165,6 @@ JVP = [
     row("attention_jvp", "a tangent of another dtype", lambda x: attention_jvp(*x.qkv, x.q.astype("f8")), TypeError, "float64",
         ".astype"),
     row("attention_jvp", "a mask by position", lambda x: attention_jvp(*x.qkv, np.ones((8, 4, 6, 3), bool)), TypeError, "mask="),
-    row("attention_jvp", "seven arrays", lambda x: attention_jvp(*x.qkv, *x.qkv, x.q), TypeError, "by position"),
     row("attention_jvp", "the tangent of a bias", lambda x: derived(x, dbias=x.q), Unsupported, "dbias", "differences"),
     row("attention_jvp", "pages", lambda x: attention_jvp(x.q, x.pages_k, x.pages_v, x.q, **x.paged), Unsupported, "gather"),
     row("attention_jvp", "wide arrays and tangents", lambda x: attention_jvp(*x.qkv, x.q, widened=widen(*x.qkv, x.q)), TypeError,
@@ -195,13 +173,9 @@ JVP = [
         *x.qkv, x.q)), ValueError, "widened", "(8, 4, 6, 2)"),
     row("attention_jvp", "wide arrays for another softcap", lambda x: attention_jvp(*x.qkv, softcap=2.0, widened=widen(
         *x.qkv, x.q, x.k)), ValueError, "widen", "softcap="),
-    row("attention_jvp", "a tuple as the wide arrays", lambda x: attention_jvp(*x.qkv, widened=x.qkv), TypeError, "tuple",
-        "cupy_sdpa.composed.widen"),
     row("attention_jvp", "out of q's shape", lambda x: derived(x, out=x.q.copy()), ValueError, "out", "(16, 4, 6, 3)"),
-    row("attention_jvp", "the output as its derivative", lambda x: one_output(x), ValueError, "overlaps"),
     row("attention_jvp", "FP8 arrays", lambda x: attention_jvp(*fp8.quantize_qkv(*x.qkv), x.q), TypeError, "Fp8Array",
         "dequantize"),
-    row("attention_jvp", "a misspelled option", lambda x: derived(x, casual=True), TypeError, "did you mean causal"),
     row("attention_jvp", "lengths beyond the keys", lambda x: derived(x, seq_lens_kv=np.array([7, 8, 7], "i4")), ValueError, "seq_lens_kv",
         "8"),
     row("attention_jvp", "lengths in the place of offsets", lambda x: attention_jvp(x.pq, x.pk, x.pv, x.pq, cu_seqlens_q=np.array(
@@ -237,12 +211,6 @@ def over_bias(x):
     return derived(x, out=memory.reshape(x.dout.shape, order="F"), bias=bias)
 
 
-def one_output(x):
-    """One array for the output and its derivative."""
-    target = np.empty_like(x.dout)
-    return derived(x, out=target, dout=target)
-
-
 SHAPES = {"dtype": "bfloat16"}
 SHAPE = (64, 8, 100, 2)
 
@@ -275,7 +243,6 @@ DESCRIPTIONS = [
     row("explain", "shapes of PyTorch's order", lambda x: refused(problem(*[(1, 32, 4096, 128)] * 3, dtype="float16")),
         Unsupported, "(1, 32, 4096, 128)", "layout='bhsd'"),
     row("problem", "bias=True", shapes(bias=True), TypeError, "bias is True", "shape"),
-    row("problem", "a misspelled option", shapes(casual=True), TypeError, "did you mean causal"),
     row("problem", "a gradient of a bias that is missing", shapes(backward=True, return_dbias=True), ValueError, "bias is None"),
     row("problem", "an output dtype of bfloat16 arrays", shapes(out_dtype="float16"), ValueError, "only FP8"),
     row("Problem", "a field is changed", lambda x: setattr(shapes()(x), "q", None), AttributeError, "q"),
@@ -289,7 +256,6 @@ DESCRIPTIONS = [
     row("explain", "a problem without a GPU", lambda x: explain(shapes()(x)), ValueError, "gpu='H200'", engine="no GPU"),
     row("explain", "both passes", lambda x: explain(*x.qkv, backward=True, jvp=True), ValueError, "one of them"),
     row("explain", "one array", lambda x: explain(x.q), TypeError, "k"),
-    row("explain", "a misspelled option", lambda x: explain(*x.qkv, casual=True), TypeError, "did you mean causal"),
     row("explain", "gradients of FP8 arrays", lambda x: explain(*fp8.quantize_qkv(*x.qkv), backward=True), TypeError,
         "q is an Fp8Array", "for gradients call attention_vjp"),
     row("explain", "a block mask without blocks", lambda x: str(bool(explain(x.s, x.s, x.s, block_mask=no_blocks()))) == "True",
@@ -299,7 +265,6 @@ DESCRIPTIONS = [
     row("prepare", "shapes", lambda x: prepare(SHAPE, SHAPE, SHAPE), TypeError, "q is a tuple"),
     row("prepare", "a mask function as the block mask", lambda x: prepare(*x.qkv, block_mask=zoo.causal), TypeError, "block_mask"),
     row("prepare", "compute_dtype float8", lambda x: prepare(*x.qkv, compute_dtype="float8"), ValueError, "compute_dtype is 'float8'"),
-    row("prepare", "a misspelled option", lambda x: prepare(*x.qkv, casual=True), TypeError, "did you mean causal"),
     row("prepare", "autotune=1", lambda x: prepare(*x.qkv, autotune=1), TypeError, "autotune is 1"),
     row("prepare", "gradients of FP8 arrays", lambda x: prepare(*fp8.quantize_qkv(*x.qkv), backward=True), TypeError, "FP8"),
     row("prepare", "results in place of flags", lambda x: prepare(*x.qkv, out=x.dout), TypeError, "out"),

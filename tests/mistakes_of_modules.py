@@ -1,9 +1,11 @@
-"""Mistakes with FP8 arrays, NNlib's functions, groups, plan files, the reference and the integrations."""
+"""Mistakes with FP8 arrays, NNlib's functions, groups, plans, the reference and the integrations."""
 
 # mypy: ignore-errors
 # (most mistakes are type errors)
 
 import importlib
+import tempfile
+from pathlib import Path
 
 import fake_libraries
 import ml_dtypes
@@ -12,14 +14,28 @@ from mistakes import output, read_from, row
 from mistakes_of_others import fails, tokens
 
 import cupy_sdpa
-from cupy_sdpa import Unsupported, attention, attention_vjp, block_mask, fp8, nnlib, parallel, reference, store, zoo
+from cupy_sdpa import (
+    Unsupported,
+    attention,
+    attention_vjp,
+    block_mask,
+    explain,
+    fp8,
+    nnlib,
+    parallel,
+    prepare,
+    problem,
+    reference,
+    store,
+    zoo,
+)
+from cupy_sdpa.composed import explain_function
+from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
 FP8 = [
-    row("fp8.quantize", "a list", lambda x: fp8.quantize([1.0]), TypeError, "x is a list", "numpy and CuPy"),
     row("fp8.quantize", "integers", lambda x: fp8.quantize(x.q.astype("i4")), TypeError, "int32", ".astype"),
     row("fp8.quantize", "an FP8 array", lambda x: fp8.quantize(fp8.quantize(x.q)), TypeError, "Fp8Array"),
     row("fp8.quantize", "a dtype of ml_dtypes", lambda x: fp8.quantize(x.q, ml_dtypes.float8_e4m3fn), TypeError, "float8_e4m3fn"),
-    row("fp8.quantize", "an unknown dtype", lambda x: fp8.quantize(x.q, "fp8"), TypeError, "'fp8'", "float8_e5m2"),
     row("fp8.quantize", "two axes", lambda x: fp8.quantize(x.q[:, 0, :, 0]), ValueError, "(head_dim, heads, seq, batch)"),
     row("fp8.quantize", "lengths in a list", lambda x: fp8.quantize(x.q, lengths=[1, 2, 3]), TypeError, "[1, 2, 3]", "int32"),
     row("fp8.quantize", "lengths of another batch", lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2)), ValueError, "(2,)"),
@@ -68,15 +84,12 @@ FP8 = [
     row("fp8.Fp8Array", "np.asarray", lambda x: np.asarray(fp8.quantize(x.q)), TypeError, "dequantize()"),
     row("fp8.Fp8Array", "a part of a rotated head dim", lambda x: fp8.quantize(x.q, rotate=True)[:4], ValueError, "dequantize first"),
     row("fp8.Fp8Array.dequantize", "float64", lambda x: fp8.quantize(x.q).dequantize("float64"), TypeError, "float64", "bfloat16"),
-    row("fp8.Fp8Array.dequantize", "float8", lambda x: fp8.quantize(x.q).dequantize("float8_e5m2"), TypeError, "float8_e5m2"),
     row("fp8.Fp8Array.dequantize", "integers that FP8 stores exactly", lambda x: fp8.quantize(np.asfortranarray(np.float32(
         [1, -2, 4, 7])[:, None, None, None])).dequantize(), lambda x: np.array([1, -2, 4, 7.0])[:, None, None, None]),
     row("fp8.Fp8Array.transpose", "axes in a tuple", lambda x: host_of(fp8.quantize(x.q).transpose((3, 2, 1, 0))), lambda x: host_of(
         fp8.quantize(x.q)).T),
     row("fp8.Fp8Array.transpose", "two axes", lambda x: fp8.quantize(x.q).transpose(1, 0), ValueError, "axes"),
     row("fp8.DelayedScaling", "a history of 0", lambda x: fp8.DelayedScaling(x.q, 0), ValueError, "history is 0"),
-    row("fp8.DelayedScaling", "the dtype in place of the history", lambda x: fp8.DelayedScaling(x.q, "float8_e5m2"), ValueError,
-        "history is 'float8_e5m2'"),
     row("fp8.DelayedScaling.quantize", "a number", lambda x: fp8.DelayedScaling(x.q).quantize(1.0), TypeError, "float"),
     row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),),
     row("fp8.DelayedScaling.quantize", "numpy arrays with a history of CuPy", lambda x: fp8.DelayedScaling(x.q).quantize(x.q.get()),
@@ -122,7 +135,6 @@ NNLIB = [
     row("nnlib.dot_product_attention", "heads that do not divide the features", nn(6, 7, 7, nheads=3), ValueError, "16",
         "nheads, which is 3"),
     row("nnlib.dot_product_attention", "a float number of heads", nn(6, 7, 7, nheads=2.0), TypeError, "nheads is 2.0"),
-    row("nnlib.dot_product_attention", "True as the number of heads", nn(6, 7, 7, nheads=True), TypeError, "nheads is True", "integer"),
     row("nnlib.dot_product_attention", "text as alpha", nn(6, 7, 7, alpha="x"), TypeError, "alpha is 'x'", "True or False"),
     row("nnlib.make_causal_mask", "True as dims", lambda x: nnlib.make_causal_mask(x.q, dims=True), TypeError, "dims is True", "integer"),
     row("nnlib.make_padding_mask", "True as the number of keys", lambda x: nnlib.make_padding_mask(np.array([1]), True), ValueError,
@@ -148,23 +160,17 @@ NNLIB = [
         "alpha"),
     row("nnlib.dot_product_attention_vjp", "a number as the gradient", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
         1.0), TypeError, "dy is a float"),
-    row("nnlib.dot_product_attention_vjp", "the pair of values", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
-        (flat(x), None)), TypeError, "dy is a tuple"),
     row("nnlib.dot_product_attention_scores", "three axes", lambda x: nnlib.dot_product_attention_scores(flat(x), flat(x)),
         ValueError, "(d, nheads, len, B)"),
     row("nnlib.dot_product_attention_scores", "a float mask", lambda x: nnlib.dot_product_attention_scores(
         x.s, x.s, mask=np.ones((6, 6))), TypeError, "float64", ".astype(bool)"),
-    row("nnlib.make_causal_mask", "a length", lambda x: nnlib.make_causal_mask(6), TypeError, "x is an int", "array"),
     row("nnlib.make_causal_mask", "dims from 0", lambda x: nnlib.make_causal_mask(x.q, dims=0), ValueError, "dims is 0",
         "from 1"),
-    row("nnlib.make_causal_mask", "a float dims", lambda x: nnlib.make_causal_mask(x.q, dims=1.0), TypeError, "dims is 1.0"),
     row("nnlib.make_padding_mask", "a list", lambda x: nnlib.make_padding_mask([1, 2], 3), TypeError, "lengths is a list"),
     row("nnlib.make_padding_mask", "a Boolean mask", lambda x: nnlib.make_padding_mask(np.ones((3, 7), bool), 7), ValueError,
         "bool", "(B,) integers"),
     row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: np.asarray(nnlib.make_padding_mask(np.array([9, -1]), 7)),
         lambda x: np.repeat([[[[1, 0]]]], 7, axis=0)),
-    row("nnlib.make_padding_mask", "arguments swapped", lambda x: nnlib.make_padding_mask(7, np.array([1, 2])), TypeError,
-        "lengths is an int"),
     row("nnlib.split_heads", "heads that do not divide", lambda x: nnlib.split_heads(flat(x), 3), ValueError, "16", "3"),
     row("nnlib.split_heads", "a float", lambda x: nnlib.split_heads(flat(x), 2.0), TypeError, "nheads is 2.0"),
     row("nnlib.join_heads", "two axes", lambda x: nnlib.join_heads(x.q[:, :, 0, 0][:, 0]), ValueError, "(8,)"),
@@ -276,7 +282,6 @@ PARALLEL = [
     row("parallel.environment", "no launcher", lambda x: parallel.environment({}), RuntimeError, "run_on_gpus()"),
     row("parallel.run_threads", "the group in place of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
         TypeError, "Loopback", "members"),
-    row("parallel.run_threads", "a number of threads", lambda x: parallel.run_threads(2, len), TypeError, "members"),
     row("parallel.run_threads", "an error of one member", lambda x: parallel.run_threads(
         parallel.Loopback(2, timeout=5).members, lambda g: 1 // g.rank), ZeroDivisionError),
     row("parallel.run_on_gpus", "no function", lambda x: parallel.run_on_gpus(devices=2), TypeError, "function"),
@@ -375,4 +380,187 @@ INTEGRATIONS = [
     row("integrations.thinc.fused_attention", "lengths of another batch", thinc_call(lengths=(2, 5)), ValueError, "7", "6"),
 ]  # fmt: skip
 
+
+def elements(x):
+    """Elements of FP8 without a factor."""
+    return x.q.astype(ml_dtypes.float8_e4m3fn)
+
+
+def converted(function, **options):
+    """A call with q, k and v in FP8."""
+    return lambda x: function(*fp8.quantize_qkv(*x.qkv), **options)
+
+
+def pulled(dtype, **options):
+    """attention_vjp with arrays of a dtype."""
+    return lambda x: cupy_sdpa.attention_vjp(*(y.astype(dtype) for y in x.qkv), **options)
+
+
+def of_outputs(dtype, **options):
+    """A pullback with a gradient of another dtype."""
+
+    def make(x):
+        out, pullback = cupy_sdpa.attention_vjp(*x.qkv, **options)
+        return pullback(out.astype(dtype) if dtype else 1)
+
+    return make
+
+
+def on_gpu(call, d=16):
+    """A call with an FP8 array (D, 16, 16, 16) on a GPU."""
+    return lambda x: call(fp8.quantize(x.normal(d, 16, 16, 16)))
+
+
+def written(x, out):
+    """Queries that are converted, with FP8 keys and values, into an array."""
+    return attention(x.q, *(fp8.quantize(y) for y in (x.k, x.v)), out=out)
+
+
+OF_FP8 = [
+    row("fp8.quantize", "an unknown layout", lambda x: fp8.quantize(x.q, layout="bdhs"), ValueError, "layout is 'bdhs'"),
+    row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "x is a list", "numpy and CuPy arrays"),
+    row("fp8.DelayedScaling", "a negative amax", lambda x: fp8.DelayedScaling(x.q, amax=-1.0), ValueError, "amax is -1.0", "above 0"),
+    row("fp8.DelayedScaling", "an amax beyond float32", lambda x: fp8.DelayedScaling(x.q, amax=1e42), ValueError, "amax is 1e+42", "float32"),
+    row("fp8.DelayedScaling", "an unknown dtype", lambda x: fp8.DelayedScaling(x.q, dtype="fp8"), TypeError, "dtype is 'fp8'", "float8_e5m2"),
+    row("fp8.attention", "arrays that were rotated in another layout", lambda x: fp8.attention(*(
+        fp8.quantize(y, rotate=rotate) for y, rotate in ((x.s, True), (x.s, True), (x.s, False))), layout="bhsd"), ValueError, "axis 0", "'bhsd' head_dim is axis 3"),
+    row("fp8.attention", "transposed rotated arrays without layout=", lambda x: fp8.attention(*(
+        fp8.quantize(y, rotate=rotate).T for y, rotate in ((x.s, True), (x.s, True), (x.s, False)))), ValueError, "axis 3", "head_dim is axis 0"),
+    row("attention", "values that are not in FP8", lambda x: attention(x.q, fp8.quantize(x.k), x.v), TypeError, "v is a numpy.ndarray", "both"),
+    row("attention", "integer queries with FP8 keys", lambda x: attention(x.q.astype("i8"), *(fp8.quantize(y) for y in (x.k, x.v))), TypeError,
+        "q is int64 and k is an FP8"),
+    *[row("attention", f"FP8 keys and out: {name}", lambda x, make=make: written(x, make(x)), error, *words)
+      for name, make, error, *words in (
+          ("integers", lambda x: x.dout.astype("i2"), TypeError, "out is int16", "float32"), ("a list", lambda x: [1.0], TypeError, "out is a list; attention takes"),
+          ("too short", lambda x: x.dout[:, :, :1], ValueError, "out has shape (16, 4, 1, 3)", "(16, 4, 6, 3)"),
+      )],
+    row("attention_vjp", "FP8 arrays with compute_dtype", converted(cupy_sdpa.attention_vjp, compute_dtype="float8_e4m3fn"), TypeError, "q is Fp8Array", "float16"),
+    row("attention_vjp", "FP8 keys", lambda x: cupy_sdpa.attention_vjp(x.q, *(fp8.quantize(y) for y in (x.k, x.v))), Unsupported,
+        "gradients of FP8 arrays", "compute_dtype="),
+    row("attention_vjp", "an invariant call in FP8", pulled("f4", compute_dtype="float8_e4m3fn", batch_invariant=True), Unsupported,
+        "batch_invariant is True", "arrays of 16 bits"),
+    row("attention_vjp", "compute_dtype of integers", pulled("f4", compute_dtype="int8"), ValueError, "compute_dtype is 'int8'"),
+    *[row("attention_vjp", f"dout in {dtype}, {options}", of_outputs(dtype, **options), TypeError, f"dout is {dtype}; it must be float32")
+      for dtype, options in (("float16", {}), ("float64", {"compute_dtype": "float8_e4m3fn"}))],
+    *[row("attention_vjp", f"a number as dout, {options}", of_outputs(None, **options), TypeError, "dout is an int; attention takes")
+      for options in ({}, {"compute_dtype": "float8_e4m3fn"})],
+    row("attention_backward", "elements of FP8", lambda x: cupy_sdpa.attention_backward(*[elements(x)] * 5, np.ones((6, 4, 3), "f4")), Unsupported,
+        "compute_dtype"),
+    row("attention", "FP8 arrays and a block mask on the GPU", on_gpu(lambda x: attention(x, x, x, block_mask=cupy_sdpa.block_mask(
+        lambda b, h, q, k: q >= k, 16, 16))), Unsupported, "mask or block_mask is not supported with FP8 arrays", "pass bfloat16", engine="fake"),
+    row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "Fp8Array", "dequantize()"),
+    row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is an Fp8Array", "dequantize()"),
+    row("parallel.ContextParallel.attention", "FP8 arrays", lambda x: run_threads(
+        Loopback(2).members, lambda member: context_parallel(member).attention(*fp8.quantize_qkv(*x.qkv))), TypeError, "q is an Fp8Array", "dequantize()"),
+    # what Hopper cannot run
+    *[row("fp8.attention", name, on_gpu(call, d), Unsupported, *words, engine="fake")
+      for name, d, call, *words in (
+          ("one query", 16, lambda x: fp8.attention(x[:, :, :1], x, x), "FP8 needs two or more", "pass the query twice"),
+          ("softcap", 16, lambda x: fp8.attention(x, x, x, softcap=2.0), "softcap is not supported"),
+          ("a scale below 0", 16, lambda x: fp8.attention(x, x, x, scale=-1.0), "positive scale"),
+          ("a bfloat16 output", 16, lambda x: fp8.attention(x, x, x, out_dtype="bfloat16"), "omit out_dtype"),
+          ("half of head_dim", 16, lambda x: fp8.attention(x[:8], x[:8], x), "multiples of 16"),
+          ("wide values", 144, lambda x: fp8.attention(x[:128], x[:128], x), "pad q and k"),
+      )],
+    row("fp8.attention", "packed sequences", lambda x: fp8.attention(*[fp8.quantize(x.normal(16, 2, 11))] * 3, **x.packed), Unsupported,
+        "illegal instruction", engine="fake"),
+    row("fp8.attention", "head_dim that is not contiguous", on_gpu(lambda x: fp8.attention(x.T, x.T, x.T)), ValueError, "axis 0 must be contiguous", engine="fake"),
+    row("fp8.attention", "numpy queries among CuPy arrays", on_gpu(lambda x: fp8.attention(
+        fp8.quantize(np.asfortranarray(x.dequantize().get())), x, x)), TypeError, "numpy", engine="fake"),
+]  # fmt: skip
+
+
+def first(size=2, **options):
+    """The first member of a group."""
+    return context_parallel(Loopback(size).members[0], **options)
+
+
+def ones(heads, keys):
+    """q, k and v of a member."""
+    return [np.ones((4, n, 8, 1), order="F") for n in (heads, keys, keys)]
+
+
+def packed(x, starts, **options):
+    """The report of a call with packed sequences."""
+    own = x.pq[:, :, :4].copy(order="F")
+    return first().explain(own, own, own, cu_seqlens_q=starts, cu_seqlens_kv=starts, **options)
+
+
+EXPLAIN, SHARD = "parallel.ContextParallel.explain", "parallel.ContextParallel.shard"
+OF_PARALLEL = [
+    row(EXPLAIN, "dropout on a GPU", lambda x: first().explain(x.s, x.s, x.s, dropout_p=0.25, seed=1), Unsupported,
+        "no input for the place of the call", engine="fake"),
+    row(EXPLAIN, "offsets on the GPU", lambda x: packed(x, x.integers(0, 8)), TypeError, "pass a numpy array", engine="fake"),
+    row(EXPLAIN, "a sequence longer than the maximum", lambda x: packed(x, np.array([0, 8]), max_seqlen_q=7), ValueError,
+        "cu_seqlens_q has a sequence of 8; max_seqlen_q is 7"),
+    row(EXPLAIN, "heads that the members cannot share", lambda x: first(3).explain(x.s, x.s, x.s, method="all_to_all"), Unsupported,
+        "4 query heads cannot be shared out equally among 3 members", "use method='ring'"),
+    row(EXPLAIN, "heads of parts of groups", lambda x: first(3).explain(*ones(6, 2), method="all_to_all"), Unsupported,
+        "do not belong to whole groups"),
+    row(EXPLAIN, "lengths and a diagonal of the end", lambda x: first().explain(
+        *ones(2, 2), seq_lens_kv=np.array([3], np.int32), causal="bottom_right", method="ring"), Unsupported,
+        "bottom-right diagonal", "use method='all_to_all'"),
+    row(EXPLAIN, "keys of other heads", lambda x: first().explain(x.s, x.s[:, :3], x.s), ValueError, "numbers of heads"),
+    row(EXPLAIN, "fewer values than keys", lambda x: first().explain(x.s, x.s, x.s[:, :, :5]), ValueError, "12 positions"),
+    row(EXPLAIN, "a length of other queries", lambda x: first().explain(x.s, x.s, x.s, seqlen_q=16), ValueError, "holds 8"),
+    row(EXPLAIN, "a corner that does not exist", lambda x: first().explain(x.s, x.s, x.s, causal="left"), ValueError, "causal"),
+    *[row(EXPLAIN, f"{length!r} as a length", lambda x, length=length: first().explain(x.s, x.s, x.s, seqlen_q=length), ValueError,
+        f"seqlen_q is {length!r}; it must be an integer") for length in (3.5, -8, True, "8")],
+    *[row(SHARD, f"the offsets {starts}", lambda x, starts=starts: first().shard(x.pq, cu_seqlens=np.array(starts)), kind, words)
+      for starts, kind, words in (
+          ([0, 4, 9], ValueError, "11 positions along axis 2; cu_seqlens has 9"),
+          ([0, 4, 13], ValueError, "11 positions along axis 2; cu_seqlens has 13"),
+          ([0, 6, 4, 11], ValueError, "begin with 0 and must not decrease"),
+          ([0.0, 11.0], TypeError, "cu_seqlens is float64"),
+          ([], TypeError, "(B + 1,)"))],
+    row("parallel.ContextParallel.position_ids", "offsets that decrease", lambda x: first().position_ids(
+        cu_seqlens=np.array([0, 6, 4])), ValueError, "begin with 0 and must not decrease"),
+]  # fmt: skip
+
+
+SHAPE = (64, 2, 6, 1)
+
+
+def posed(q=SHAPE, k=SHAPE, v=SHAPE, **options):
+    """What poses a problem of shapes."""
+    return lambda x: problem(q, k, v, **{"dtype": "float16", **options})
+
+
+def built(problems=(), gpu="h200", **options):
+    """What builds plans."""
+    return lambda x: store.build(problems, gpu, Path(tempfile.gettempdir(), "plans of mistakes"), **options)
+
+
+def within_validate(x):
+    with cupy_sdpa.validate():
+        cupy_sdpa.attention(x.q, x.k[:4], x.v)
+
+
+OF_PLANS = [
+    row("composed.explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("composed.explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
+        "alibi_slopes runs no program"),
+    row("composed.explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
+        "head dim"),
+    row("validate", "keys of another head dim in its block", within_validate, ValueError, "head dim"),
+    row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),
+    row("problem", "two head dims", posed(k=(32, 2, 6, 1)), ValueError, "head dims"),
+    row("problem", "an unknown corner", posed(causal="middle"), ValueError, "middle"),
+    row("problem", "sinks of other heads", posed(sinks=np.zeros(7, "f4")), ValueError, "sinks", "(7,)"),
+    row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
+    row("store.read_problems", "a TOML file", read_from("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
+    row("store.read_problems", "an empty file", read_from(""), ValueError, "problems.jsonl has no problem"),
+    row("store.build", "a number as the GPU", built(gpu=90), TypeError, "gpu is 90", "'h200'"),
+    row("store.build", "a version as a number", built(cudnn=9.28), TypeError, "cudnn is 9.28", "'9.19'"),
+    row("store.build", "0 workers", built(workers=0), ValueError, "workers is 0", "1 or more"),
+    row("store.save_problems", "a folder", lambda x: store.save_problems(tempfile.gettempdir()), OSError, tempfile.gettempdir()),
+    row("Prepared", "the output of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(
+        x.dout, *x.qkv, x.dout, np.zeros((6, 4, 3), np.float32, order="F"), out=x.dout), TypeError, "out is not a result",
+        "dq, dk, dv"),
+    row("get_plan_cache", "a negative limit of bytes", lambda x: cupy_sdpa.get_plan_cache().set_recording_limit(-1), ValueError,
+        "limit is -1 bytes", engine="fake"),
+]  # fmt: skip
+
+
 ROWS = [*FP8, *NNLIB, *PARALLEL, *STORE, *REFERENCE, *INTEGRATIONS]
+ROWS += OF_FP8 + OF_PARALLEL + OF_PLANS
