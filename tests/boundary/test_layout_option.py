@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 from not_parsed import not_parsed
-from plain import softmax_attention
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, layout, prepare, problem
@@ -77,45 +76,6 @@ def test_every_call_takes_a_layout(letters):
     for function in (problem, cupy_sdpa.composed.jvp_problems):
         found, wanted = function(*shapes, dtype="float64", layout=letters), function(q.shape, k.shape, v.shape, dtype="float64")
         assert found == wanted
-
-
-def test_packed_sequences():
-    """``thd``: q (Tq, Hq, D), the log-sum-exp (Tq, Hq), and a bias (B, Hq, Sq, Skv)."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((total, 2, 4)) for total in (7, 9, 9))
-    starts = {"cu_seqlens_q": np.array([0, 3, 7], np.int32), "cu_seqlens_kv": np.array([0, 5, 9], np.int32)}
-    bias = rng.standard_normal((2, 1, 4, 5))
-    packed = {**starts, "max_seqlen_q": 4, "max_seqlen_kv": 5, "bias": bias}
-    out, stats = attention(q, k, v, layout="thd", return_stats=True, **packed)
-    assert out.shape == (7, 2, 4)
-    assert stats.shape == (7, 2)
-    for n, (rows, keys) in enumerate([(slice(3), slice(5)), (slice(3, 7), slice(5, 9))]):
-        one = [x[part].transpose(1, 0, 2)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
-        sq, skv = one[0].shape[2], one[1].shape[2]
-        part = np.broadcast_to(bias[n, :, :sq, :skv], (1, 2, sq, skv))
-        want, lse = softmax_attention(*one, np.ones(part.shape, bool), part, 0.5)
-        np.testing.assert_allclose(out[rows], want[0].transpose(1, 0, 2), atol=1e-12)
-        np.testing.assert_allclose(stats[rows], lse[0].T, atol=1e-6)
-    gradients = attention_vjp(q, k, v, layout="thd", return_dbias=True, **packed)[1](out)
-    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape, bias.shape]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_pages(packed):
-    """Pools of pages (pages, page size, Hkv, D) and a page table (B, pages per sequence), as in flash-attention."""
-    rng = np.random.default_rng(0)
-    pools = [rng.standard_normal((6, 4, 2, 8)) for _ in range(2)]
-    table, lengths = np.array([[4, 1], [0, 5]], np.int32), np.array([7, 5], np.int32)
-    q = rng.standard_normal((2, 3, 2, 8))
-    options = {"page_table": table, "seq_lens_kv": lengths, "layout": "bshd"}
-    if packed:
-        options |= {"layout": "thd", "cu_seqlens_q": np.array([0, 3, 6], np.int32), "max_seqlen_q": 3}
-    found = attention(q.reshape(6, 2, 8) if packed else q, *pools, **options).reshape(q.shape)
-    for n in range(2):
-        k, v = (x[table[n]].reshape(1, 8, 2, 8).transpose(0, 2, 1, 3)[:, :, : lengths[n]] for x in pools)
-        every = np.ones((1, 2, 3, lengths[n]), bool)
-        want, _ = softmax_attention(q[n : n + 1].transpose(0, 2, 1, 3), k, v, every, np.zeros(every.shape), 8**-0.5)
-        np.testing.assert_allclose(found[n], want[0].transpose(1, 0, 2), atol=1e-12)
 
 
 def test_a_group_takes_a_layout():
@@ -311,21 +271,6 @@ def test_repeated_calls(letters, engine):
             want, pullback = attention_vjp(*(x.astype(np.float64) for x in host[:3]), **options)
             for x, y in zip(found, (want, *pullback(host[3].astype(np.float64))), strict=True):
                 np.testing.assert_allclose(engine.get(x), y, atol=0.01 * max(1, np.abs(y).max()))
-
-
-def test_a_repeated_call_permutes_nothing(fake, monkeypatch):
-    """A repeated call permutes nothing."""
-    x = fake.asarray(np.ones((2, 16, 2, 16), np.float16))
-    out = fake.empty((2, 16, 2, 16), np.float16)
-    for _ in range(2):
-        attention(x, x, x, layout="bshd")
-        attention(x, x, x, layout="bshd", out=out)
-    counted = []
-    transpose = fake.ndarray.transpose
-    monkeypatch.setattr(fake.ndarray, "transpose", lambda self, *axes: counted.append(axes) or transpose(self, *axes))
-    attention(x, x, x, layout="bshd", out=out)
-    attention(x, x, x, layout="bshd")
-    assert not counted
 
 
 @EITHER_GPU

@@ -3,11 +3,8 @@
 Refused calls are in the tables of mistakes.
 """
 
-import contextlib
-
 import numpy as np
 import pytest
-from not_parsed import not_parsed
 
 import cupy_sdpa
 from cupy_sdpa import attention, get_plan_cache, layout, reference
@@ -111,19 +108,6 @@ def test_dropout(engine):
     np.testing.assert_allclose(y, join_heads(np.einsum("jihb,dhjb->dhib", alpha, heads)), rtol=1e-4)
 
 
-def test_gradients_match_finite_differences():
-    """Of q, k, v and the bias, along random directions in float64."""
-    arrays = [rand(*shape, seed=n, dtype="f8") for n, shape in enumerate([(4, 5, 2), (4, 3, 2), (6, 3, 2), (3, 5)])]
-    y, pullback = dot_product_attention_vjp(*arrays, nheads=2)
-    for place, got in enumerate(pullback(np.ones_like(y))):
-        for seed in range(4):
-            step, moved = rand(*got.shape, seed=9 + seed, dtype="f8"), []
-            for t in (1e-5, -1e-5):
-                there = [np.asfortranarray(x + t * step) if n == place else x for n, x in enumerate(arrays)]
-                moved.append(dot_product_attention(*there, nheads=2)[0].sum())
-            np.testing.assert_allclose((got * step).sum(), (moved[0] - moved[1]) / 2e-5, rtol=1e-6, atol=1e-8)
-
-
 # Tests of this package
 
 
@@ -182,35 +166,6 @@ def test_it_matches_the_reference(engine):
         full = (bias if bias.ndim == 3 else bias[..., None])[..., None].astype("f8")
         want, _ = reference.attention(*parts, bias=full, mask=mask)
         np.testing.assert_allclose(y, join_heads(want), atol=engine.tolerance)
-
-
-def test_computed_in_another_dtype():
-    """y has the dtype of q; gradients have the dtypes of their arrays."""
-    x = rand(16, 6, 2)
-    y, _ = dot_product_attention(x, x, x, compute_dtype="bfloat16")
-    exact, _ = dot_product_attention(x, x, x)
-    assert y.dtype == np.float32
-    assert 0 < abs(y - exact).max() < 2e-2
-    _, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
-    assert {g.dtype for g in pullback(y)[:3]} == {np.dtype("f4")}
-
-
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-@pytest.mark.parametrize("backward", [False, True])
-def test_captured_in_another_dtype(backward, engine):
-    """The copies in the other dtype belong to the CUDA graph, whose launches change no other memory."""
-    x, kept = engine.put(rand(16, 6, 2)), []
-
-    def run():
-        if not backward:
-            return (dot_product_attention(x, x, x, compute_dtype="bfloat16")[0],)
-        y, pullback = dot_product_attention_vjp(x, x, x, compute_dtype="bfloat16")
-        kept.append(pullback)
-        return (y, *pullback(x)[:3])
-
-    y, *_ = engine.captured(run)
-    np.testing.assert_allclose(y, dot_product_attention(*[rand(16, 6, 2)] * 3)[0], atol=0.02)
-    engine.forget_plans()
 
 
 def test_heads_are_views():
@@ -355,6 +310,7 @@ def test_repeated_calls_have_the_results_of_split_heads(name, engine):
         np.testing.assert_array_equal(engine.get(y), engine.get(again))
         for x, want, given in zip(found, wanted, (dy, q, k, v, own_bias), strict=False):
             assert x.shape == given.shape
+            assert x.dtype == given.dtype or name == OTHER_DTYPE
             assert x.flags.f_contiguous
             x, tolerance = engine.get(x), 4 * engine.tolerance
             if engine.name == "numpy" and not hasattr(mask, "lengths"):
@@ -364,21 +320,3 @@ def test_repeated_calls_have_the_results_of_split_heads(name, engine):
     for results, values in kept:  # later calls have not written to them
         for x, value in zip(results, values, strict=True):
             np.testing.assert_array_equal(engine.get(x), value)
-
-
-@pytest.mark.parametrize("name", [name for name in REPEATED if name != "array"])
-def test_repeated_calls_are_not_parsed(name, engine):
-    """Of both passes, with other arrays of the same shapes."""
-    _, bias, mask, options = given_arrays(engine, name, 0)
-
-    def run(seed):
-        values, *_ = given_arrays(engine, name, seed)
-        (q, k, v, dy), own_bias, own_mask = on_engine(engine, values, bias, mask)
-        y, pullback = dot_product_attention_vjp(q, k, v, own_bias, mask=own_mask, **options)
-        with contextlib.nullcontext() if seed < 5 else not_parsed():
-            found = (*dot_product_attention(q, k, v, own_bias, mask=own_mask, **options)[:1], *pullback(dy))
-        return engine.get((y, *[x for x in found if x is not None]))
-
-    for seed in range(7):
-        found = run(seed)
-        np.testing.assert_array_equal(found[0], found[1])
