@@ -151,11 +151,17 @@ def explain(
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
-    arrays = {"q": q, "k": k, "v": v, **results}
-    function, of_function, missing = _function_of(arrays, jvp=jvp, backward=backward)
-    given = {**flags, **outputs} if backward else flags
-    names = ("deterministic", *outputs) if backward else ("deterministic", "return_stats")
-    of_function |= {name: given[name] for name in names}
+    function: Callable[..., Any]
+    names, missing = tuple(results), {}
+    if backward:
+        function, missing = attention_backward, OF_FORWARD
+    elif jvp:
+        function, names = attention_jvp, TANGENTS
+        missing = {} if any(results[name] is not None for name in TANGENTS) else {name: name[1:] for name in TANGENTS}
+    else:
+        function, names = attention, ("out", "stats")
+    of_function = {"q": q, "k": k, "v": v, **{name: results[name] for name in names}, "deterministic": deterministic}
+    of_function |= outputs if backward else {"return_stats": return_stats}
     try:
         call, report = _described(function, (), {**of_function, **options}, gpu, cudnn, missing)
     except Unsupported as error:
@@ -235,19 +241,6 @@ def _described(
     if isinstance(call.arrays["q"], InterpretedArray):
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
     return call, report_of(call, explain_for)
-
-
-def _function_of(
-    arrays: Mapping[str, Any], *, jvp: bool, backward: bool
-) -> tuple[Callable[..., Any], dict[str, Any], Mapping[str, str]]:
-    """The function that is explained, its arrays, and those that are assumed to be dense if they are not passed."""
-    if jvp:
-        given = any(arrays[name] is not None for name in TANGENTS)
-        missing = {} if given else {name: name[1:] for name in TANGENTS}
-        return attention_jvp, {name: arrays[name] for name in ("q", "k", "v", *TANGENTS)}, missing
-    if backward:
-        return attention_backward, {**arrays}, OF_FORWARD
-    return attention, {name: arrays[name] for name in ("q", "k", "v", "out", "stats")}, {}
 
 
 def _notes(

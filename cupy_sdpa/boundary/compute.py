@@ -44,7 +44,10 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
 
 
 def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Sequence[str] = ()) -> None:
-    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not."""
+    """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
+
+    ``dtype`` is that of dout, dq, dk and dv, if the others are converted already; ``results`` are the arrays that are written.
+    """
     check_one_library(arrays)
     arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in ("q", "k", "v")])
     own = arrays["q"].dtype if dtype is None else dtype
@@ -61,7 +64,8 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
     """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
 
-    Values beyond the range of the dtype become infinite, as on the GPU.
+    Values beyond the range of the dtype become infinite, as on the GPU. ``new`` creates the array: ``cupy_runtime.temporary``
+    within a call, else ``new_result``.
     """
     made = new(array, array.shape, numpy_dtype(dtype) if isinstance(dtype, str) else dtype)
     copy(made, array)

@@ -15,6 +15,7 @@ from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host
+from .argument import Argument, arrays_on_gpu
 
 #: The values of the option besides None, and the arrays that each engine computes with.
 ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
@@ -57,18 +58,8 @@ def refuse_fp8(options: Mapping[str, Any]) -> None:
 
 def interpreted(name: str, array: Any, device: int) -> Any:
     """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
-    if isinstance(array, np.ndarray):
-        raise TypeError(
-            f"arrays are mixed: q is a CuPy array and {name} is a numpy array. Move them to one side with cupy.asarray(...) or "
-            "cupy.asnumpy(...)"
-        )
-    if not cupy_runtime.is_array(array):
+    is_numpy = isinstance(array, np.ndarray)
+    if not is_numpy and not cupy_runtime.is_array(array):
         return array
-    if array.data.device_id != device:
-        raise ValueError(
-            f"arrays are on different devices: q on device {device}, {name} on device {array.data.device_id}. Copy them to "
-            "one: with cupy.cuda.Device(...): cupy.asarray(...)"
-        )
-    if name in _ON_HOST:
-        return on_host(InterpretedArray(array))
-    return InterpretedArray(array)
+    arrays_on_gpu([Argument("q", None, 0, device), Argument(name, array, 0, None if is_numpy else array.data.device_id)])
+    return on_host(InterpretedArray(array)) if name in _ON_HOST else InterpretedArray(array)
