@@ -67,9 +67,6 @@ class Pages:
         self.lengths = np.zeros(batch, np.int64)
         self.room: NDArray[np.int64] = np.zeros(batch, np.int64)
 
-    def __repr__(self) -> str:
-        return f"<Pages: {len(self.free)} of {len(self.owners)} free>"
-
     def make(self, change: Change) -> None:
         """Make a change."""
         for b, pages in change.by_sequence.items():

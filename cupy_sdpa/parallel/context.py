@@ -20,7 +20,7 @@ from .agreement import Agreement, own_options
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
-from .group_arguments import listed, packed_lengths, read_length
+from .group_arguments import abbreviated, packed_lengths, read_length
 from .group_report import ParallelReport, report
 from .member_steps import MemberSteps
 from .shards import Layout
@@ -290,11 +290,14 @@ class ContextParallel:
                 f"x has shape {x.shape}; of {layout.total} positions member {self.rank} of {self.size} holds "
                 f"{layout.share(self.rank)}: pass seqlen= or cu_seqlens="
             )
-        others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), listed(layout.lengths)
+        others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), abbreviated(layout.lengths)
         text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
         self._agreement.agree(text, "" if self._agreement.known(text) else text)
         with cupy_runtime.device_context(x):
-            shapes = [(*x.shape[:along], positions, *x.shape[along + 1 :]) for positions in (*layout.shares, layout.total)]
+            shapes = [
+                (*x.shape[:along], positions, *x.shape[along + 1 :])
+                for positions in (*map(layout.share, range(self.size)), layout.total)
+            ]
             inputs = Inputs({"q": x, "whole": _new_like(x, shapes.pop())}, {})
             steps = MemberSteps(Builder(inputs.device), self._channel)
             own, whole = inputs.of(("q", "whole"))

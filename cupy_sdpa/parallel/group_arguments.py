@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -59,7 +59,7 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
         expected = (3 if packed else 4) - (name == "stats")
         if argument.array.ndim != expected:
             raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
-        if name != "stats" and options.get("layout") is None:
+        if name != "stats":
             check_strides_of(name, argument.array)
     queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, of)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
@@ -173,13 +173,17 @@ def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layo
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:
     """The shapes and options, one per line."""
-    lines = [f"problem: {problem}", f"lengths of q: {listed(queries.lengths)}", f"lengths of k: {listed(keys.lengths)}"]
+    lines = [
+        f"problem: {problem}",
+        f"lengths of q: {abbreviated(queries.lengths)}",
+        f"lengths of k: {abbreviated(keys.lengths)}",
+    ]
     for name in sorted(options):
         value = options[name]
         if value is None or name in CU_SEQLENS:
             continue
         if name in FUNCTIONS:
-            text = f"{value.__qualname__}, {_abbreviated(str(value))}"
+            text = f"{value.__qualname__}, {abbreviated(value)}"
         elif name == "tensors":
             text = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in value.items())
         else:
@@ -188,15 +192,9 @@ def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: L
     return "\n".join(lines)
 
 
-def listed(lengths: Sequence[int]) -> str:
-    """Lengths as text; many are abbreviated by their number, total and a checksum."""
-    if len(lengths) <= 8:
-        return ", ".join(map(str, lengths))
-    return f"{len(lengths)} sequences of {sum(lengths)} positions, checksum {zlib.crc32(repr(tuple(lengths)).encode()):08x}"
-
-
-def _abbreviated(text: str) -> str:
-    """A text; a long one ends with its checksum."""
+def abbreviated(value: Any) -> str:
+    """A value as text; a long one ends with its checksum."""
+    text = str(value)
     return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
 
 

@@ -206,7 +206,7 @@ def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[
                 failures.append((index, error))
             reason = f"member {index} failed: {type(error).__name__}: {error}"
             for member in members:
-                if abort := getattr(member, "abort", None) or getattr(getattr(member, "shared", None), "abort", None):
+                if abort := getattr(member, "abort", None):
                     abort(reason)
 
     threads = [threading.Thread(target=work, args=(i,), name=f"member {i}") for i in range(len(members))]

@@ -87,11 +87,6 @@ class Layout:
         return sum(interval.length for own in self.intervals(rank) for interval in own)
 
     @property
-    def shares(self) -> list[int]:
-        """The number of positions of each member."""
-        return [self.share(rank) for rank in range(self.size)]
-
-    @property
     def starts(self) -> list[int]:
         """The start of every sequence among all positions."""
         return [0, *np.cumsum(self.lengths).tolist()][:-1]
