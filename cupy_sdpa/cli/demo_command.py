@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ from ..explanation import explain
 from ..problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
 from ..runtime import cupy_runtime
 from ..version import __version__, version_text
-from . import console, demo_picture, demo_text, machine
+from . import console, demo_text, machine
 from .console import CommandError, add_json, milliseconds, output_file, plan_facts, positive, print_labeled, result, working
 from .timing import measure
 
@@ -33,6 +35,8 @@ CUDNN_DTYPES = ("float16", "bfloat16")
 #: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
 
+#: The number of tokens in the picture of a passage.
+WINDOW = 40
 #: The tokens whose time on numpy is the basis of the estimate for more of them, and the seconds from which it is printed.
 SAMPLE, SHOWN = 1024, 2.0
 
@@ -117,7 +121,7 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     key_heads = arguments.kv_heads or (query_heads // 4 if query_heads % 4 == 0 else query_heads)
     if query_heads % key_heads:
         raise CommandError(f"--heads {query_heads} is not a multiple of --kv-heads {key_heads}")
-    if arguments.plot and not demo_picture.importable():
+    if arguments.plot and isinstance(machine.imported("matplotlib.figure"), str):
         raise CommandError("--plot needs matplotlib: pip install 'cupy-sdpa[plot]'")
     tokens = demo_text.tokens()
     count = arguments.seq or len(tokens)
@@ -284,7 +288,8 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
     """Draw the attention maps of a passage for two heads, the first one and one of the last key head."""
     if arguments.plot is None:
         return
-    passage = demo_picture.window(len(words), position)
+    start = max(0, min(position - WINDOW // 2, len(words) - WINDOW))
+    passage = np.arange(start, min(start + WINDOW, len(words)))
     heads = {0: "mostly words"}
     if k.shape[1] > 1:
         heads[q.shape[1] - q.shape[1] // k.shape[1]] = "mostly positions"
@@ -292,6 +297,36 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
         (f"head {head}: keys are {kind}", demo_text.weights(q, k, head, passage, arguments.causal)[:, passage])
         for head, kind in heads.items()
     ]
-    demo_picture.draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {demo_text.title()}")
+    _draw(arguments.plot, [words[i] for i in passage], maps, f"Attention within a passage of {demo_text.title()}")
     print_labeled("picture", str(arguments.plot))
     result(picture=str(arguments.plot))
+
+
+def _draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any]]], heading: str) -> None:
+    """Write the figure with a heading, in the format of the file: the title and the weights ``(queries, keys)`` of each head.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9 * len(maps), 8.5), layout="constrained")
+    figure.suptitle(heading, fontsize=15)
+    for axes, (name, weights) in zip(np.atleast_1d(figure.subplots(1, len(maps))), maps, strict=True):
+        # A token attends to itself most, so the color scale covers the other weights only.
+        others = weights[~np.eye(len(words), dtype=bool)]
+        image = axes.imshow(weights, cmap="Blues", norm=PowerNorm(0.5, 0, others.max(initial=0) or 1))
+        axes.set_title(name, fontsize=13)
+        axes.set_xticks(range(len(words)), words, rotation=90, fontsize=9)
+        axes.set_yticks(range(len(words)), words, fontsize=9)
+        axes.set_xlabel("key")
+        axes.set_ylabel("query")
+        figure.colorbar(image, ax=axes, shrink=0.7, extend="max", label="attention weight")
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=110, format=path.suffix[1:] or "png")
+        path.write_bytes(drawn.getvalue())  # at once, so that an interrupted command leaves no part of a figure
+    except (OSError, ValueError) as error:  # ValueError: unknown format
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CommandError(f"cannot write {path}: {reason}") from error
