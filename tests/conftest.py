@@ -32,7 +32,7 @@ NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
 #: Compiling a kernel takes a second. The sweep compiles those of one test in this many; the nightly run compiles those of all tests.
 SHARE = 9
 #: The tests of each of these files share results that take long to compute, so they run in one process.
-TOGETHER = ("test_example_generation", "test_layers")
+TOGETHER = ("test_examples", "test_layers")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
 LONG = ("test_tuning", "test_planning", "test_support")
 

@@ -1,13 +1,14 @@
-"""examples/generation: gradients, generation with the cache, speculation, continuous batching, and the command."""
+"""The examples: gradients, training, decoding with the cache, speculation, continuous batching, and the commands."""
 
 import runpy
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import run
+from command_line import ROOT, python, run
 
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
 from cupy_sdpa.cudnn.library import library
@@ -16,7 +17,111 @@ from examples.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, i
 from examples.generation.serve import Request, gumbel, serve
 from examples.generation.speculate import NGrams, speculate
 
-pytestmark = [pytest.mark.usefixtures("folder"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("folder")
+PATH = ROOT / "examples" / "gpt.py"
+
+
+def program(name):
+    """The function that runs an example as a program."""
+
+    def main(words):
+        with mock.patch.object(sys, "argv", [name, *words]):
+            runpy.run_module(f"examples.{name}", run_name="__main__")
+        return 0
+
+    return main
+
+
+# gpt.py
+
+TEXT = "the cat sat on the mat. " * 20
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """The example's functions."""
+    return SimpleNamespace(**runpy.run_path(str(PATH)))
+
+
+def test_readers_can_copy_it():
+    """At most 150 lines, and no import besides numpy, the standard library and this package."""
+    lines = PATH.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    assert imports == [
+        "import argparse", "import importlib", "from pathlib import Path", "import numpy as np", "from cupy_sdpa import attention_vjp",
+    ]  # fmt: skip
+
+
+def test_gradients_of_gpt(gpt):
+    """The directional derivative of a random function of the logits, in float64, for every weight."""
+    rng = np.random.default_rng(0)
+    weights = {name: x.astype(np.float64) for name, x in gpt.initial(5, rng).items()}
+    words = np.eye(5)[rng.integers(0, 5, (2, 7))]
+    dlogits = rng.standard_normal((2, 7, 5))
+    gradients = gpt.gpt(weights, words, None)[1](dlogits)
+    assert gradients.keys() == weights.keys()
+    for name, gradient in gradients.items():
+        step = rng.standard_normal(gradient.shape)
+        plus, minus = (
+            (gpt.gpt(weights | {name: weights[name] + t * step}, words, None)[0] * dlogits).sum() for t in (1e-5, -1e-5)
+        )
+        np.testing.assert_allclose((gradient * step).sum(), (plus - minus) / 2e-5, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_causality(gpt):
+    """A character does not change the logits of earlier positions."""
+    rng = np.random.default_rng(0)
+    weights = gpt.initial(5, rng)
+    numbers = rng.integers(0, 5, (1, 9))
+    before = gpt.gpt(weights, np.eye(5, dtype=np.float32)[numbers], None)[0]
+    numbers[0, 6] = (numbers[0, 6] + 1) % 5
+    after = gpt.gpt(weights, np.eye(5, dtype=np.float32)[numbers], None)[0]
+    np.testing.assert_array_equal(before[0, :6], after[0, :6])
+    assert (before[0, 6:] != after[0, 6:]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_it_learns_a_sentence(on, gpt, request):
+    """The loss falls to a small part, and the continuation is the sentence; with CuPy arrays attention runs in bfloat16."""
+    engine = {} if on == "numpy" else {"xp": request.getfixturevalue("cupy"), "dtype": "bfloat16"}
+    weights, vocabulary, losses = gpt.train(TEXT, steps=120, **engine)
+    text = gpt.generate(weights, vocabulary, "the cat ", 24, temperature=0.1, **engine)
+    assert losses[0] > 2
+    assert losses[-1] < 0.2
+    assert text.startswith("the cat sat on the mat. the")
+
+
+def test_the_command_of_gpt():
+    """It prints the loss and a continuation of the prompt."""
+    done = run("--cpu --steps 2 --tokens 3 --prompt", "Alice was ", main=program("gpt"))
+    first, last, *rest = done.lines
+    assert first.startswith("loss per character: ")
+    assert (first[-18:], last[-18:]) == ("after 1 of 2 steps", "after 2 of 2 steps")
+    assert "\n".join(rest).startswith("Alice was ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ImportError('no CuPy')", "no CuPy (--cpu uses numpy)"),
+        ("def zeros(shape): raise RuntimeError('no device')", "no device (--cpu uses numpy)"),
+    ],
+    ids=["no CuPy", "no GPU"],
+)
+def test_without_a_gpu(code, message, tmp_path):
+    """One line that names --cpu."""
+    (tmp_path / "cupy.py").write_text(code, encoding="utf-8")
+    done = python(str(PATH), cwd=tmp_path, path=[tmp_path])
+    assert done.status == 2
+    assert done.err.splitlines()[-1].endswith(message)
+    assert "Traceback" not in done.err
+
+
+# generation
+
 SMALL = Sizes(layers=2, heads=2, head_dim=16, hidden=64, context=64)
 #: Prompts of different lengths; the first one takes two chunks.
 STARTS = ((0, CHUNK + 8), (100, 3), (200, 17))
@@ -61,6 +166,7 @@ def random_noise(model, count, batch, seed=0):
     return np.stack([gumbel(1.0, seed, b, count, len(model.vocabulary)) for b in range(batch)], axis=2)
 
 
+@pytest.mark.slow
 def test_gradients_against_finite_differences():
     """The gradient of every weight equals the difference quotient of the loss."""
     small = cast(initial(Sizes(2, 2, 4, 8, 6), list("abcde"), np.float32), np.float64)
@@ -86,6 +192,7 @@ def test_gradients_against_finite_differences():
             np.testing.assert_allclose(gradients[name][place], quotient, atol=1e-6 * abs(gradients[name]).max(), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-4)])
 def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     """Logits of prefill in chunks and of single tokens are those of one causal pass over the whole sequence."""
@@ -101,6 +208,7 @@ def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=0, atol=tolerance * abs(full).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("proposals", "width"), [(1, 1), (4, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculation_gives_the_same_text(sampled, proposals, width, model, words):
@@ -119,6 +227,7 @@ def test_speculation_gives_the_same_text(sampled, proposals, width, model, words
     assert (decoder.cache.host_lengths >= kept).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, engine, model, words):
     """Prompts in two sequences, with an end token and different limits; the cache is empty afterwards. Float16 gives the same text."""
@@ -140,6 +249,7 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, en
     forget(engine, 1)
 
 
+@pytest.mark.slow
 def test_captured_steps(engine, model, words):
     """A replayed graph gives the tokens of the step without a graph, also in speculation; float16 gives those of numpy."""
     prompts, count = prompts_of(words), 10
@@ -164,6 +274,7 @@ def test_captured_steps(engine, model, words):
     forget(engine, 3)
 
 
+@pytest.mark.slow
 def test_tokens_are_the_text(model):
     """The words of the text, joined, are the text; a word without a space before it is found, an unknown one is named."""
     passage = read_text()
@@ -174,23 +285,14 @@ def test_tokens_are_the_text(model):
         model.encode("Alice saw a zebra")
 
 
-# the command
-
-
-def program(words):
-    """Run the example as a program."""
-    with mock.patch.object(sys, "argv", ["generation", *words]):
-        runpy.run_module("examples.generation", run_name="__main__")
-    return 0
-
-
 #: A short run.
 SHORT = "--cpu --steps 3 --tokens 6 --batch 3"
 
 
-def test_the_command():
+@pytest.mark.slow
+def test_the_command_of_generation():
     """It prints the texts and the tokens per second of training, prefill, decoding, speculation and the batch."""
-    done = run(f"{SHORT} --temperature 0 --draft 2 --prompt", "Alice was", main=program)
+    done = run(f"{SHORT} --temperature 0 --draft 2 --prompt", "Alice was", main=program("generation"))
     assert done.status == 0
     for label in ("greedy", "sampled", "prefill", "decoding", "batch"):
         assert any(line.startswith(label) for line in done.lines)
@@ -201,28 +303,35 @@ def test_the_command():
     assert "10 prompts in 3 sequences" in done.text
 
 
-REFUSED = {
-    "--draft 9": "--draft 9 times --branches 2 is more than 16",
-    "--steps 1 --tokens 128": "7 + 128 tokens; the model is trained on sequences of 128",
-    "--steps 0": "--steps 0 is not positive",
-    "--prompt zebra": "'zebra' does not occur",
-    "--temperature inf": "--temperature inf is negative or not finite",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_the_command_refuses(words):
-    """Errors of one line; also for a prompt without words."""
-    done = run(f"--cpu {words}", main=program)
-    assert (done.status, done.out) == (2, "")
-    assert REFUSED[words] in done.err.splitlines()[-1]
-    assert "--prompt has no words" in run("--cpu --prompt", " ", main=program).err
-
-
 @pytest.mark.gpu
 def test_the_command_on_a_gpu():
     """On a GPU attention runs in bfloat16, and the steps are replayed CUDA graphs."""
-    done = run("--steps 20 --tokens 20", main=program)
+    done = run("--steps 20 --tokens 20", main=program("generation"))
     assert done.status == 0
     assert "attention in bfloat16" in done.text
     assert "each step is a replayed CUDA graph" in done.text
+
+
+#: Words of a command line, and the end of the error.
+REFUSED = (
+    ("gpt", ["--steps", "0"], "1 step or more"),
+    ("gpt", ["--prompt", ""], "a prompt of characters of the text"),
+    ("gpt", ["--prompt", "日"], "a prompt of characters of the text"),
+    ("gpt", ["--text", "missing.txt"], "missing.txt"),
+    ("gpt", ["--text", str(PATH.parent)], "directory"),
+    ("gpt", ["--text", sys.executable], "can't decode"),
+    ("generation", ["--draft", "9"], "--draft 9 times --branches 2 is more than 16"),
+    ("generation", ["--steps", "1", "--tokens", "128"], "7 + 128 tokens; the model is trained on sequences of 128"),
+    ("generation", ["--steps", "0"], "--steps 0 is not positive"),
+    ("generation", ["--prompt", "zebra"], "'zebra' does not occur"),
+    ("generation", ["--prompt", " "], "--prompt has no words"),
+    ("generation", ["--temperature", "inf"], "--temperature inf is negative or not finite"),
+)
+
+
+@pytest.mark.parametrize(("name", "words", "message"), REFUSED)
+def test_mistakes_end_before_training(name, words, message):
+    """Invalid options end the command with status 2; the last line has the reason."""
+    done = run("--cpu", *words, main=program(name))
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err.splitlines()[-1]
