@@ -115,11 +115,7 @@ def from_julia(array: Any, layout: str) -> Any:
 
 
 def order(source: str, target: str) -> tuple[int, ...]:
-    """Return the axes of one layout in the order of another, as ``transpose`` takes them.
-
-    >>> order("bhsd", "dhsb")
-    (3, 1, 2, 0)
-    """
+    """Return the axes of one layout in the order of another, as ``transpose`` takes them."""
     return tuple(source.index(letter) for letter in target)
 
 

@@ -164,9 +164,5 @@ def convert(
 
 
 def gradient_names(return_dbias: bool, return_dsinks: bool) -> tuple[str, ...]:
-    """The names of the gradients in the order in which they are returned.
-
-    >>> gradient_names(True, False)
-    ('dq', 'dk', 'dv', 'dbias', 'dtensors')
-    """
+    """The names of the gradients in the order in which they are returned."""
     return ("dq", "dk", "dv", *["dbias"] * bool(return_dbias), *["dsinks"] * bool(return_dsinks), "dtensors")

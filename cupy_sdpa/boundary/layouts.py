@@ -140,11 +140,7 @@ def _batch_axis(name: str, layout: str | None, axes: int) -> int:
 
 
 def other_layout(options: Mapping[str, Any]) -> str | None:
-    """The option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted.
-
-    >>> other_layout({"layout": "bshd"}), other_layout({"layout": "dht"}), other_layout({})
-    ('bshd', None, None)
-    """
+    """The option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted."""
     layout: str | None = options.get("layout")
     return None if layout is None or layout[0] == "d" else layout
 

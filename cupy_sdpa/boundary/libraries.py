@@ -68,11 +68,7 @@ def _library(kind: type) -> Library | None:
 
 
 def kind_of(array: Any) -> str:
-    """The library of an array for messages; empty for other objects.
-
-    >>> kind_of(np.zeros(1)), kind_of(None)
-    ('numpy', '')
-    """
+    """The library of an array for messages; empty for other objects."""
     if isinstance(array, np.ndarray) or cupy_runtime.is_array(array):
         return "numpy" if isinstance(array, np.ndarray) else "CuPy"
     library = library_of(array)

@@ -184,20 +184,12 @@ class Gradients:
 
 
 def gradient_name(name: str) -> str:
-    """The name of the gradient of an array in ``tensors=`` among the arrays of a call.
-
-    >>> gradient_name("bias")
-    "dtensors['bias']"
-    """
+    """The name of the gradient of an array in ``tensors=`` among the arrays of a call."""
     return f"dtensors[{name!r}]"
 
 
 def tensor_name(name: str) -> str:
-    """The name of an array in ``tensors=`` among the arrays of a call.
-
-    >>> tensor_name("bias")
-    "tensors['bias']"
-    """
+    """The name of an array in ``tensors=`` among the arrays of a call."""
     return f"tensors[{name!r}]"
 
 

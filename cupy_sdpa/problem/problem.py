@@ -329,11 +329,7 @@ def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def has_score_axes(name: str) -> bool:
-    """Whether an array has the axes of the scores: those of :data:`SCORE_ARRAYS`, captured arrays, and their gradients.
-
-    >>> has_score_axes("bias"), has_score_axes("t0"), has_score_axes("dt0"), has_score_axes("q")
-    (True, True, True, False)
-    """
+    """Whether an array has the axes of the scores: those of :data:`SCORE_ARRAYS`, captured arrays, and their gradients."""
     return name in SCORE_ARRAYS or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
 
 

@@ -45,13 +45,7 @@ def keep(problem: Problem) -> None:
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
-    """A problem as JSON values.
-
-    >>> from cupy_sdpa import problem
-    >>> shape = (64, 8, 100, 2)
-    >>> to_json(problem(shape, shape, shape, dtype="float16", causal=True))["settings"]
-    {'band': {'right': 0}}
-    """
+    """A problem as JSON values."""
     values = {name: getattr(problem, name) for name in _FIELDS}
     return {name: encoded(value) for name, value in values.items() if value not in (None, (), DEFAULT_SETTINGS)}
 
@@ -120,36 +114,31 @@ def _spec(name: str, value: Any) -> TensorSpec:
 def _settings(value: Any) -> Settings:
     """The settings of a problem."""
     _check(isinstance(value, dict) and value.keys() <= set(Settings._fields), f"settings is {value!r}")
-    made: dict[str, Any] = {"band": _band, "split": lambda x: Split(**x), "program": _program}
-    return Settings(**{name: made[name](part) if name in made else part for name, part in value.items()})
-
-
-def _band(value: Any) -> Band:
-    """The band of keys that a query attends to."""
-    _check(all(part is None or type(part) in (int, bool) for part in value.values()), f"the band is {value!r}")
-    return Band(**value)
+    found = dict(value)
+    if "band" in value:
+        _check(
+            all(part is None or type(part) in (int, bool) for part in value["band"].values()), f"the band is {value['band']!r}"
+        )
+        found["band"] = Band(**value["band"])
+    if "split" in value:
+        found["split"] = Split(**value["split"])
+    if "program" in value:
+        found["program"] = _program(value["program"])
+    return Settings(**found)
 
 
 def _program(value: Any) -> Expression:
-    """The program of score and mask functions."""
-    steps = _steps(value["steps"])
-    roots = value["score"], value["mask"]
-    _check(all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a program ends outside its steps")
-    return Expression(steps, *roots)
-
-
-def _steps(values: Any) -> tuple[Step, ...]:
-    """The steps of a program; each reads steps before it."""
+    """The program of score and mask functions: each step reads steps before it."""
     steps = []
-    for number, value in enumerate(values):
-        step = Step(**{**value, "args": tuple(value.get("args", ())), "value": _number(value.get("value", 0.0))})
+    for number, given in enumerate(value["steps"]):
+        constant = given.get("value", 0.0)
+        constant = float(constant) if isinstance(constant, str) else constant
+        step = Step(**{**given, "args": tuple(given.get("args", ())), "value": constant})
         _check(all(_is_count(arg) and arg < number for arg in step.args), f"step {number} reads {step.args}")
         steps.append(step)
-    return tuple(steps)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, str) else value
+    roots = value["score"], value["mask"]
+    _check(all(root is None or (_is_count(root) and root < len(steps)) for root in roots), "a program ends outside its steps")
+    return Expression(tuple(steps), *roots)
 
 
 # Files

@@ -23,12 +23,7 @@ ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """The name of a numpy dtype; cached, because numpy takes half a microsecond to format it.
-
-    >>> import numpy as np
-    >>> dtype_name(np.dtype("f4"))
-    'float32'
-    """
+    """The name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
     return str(dtype.name)
 
 
@@ -47,12 +42,7 @@ def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
 
 
 def rounded(values: Any, dtype: str) -> Any:
-    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one.
-
-    >>> import numpy as np
-    >>> rounded(np.float32([0.3, 17, -1000]), "float8_e4m3fn").astype(np.float32).tolist()
-    [0.3125, 16.0, -448.0]
-    """
+    """Round numbers to a dtype; to FP8 with saturation, as GPUs do: numbers beyond the largest one become the largest one."""
     largest = FP8_LARGEST.get(dtype)
     return (values if largest is None else np.clip(values, -largest, largest)).astype(numpy_dtype(dtype))
 
@@ -101,11 +91,7 @@ def byte_range(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> t
 
 
 def alignment_of(place: int) -> int:
-    """The alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it.
-
-    >>> alignment_of(0), alignment_of(8), alignment_of(34)
-    (16, 8, 2)
-    """
+    """The alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it."""
     return place & -place & 15 or 16
 
 
@@ -306,14 +292,7 @@ def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 
 def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not.
-
-    >>> import numpy as np
-    >>> x = np.zeros((1, 8, 100, 64), np.float16)
-    >>> print(order_obstacle(make_spec("q", "float16", x.shape, x.strides)))
-    q has shape (1, 8, 100, 64) in C order: if its axes are (batch 1, heads 8, seq 100, head_dim 64), pass layout='bhsd'; if \
-they are (head_dim, heads, seq, batch), copy it with asfortranarray(q)
-    """
+    """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not."""
     hidden = len(spec.shape) in (3, 4) and hides_c_order(spec.shape, spec.strides, ITEMSIZE[spec.dtype])
     return _in_c_order(spec, written) if hidden else ""
 

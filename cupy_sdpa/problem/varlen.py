@@ -15,11 +15,7 @@ from .tensor_spec import ITEMSIZE, TensorSpec, dense_spec
 
 
 def ragged_offset_name(name: str, stride: int) -> str:
-    """The name of the ragged offsets of an array.
-
-    >>> ragged_offset_name("dv", 1024)
-    'cu_seqlens_kv × 1024'
-    """
+    """The name of the ragged offsets of an array."""
     return f"{CU_SEQLENS[name in KEY_ARRAYS]} × {stride}"
 
 

@@ -310,18 +310,6 @@ def test_explain_and_the_calls_share_a_plan(engine, cache):
         assert words in str(backward)
 
 
-@ON_A_GPU
-def test_scale_needs_no_new_plan(engine, cache):
-    """The scale is a by-value scalar: one plan and right results, also in calls without synchronization."""
-    q, k, v = (engine.normal(n, 64, 2, 40, 1) for n in range(3))
-    scales = [0.05 * (n + 1) for n in range(10)]
-    outs = [attention(q, k, v, scale=scale) for scale in scales]
-    assert len(cache) == 1
-    for scale, out in zip(scales, outs, strict=True):
-        truth, _ = cupy_sdpa.reference.attention(*(np.asfortranarray(engine.get(x)) for x in (q, k, v)), scale=scale)
-        np.testing.assert_allclose(engine.get(out), truth, atol=engine.tolerance)
-
-
 def test_deterministic_calls_have_plans_of_their_own_where_it_matters(fake):
     """With one query a deterministic call has its own plan; with two there is one plan. Gradients always have their own."""
     for queries, plans in ((1, 2), (2, 1)):

@@ -43,6 +43,7 @@ SAME = {
     "window_that_is_causal": ((64, 32), {"window": (None, 0)}, {"causal": True}),
     "causal_window": ((64, 64), {"window": (9, 30), "causal": True}, {"window": (9, 0)}),
     "softcaps": ((64, 64), {"softcap": 2.0}, {"softcap": 30.0}),
+    "scales": ((64, 64), {"scale": 0.1}, {"scale": 0.2}),
 }
 
 

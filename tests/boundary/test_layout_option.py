@@ -271,17 +271,3 @@ def test_repeated_calls(letters, engine):
             want, pullback = attention_vjp(*(x.astype(np.float64) for x in host[:3]), **options)
             for x, y in zip(found, (want, *pullback(host[3].astype(np.float64))), strict=True):
                 np.testing.assert_allclose(engine.get(x), y, atol=0.01 * max(1, np.abs(y).max()))
-
-
-@EITHER_GPU
-def test_other_strides_are_another_call(engine):
-    """Arrays of one shape, dense and sliced in turn, in repeated calls."""
-    whole = engine.normal(0, 16, 2, 32, 2)
-    host = engine.get(whole).astype(np.float64)
-    k = engine.normal(1, 16, 2, 16, 2)
-    exact = engine.get(k).astype(np.float64)
-    dense = engine.put(np.asfortranarray(engine.get(whole)[:, :, :16]))
-    for _ in range(2):
-        for q, same in ((dense, host[:, :, :16]), (whole[:, :, :16], host[:, :, :16]), (whole[:, :, ::2], host[:, :, ::2])):
-            want = attention(np.asfortranarray(same), exact, exact)
-            np.testing.assert_allclose(engine.get(attention(q, k, k)), want, atol=engine.tolerance)
