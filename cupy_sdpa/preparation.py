@@ -117,7 +117,11 @@ def prepare_function(
     *,
     autotune: bool = False,
 ) -> Prepared[Any]:
-    """:func:`prepare` of any function of this package."""
+    """:func:`prepare` of any function of this package.
+
+    ``arrays`` are by name in the order of its arguments; of a backward pass dout, out and stats may be None. The prepared call
+    may replace the ``options``, but not the ``outputs``, which are the other arguments.
+    """
     missing = OF_FORWARD if "dout" in arrays else None
     call = program_of(function, **arrays, **options, **outputs, missing=missing)
     report = report_of(call)

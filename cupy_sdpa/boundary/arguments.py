@@ -64,7 +64,10 @@ def read_backward(
     deterministic: bool = False,
     **others: Any,
 ) -> Call:
-    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
+    """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
+
+    dout, out, stats, dq, dk and dv are assumed to be dense if they are None.
+    """
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
     deterministic = read_flag("deterministic", deterministic)
@@ -131,7 +134,9 @@ def _read_specs(
     if options.get("layout") is None and not has_callers_axes():
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
             layouts.check_strides_of(name, arguments[name].array)
-    settings, scalars = read_settings(options, _scale(options, arguments["q"].spec.shape), deterministic=deterministic)
+    head_dim, *_ = arguments["q"].array.shape or (0,)
+    tau = read_scale(options.get("scale"), head_dim)
+    settings, scalars = read_settings(options, tau, deterministic=deterministic)
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
     specs = {name: argument.spec for name, argument in arguments.items()}
     fills |= _missing_lengths(specs)
@@ -178,10 +183,6 @@ def _is_integer(name: str, value: Any) -> bool:
     if not -(2**63) <= int(value) < 2**63:
         raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
     return True
-
-
-def _scale(options: Mapping[str, Any], shape: tuple[int, ...]) -> float:
-    return read_scale(options.get("scale"), shape[0] if shape else 0)
 
 
 def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:

@@ -18,6 +18,8 @@ class Band(NamedTuple):
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
         """The simplest band with the same mask for some lengths; None if every query attends to every key.
 
+        ``lengths``: batch entries have lengths of their own. ``needs_diagonal``: ALiBi uses the diagonal, too.
+
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
         Band(left=5, right=None, bottom_right=False)

@@ -145,7 +145,7 @@ def _program(value: Any) -> Expression:
 
 
 def read(path: str | os.PathLike[str], check: Callable[[Problem], None]) -> list[Problem]:
-    """The problems of a file."""
+    """The problems of a file; ``check`` raises ValueError for one that this version of the package cannot run."""
     import json  # takes a part of the time of importing the package
 
     with open(_open(path, os.O_RDONLY), "rb") as file:

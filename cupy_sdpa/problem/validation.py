@@ -311,7 +311,10 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
 
 
 def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32", of_heads: str = "float32") -> dict[str, Expected]:
-    """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options."""
+    """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
+
+    ``stats`` is the dtype of the row statistics, ``of_heads`` that of sinks and slopes.
+    """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
     dtype, packed = dtypes["q"], len(q.shape) == 3
