@@ -40,15 +40,26 @@ def tile(request, monkeypatch):
     return request.param
 
 
+LENGTHS = {"seq_lens_q": np.array([20, 33], np.int32), "seq_lens_kv": np.array([29, 0], np.int32)}
+
+
 @pytest.mark.parametrize("tile", [1, 100, 1000, 10**9], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.5, "seed": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"dropout_p": 0.5, "seed": 1}, LENGTHS], ids=["plain", "causal", "dropout", "lengths"]
+)
 def test_tiles_do_not_change_results(options, tile):
-    """Tiles of one row, of some rows and of all rows give the numbers of the reference, with the dropout mask of the whole."""
+    """Tiles of one row, of some rows and of all rows give the numbers of the reference, with the dropout mask of the whole, and
+    with NaN beyond the lengths.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (np.asfortranarray(rng.standard_normal((16, h, n, 2))) for h, n in ((4, 33), (2, 29), (2, 29)))
     known = {**options, "dropout_mask": dropout_mask(q, k, **options)} if "seed" in options else options
     known.pop("seed", None)
-    for a, b in zip(attention(q, k, v, return_stats=True, **options), reference.attention(q, k, v, **known), strict=True):
+    wanted = reference.attention(q, k, v, **known)
+    for x, name in ((q, "seq_lens_q"), (k, "seq_lens_kv"), (v, "seq_lens_kv")):
+        for entry, length in enumerate(options.get(name, ())):
+            x[:, :, length:, entry] = np.nan
+    for a, b in zip(attention(q, k, v, return_stats=True, **options), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12 if a.dtype == np.float64 else 1e-6)
 
 
@@ -136,35 +147,6 @@ def test_declared_dtypes_are_rounded_to():
     np.testing.assert_allclose(exact.ravel(), vs @ p, atol=1e-14)
     np.testing.assert_allclose(out.ravel(), vs @ p.astype(q.dtype).astype(np.float64), atol=1e-6)
     assert np.abs(out - exact).max() > 1e-5
-
-
-def test_a_row_of_minus_infinity_gives_zero():
-    """The rule of the softmax node: a fully masked row gives 0 and -inf, not NaN."""
-    shape, rows = (1, 1, 2, 3), (1, 1, 2, 1)
-    x, v = tensor("x", shape), tensor("v", (1, 1, 3, 1))
-    out, stats = tensor("out", rows, role="output"), tensor("stats", rows, role="output")
-    g = Builder("float64")
-    g.matmul("O = P V", g.softmax("P = softmax(X)", x, "P", "float64", stats), v, out)
-    arrays = {"x": np.array([[-np.inf] * 3, [0, -np.inf, 0]]).reshape(shape), "v": np.ones((1, 1, 3, 1))}
-    arrays |= {"out": np.empty((1, 1, 2, 1)), "stats": np.empty((1, 1, 2, 1))}
-    evaluate(g.graph(), arrays, {})
-    np.testing.assert_array_equal(arrays["out"].ravel(), [0, 1])
-    np.testing.assert_array_equal(arrays["stats"].ravel(), [-np.inf, np.log(2)])
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, 3])
-@pytest.mark.parametrize("tile", [4], indirect=True)
-def test_positions_are_those_in_the_whole_tensor(axis, tile):
-    """gen_index counts batch entries, heads, rows and columns of the tensor, not of the tile."""
-    shape = (2, 3, 5, 4)
-    x, out = tensor("x", shape), tensor("out", shape, role="output")
-    g = Builder("float64")
-    index = g.pointwise("n", "gen_index", x, out="n", dtype="int32", axis=axis)
-    visible = g.pointwise("n >= 1", "cmp_ge", index, g.scalar("one", "float64", 1.0), out="m", dtype="bool")
-    g.pointwise("x where m, else 0", "binary_select", x, g.scalar("zero", "float64", 0.0), visible, out=out)
-    values, got = np.random.default_rng(0).standard_normal(shape), np.empty(shape)
-    evaluate(g.graph(), {"x": values, "out": got}, {})
-    np.testing.assert_array_equal(got, np.where(np.indices(shape)[axis] >= 1, values, 0))
 
 
 @pytest.mark.parametrize("tile", [1 << 20, 8], indirect=True)
