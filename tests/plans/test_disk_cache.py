@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,23 @@ for n in range(40):
 """
     running = [subprocess.Popen([sys.executable, "-c", code], env=child_environment()) for _ in range(3)]
     assert [process.wait(60) for process in running] == [0] * 3
+
+
+def test_of_many_threads_one_builds():
+    """A thread that waits for a plan of another thread finds it."""
+    kept, built = DiskCache(None), []
+
+    def want():
+        with kept.building(KEY):
+            if kept.get(KEY) is None:
+                time.sleep(0.01)
+                built.append(1)
+                kept.put(KEY, CONTENT)
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(want)
+    assert len(built) == 1
 
 
 @pytest.mark.parametrize(
