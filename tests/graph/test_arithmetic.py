@@ -5,12 +5,9 @@ import sys
 import numpy as np
 import pytest
 from engines import one_in
-from functions import GPUS, HKV, HQ, INTEGERS, B, agrees, arrays, evaluated, has_plan
+from functions import HKV, HQ, INTEGERS, B, agrees, arrays, evaluated
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, explain, problem, zoo
-
-NAMED = pytest.mark.parametrize("case", INTEGERS, ids=str)
-
 
 # Integers
 
@@ -90,16 +87,6 @@ def test_a_product_of_distances_with_floats_does_not_wrap_around():
     """The zoo's Gaussian multiplies by a float first: distances are below 2**31, but their squares may not be."""
     asked = problem((32, 1, 64, 1), (32, 1, 64, 1), (32, 1, 64, 1), dtype="bfloat16", score_mod=zoo.gaussian(3.0))
     assert {step.kind for step in asked.settings.program.steps if step.mode == "mul"} == {"float"}
-
-
-@pytest.mark.cudnn
-@NAMED
-@pytest.mark.slow
-def test_integer_arithmetic_is_planned(case, planned):
-    """Gradients on the H200; a part of the functions on the other GPUs."""
-    number, shapes = INTEGERS.index(case), ((64, HQ, 200, B), *[(64, HKV, 200, B)] * 2)
-    for gpu in (GPUS[0], GPUS[1 + number // 3 % (len(GPUS) - 1)])[: 1 + (number % 3 == 0)]:
-        has_plan(planned, problem(*shapes, dtype="bfloat16", backward=gpu == GPUS[0], **case.options(q=200, kv=200)), gpu)
 
 
 # Floats

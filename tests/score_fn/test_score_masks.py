@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from functions import Functions, agrees, has_plan
+from functions import Functions, agrees
 
 from cupy_sdpa import attention_vjp, problem
 
@@ -110,14 +110,3 @@ def test_random_conditions_on_the_score():
             return np.where(condition, inner, hidden[1]) + np.where(i >= j, s, hidden[2])
 
         agrees(Functions("random", score_mod), 9, 8, [None, 3.0][rng.integers(2)])
-
-
-@pytest.mark.cudnn
-@pytest.mark.parametrize("gpu", ["h200", "a100"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_cudnn_plans_conditions_on_the_score(planned, gpu, backward):
-    """Forward and backward, also with a softcap and lengths that are no multiple of a tile."""
-    shape = (64, 2, 100, 1)
-    for name, softcap in (("position", None), ("around a mask", 3.0)):
-        options = {"score_mod": OF_SCORE[name], "softcap": softcap, "backward": backward}
-        has_plan(planned, problem(shape, shape, shape, dtype="float16", **options), gpu, ())
