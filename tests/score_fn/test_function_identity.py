@@ -306,7 +306,7 @@ def test_the_number_of_analyzed_functions_is_bounded():
 
 
 #: Values of which some are equal numbers of different types, or equal texts of different containers.
-VALUES = (
+VALUES: tuple[object, ...] = (
     None, True, 1, 1.0, 0, 0.0, -0.0, math.nan, math.inf, -math.inf, 1 << 70, 1 << 71, "1", "", "a", "b",
     np.float64(1.0), np.float32(1), np.float32(0.0), np.float32(-0.0), np.int32(0), np.int32(1), np.int64(1),
     [1], (1,), [[1]], [1, 1], (1, (1,)), [1, [2]], [1, [3]], (1, 2), (1, 2.0), (), ((),), ((1,), 2), ((1, 2),), (0.0,), (-0.0,),
