@@ -373,6 +373,21 @@ def continued(engine, cache, x):
     return seen(engine, cache)
 
 
+def test_a_page_that_is_shared_is_copied_after_a_truncation(engine):
+    """A sequence that is shortened to a page of two owners writes its next token to a copy."""
+    rng = np.random.default_rng(0)
+    cache = made(engine, rng)
+    append(engine, cache, rng, [8, 0, 0])
+
+    def pages():
+        return bits(engine.get(cache.keys())[..., engine.get(cache.full_table)[:2, 1]])
+
+    before = pages()
+    cache.truncate(0, 3)
+    append(engine, cache, rng, [1, 0, 0])
+    np.testing.assert_array_equal(pages(), before)
+
+
 #: Changes: what happens before, and the call.
 CHANGES = {
     "append of a new step": (lambda e, c, r: None, lambda e, c, x: c.append(x, x, counts=[1, 1, 6])),
