@@ -77,6 +77,21 @@ class Failing:
         del DEVICE.submit
 
 
+def seen(engine, cache):
+    """What callers see: lengths, pages, scales, and the tokens of every sequence that the lengths on the device include."""
+    lengths, table, found = engine.get(cache.lengths), engine.get(cache.full_table), []
+    for layer in range(cache.layers):
+        for pages in (cache.keys(layer), cache.values(layer)):
+            if isinstance(pages, fp8.Fp8Array):
+                found.append(engine.get(pages.scale).copy())
+                pages = pages.data
+            stored = engine.get(pages)
+            for b, length in enumerate(lengths):
+                rows = stored[..., table[: -(-length // cache.page_size), b]].transpose(0, 1, 3, 2)
+                found.append(bits(rows.reshape(*stored.shape[:2], -1)[..., :length]))
+    return [cache.host_lengths, lengths.copy(), table.copy(), cache.table.shape, cache.free_pages, repr(cache), *found]
+
+
 class Model:
     """A cache, and what it must contain: for each sequence a list of tokens, each of which has (k, v) of every layer.
 
@@ -111,16 +126,10 @@ class Model:
 
     def refused(self, error, match, function, *args, **more):
         """Check that a call raises and changes nothing."""
-
-        def state():
-            cache, get = self.cache, self.engine.get
-            arrays = [cache.lengths, cache.full_table, *(x for pair in self.arrays() for x in pair)]
-            return [bits(get(x)) for x in arrays], cache.host_lengths, cache.free_pages, repr(cache)
-
-        before = state()
+        before = seen(self.engine, self.cache)
         with pytest.raises(error, match=match):
             function(*args, **more)
-        np.testing.assert_equal(state(), before)
+        np.testing.assert_equal(seen(self.engine, self.cache), before)
 
     def poison_free_pages(self):
         """Fill the pages without owner with NaN, as an earlier owner could have."""
@@ -337,21 +346,6 @@ def append(engine, cache, rng, counts):
     for layer in range(cache.layers):
         x = engine.put(tokens(rng, sum(counts)))
         cache.append(x, x, layer, counts=counts)
-
-
-def seen(engine, cache):
-    """What callers see: lengths, pages, scales, and the tokens of every sequence that the lengths on the device include."""
-    lengths, table, found = engine.get(cache.lengths), engine.get(cache.full_table), []
-    for layer in range(cache.layers):
-        for pages in (cache.keys(layer), cache.values(layer)):
-            if isinstance(pages, fp8.Fp8Array):
-                found.append(engine.get(pages.scale).copy())
-                pages = pages.data
-            stored = engine.get(pages)
-            for b, length in enumerate(lengths):
-                rows = stored[..., table[: -(-length // cache.page_size), b]].transpose(0, 1, 3, 2)
-                found.append(bits(rows.reshape(*stored.shape[:2], -1)[..., :length]))
-    return [cache.host_lengths, lengths.copy(), table.copy(), cache.table.shape, cache.free_pages, repr(cache), *found]
 
 
 def same(one, other):
