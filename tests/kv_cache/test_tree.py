@@ -31,6 +31,13 @@ def test_random_problems(names, number, engine):
     engine.agrees(engine.draw({*names.split()}, number), refused=True)
 
 
+@pytest.mark.parametrize("form", ["parents", "device", "mask", "one"])
+def test_trees_of_some_tokens(form, engine):
+    """Every sequence has its own tree, or all have one; with seq_lens_q it is that of the newest tokens of a sequence."""
+    options = {"tree": form, "seq_lens_q": "random", "seq_lens_kv": "random", "stats": True}
+    engine.agrees(engine.case(d=16, dv=16, hq=2, hkv=2, sq=9, skv=20, b=4, options=options))
+
+
 @pytest.mark.cudnn
 @pytest.mark.parametrize("gpu", sorted({*GPUS}))
 def test_trees_are_planned(gpu, planner):
