@@ -61,12 +61,9 @@ def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Par
 
 
 class Rows(NamedTuple):
-    """The keys of every query of one head and batch entry, int64 ``(Sq,)``.
+    """The keys of every query of one head and batch entry, int64 ``(Sq,)``: the first one, the last plus 1, and the number.
 
-    Attributes:
-        first: the first key.
-        end: the last key plus 1.
-        number: the number of keys. They are contiguous if it is ``end - first``.
+    They are contiguous if the number is ``end - first``.
     """
 
     first: NDArray[np.int64]

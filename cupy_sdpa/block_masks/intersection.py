@@ -41,11 +41,9 @@ def _intersected(mask: BlockMask, band: Band) -> BlockMask:
 
 
 class BlocksOfBand:
-    """The blocks of a band.
+    """The blocks of a band: their kinds ``(key blocks, query blocks, 1, 1)``.
 
-    Attributes:
-        first, end: the first key of every query, and the last key plus 1; both are 0 for a query without keys.
-        kinds: ``(key blocks, query blocks, 1, 1)``, the kinds of the blocks.
+    ``first`` and ``end`` are the first key of every query, and the last key plus 1; both are 0 for a query without keys.
     """
 
     def __init__(self, band: Band, sq: int, skv: int) -> None:

@@ -197,15 +197,8 @@ def check_arrays(
 ) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
-    Args:
-        arrays: the arrays by name; those that are None are not passed.
-        sinks: the option.
-        results: the names of the arrays that are written.
-        dtype: the dtype of dout, dq, dk and dv. Default None: that of q.
-        rounded: whether the call computes in another dtype than that of its arrays. Default False.
-
-    Raises:
-        TypeError, ValueError: an array has another type, device, dtype, shape or layout than the call needs.
+    ``results`` are the names of the arrays that are written. ``dtype`` is that of dout, dq, dk and dv, by default that of q.
+    ``rounded``: the call computes in another dtype than that of its arrays.
     """
     q, k, v = (arrays[name] for name in "qkv")
     given = {**arrays, "sinks": sinks}

@@ -24,11 +24,9 @@ from .intersection import BlocksOfBand
 
 
 class Native(NamedTuple):
-    """A mask as bits of blocks, and a mask within them.
+    """A mask as bits of blocks, and the options of the call for partial blocks: none, a causal mask, or the mask function.
 
-    Attributes:
-        bits: uint8 ``(ceil(key blocks / 8), query blocks, heads, batch)`` of the mask: bit k of byte j is key block 8 j + k.
-        options: the options of the call for partial blocks: none, a causal mask, or the mask function.
+    The bits are uint8 ``(ceil(key blocks / 8), query blocks, heads, batch)``: bit k of byte j is key block 8 j + k.
     """
 
     bits: NDArray[np.uint8]

@@ -169,13 +169,7 @@ def cost(entry: Segments) -> float:
 
 
 class Packed(NamedTuple):
-    """Segments as packed sequences of flattened batch entries.
-
-    Attributes:
-        starts_q, starts_kv: the cumulative lengths, int32.
-        longest_q, longest_kv: the maximum lengths of the segments.
-        band: the band of all sequences.
-    """
+    """Segments as packed sequences of flattened batch entries: cumulative lengths, int32; maximum lengths; the band of all."""
 
     starts_q: NDArray[np.int32]
     starts_kv: NDArray[np.int32]

@@ -42,13 +42,7 @@ class Lengths(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """Ragged offsets of packed sequences.
-
-    Attributes:
-        made: int64 ``(B+1,)``, written: the cumulative lengths times ``factor``.
-        of_keys: whether they are those of keys.
-        factor: the elements per position.
-    """
+    """Ragged offsets, int64 ``(B+1,)``, written: cumulative lengths times ``factor``, the elements per position."""
 
     made: Any
     of_keys: bool

@@ -68,15 +68,13 @@ class TableRead:
 
 
 def read_elements(target: Any, read: TableRead, tables: tuple[Any, ...]) -> None:
-    """Write the elements that a function reads.
+    """Write the elements that a function reads from ``tables``, the arrays ``read.access.arrays``.
 
-    Args:
-        target: of ``read.shape`` in Fortran order, of the dtype of the array.
-        read: what is read.
-        tables: the arrays ``read.access.arrays``.
+    The target is of ``read.shape`` in Fortran order, of the dtype of the array. On the GPU an element out of range is +inf, the
+    smallest integer, or False.
 
     Raises:
-        IndexError: on the CPU, an index is out of range. On the GPU the element is +inf, the smallest integer, or False.
+        IndexError: on the CPU, an index is out of range.
     """
     if cupy_runtime.is_array(target):
         kernel = _read_kernel(read.access, tuple(map(_layout, tables)))

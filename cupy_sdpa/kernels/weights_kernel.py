@@ -18,10 +18,8 @@ _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"
 def negated_rows(bias: Any, stats: Any, starts: Any) -> None:
     """Write the negated log-sum-exp of each query as a bias of keys; -inf where there is no query, or one without keys.
 
-    Args:
-        bias: float32 ``(Sq, 1, H, B)`` in Fortran order.
-        stats: float32 ``(Sq, H, B)``, or packed ``(H, Tq)`` with ``starts``; any strides.
-        starts: int32 or int64 ``(B + 1,)``, where the queries of each sequence begin; None for dense arrays.
+    The bias is float32 ``(Sq, 1, H, B)`` in Fortran order. The log-sum-exp is float32 ``(Sq, H, B)``, or packed ``(H, Tq)``
+    with ``starts``, int32 or int64 ``(B + 1,)``, where the queries of each sequence begin; any strides.
     """
     if not cupy_runtime.is_array(bias):
         _negated_rows_on_numpy(bias, stats, starts)
@@ -77,11 +75,8 @@ def exponentials(sums: Any, logarithms: Any, add: bool) -> None:
 def gathered(target: Any, pages: Any, table: Any, lengths: Any) -> None:
     """Copy the keys of each sequence from its pages; those after its length become 0.
 
-    Args:
-        target: ``(D, H, P * page_size, B)``, of 16-bit numbers on the GPU; in Fortran order.
-        pages: ``(D, H, page_size, pages)``, of the dtype of the target; any strides.
-        table: int32 ``(P, B)``.
-        lengths: int32 ``(B,)``.
+    The target is ``(D, H, P * page_size, B)`` in Fortran order, of 16-bit numbers on the GPU; pages ``(D, H, page_size,
+    pages)`` have its dtype, and any strides; the table is int32 ``(P, B)``, and the lengths are int32 ``(B,)``.
     """
     size = pages.shape[2]
     if not cupy_runtime.is_array(target):

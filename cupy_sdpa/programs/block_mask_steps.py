@@ -439,13 +439,10 @@ class _Sum:
 
 
 class _Copied(NamedTuple):
-    """The rectangles of a mask.
+    """The rectangles of a mask: the copied blocks, int32 ``(n, 3)``, and the packed copies of each call.
 
-    Attributes:
-        queries, keys: int32 ``(n, 3)``: the copied blocks.
-        of_queries, of_keys: the copies of every block: offsets and parts, see :class:`.Sources`.
-        groups, key_groups: the number of groups of heads.
-        parts: the packed copies of each call.
+    ``of_queries`` and ``of_keys`` are the copies of every block: offsets and parts, see :class:`.Sources`; of as many groups of
+    heads as ``groups`` and ``key_groups``.
     """
 
     queries: Constant

@@ -35,15 +35,9 @@ def program_of(
 ) -> ProgramCall:
     """The call of a program that a function of this package makes; nothing is planned or launched.
 
-    Args:
-        function: the function, such as :func:`cupy_sdpa.attention`; its arguments are checked, and its program is built.
-        arguments, options: its arguments. Results that are not passed may be allocated.
-        for_gpu: whether the program is that of a GPU, also for numpy arrays. Default False.
-        is_supported: whether that GPU supports a problem, where the program depends on it. Default None: no such problem is.
-        missing: as for :class:`.Description`. Default None: none.
-
-    Raises:
-        Exception: those of the function.
+    Its arguments are checked, and its program is built, if ``for_gpu`` that of a GPU, also for numpy arrays. Results that are
+    not passed may be allocated. ``is_supported`` and ``missing`` are as for :class:`.Description`; by default no problem is
+    supported, and no array is missing. Exceptions are those of the function.
     """
     with in_mode(description=Description(for_gpu, is_supported, missing or {})):
         try:

@@ -99,11 +99,7 @@ class ProgramCall:
         return call
 
     def plan(self) -> None:
-        """Build the plans of all steps, if they are not in the plan cache.
-
-        Raises:
-            Unsupported, CudnnError: a step cannot run; ``error.step`` is its name.
-        """
+        """Build the plans of all steps, if they are not in the plan cache; ``error.step`` names a step that cannot run."""
         if mode.get().description:
             raise Found(self)
         self.planned = True

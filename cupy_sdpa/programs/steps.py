@@ -52,9 +52,7 @@ class Scalar(NamedTuple):
 class Check(NamedTuple):
     """What a program requires of the elements of the caller's arrays, such as lengths. It is checked in every call on the CPU.
 
-    Attributes:
-        function: takes the arrays by name, and raises ValueError. Those that are not the caller's are missing.
-        views: their views, by these names.
+    The function takes the arrays by the names of ``views``, without those that are not the caller's, and raises ValueError.
     """
 
     function: Callable[[Mapping[str, Any]], object]
@@ -139,12 +137,9 @@ class Steps:
         device: the number of the GPU that the program is for; None for numpy.
         part: what the next steps compute; it is the beginning of their names. Empty for nothing.
         branch: whether the next steps are a branch, see :class:`Step`. A program has at most one branch.
-        steps: the steps.
         sizes: the bytes of each temporary.
-        constants: the constants by the name of their storage.
-        kept: the constants that belong to the program.
-        fills: the arrays of equal integers by the name of their storage.
-        checks: what is checked of the elements of the caller's arrays.
+
+    The other attributes are those of :class:`.Program`, with the constants themselves.
     """
 
     device: int | None

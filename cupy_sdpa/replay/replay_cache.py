@@ -330,13 +330,7 @@ class CachedCall:
 
 
 def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is cached; None if the call must be parsed.
-
-    Args:
-        kind: the part of the key besides arrays and options, hashable.
-        arrays: the array arguments, which may be None.
-        options: the options.
-    """
+    """Run a call that is cached; None if it must be parsed. ``kind`` is the part of the key besides arrays and options."""
     if type(arrays[0]) is np.ndarray:
         of_host = arguments_of(kind, arrays, options)
         found = None if of_host is None else _on_host.get(of_host[0])
@@ -374,13 +368,8 @@ def cache_call(
 ) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
-    The arrays of the call may be other views of those of the caller.
-
-    Args:
-        kind, arrays, options: the arguments of :func:`run_cached`.
-        names: the names of ``arrays``.
-        call: the call, after it ran.
-        results: the results as the caller gets them, views of those of the call. Default None: those of the call.
+    ``kind``, ``arrays`` and ``options`` are those of :func:`run_cached`; ``names`` are those of ``arrays``. The arrays of the
+    call may be other views of those of the caller, who then gets ``results``, views of those of the call.
     """
     global _runtime
     if (current := mode.get()) is not USUAL:

@@ -24,11 +24,8 @@ _not_views: dict[Any, None] = {}
 def on_views(kind: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
     """What a function of arrays returns: an array or a tuple, computed by a cached call or by the function.
 
-    Args:
-        kind, options: as for :func:`.run_cached`.
-        arrays: the arrays by name, which may be None; further arrays are options.
-        compute: the function. A call that it makes is cached if its arrays are views of these, or of the options, by the same
-            names, and if all of its results are returned in order, perhaps as views.
+    The arrays may be None; further arrays are options. A call that the function makes is cached if its arrays are views of
+    these, or of the options, by the same names, and if all of its results are returned in order, perhaps as views.
     """
     passed = tuple(arrays.values())
     results = run_cached(kind, passed, options)
@@ -47,13 +44,8 @@ def on_own_arrays(
 ) -> list[Any]:
     """The results of a call that is not repeated, computed on its arrays in the form of this package.
 
-    Arrays of other libraries, without a batch axis, with ``engine``, or with ``layout`` are converted (:class:`.Conversion`).
-
-    Args:
-        kind, options: as for :func:`.run_cached`.
-        names, arrays: the arrays, which may be None, and their names; ``q`` is one of them.
-        compute: the results from the arrays and the options in the form of this package.
-        results: the names of the results that the caller gets in its form; further results remain as they are.
+    Arrays of other libraries, without a batch axis, with ``engine``, or with ``layout`` are converted. ``compute`` returns the
+    results from the arrays and the options in the form of this package; the caller gets those in ``results`` in its form.
     """
     named = dict(zip(names, arrays, strict=True))
     if not needs_conversion(named["q"], options):

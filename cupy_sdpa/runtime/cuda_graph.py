@@ -33,15 +33,11 @@ class Recording:
 
     Nothing runs during the capture. The arrays in ``own`` belong to this graph alone: no other graph, on any stream, uses them.
     They are memory of the current stream, and the graph is launched on that stream only. :meth:`close` can therefore return
-    them to CuPy's pool, which reuses memory in stream order.
+    them to CuPy's pool, which reuses memory in stream order. ``memory`` is what ``run`` allocates: part of ``own``, or memory
+    that the caller has allocated whenever the graph is launched. What does not fit into it becomes part of ``own``.
 
-    Args:
-        run: enqueues the work.
-        own: arrays that the work reads or writes and that nothing else uses; kept alive until :meth:`close`.
-        memory: the memory that ``run`` allocates. It may be part of ``own``; otherwise the graph may be launched only while
-            the caller has allocated this memory. What does not fit into it becomes part of ``own``. Default None.
-        least_nodes: the smallest number of kernels and memsets for which the graph is made executable, so that it can be
-            launched whole. Other sequences of kernels and memsets are launched one by one. Default 0: always.
+    A graph of at least ``least_nodes`` kernels and memsets is made executable, so that it can be launched whole. Other
+    sequences of kernels and memsets are launched one by one.
 
     Attributes:
         size: bytes of device memory, including the arrays that are kept alive.

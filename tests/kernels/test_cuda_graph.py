@@ -14,70 +14,39 @@ KERNEL, COPY, FILL = "kernel", "copy", "fill"
 SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}
 
 
-class Driver:
-    """A fake driver with a graph: its nodes by kind, and its edges as pairs of node indices."""
+def driver_calls(monkeypatch, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4, status=0):
+    """The driver calls of a graph of a fake driver, and the list of those that ran.
 
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_MEMSET=FILL)
-    CUlaunchAttributeID = SimpleNamespace(
-        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_COOPERATIVE="together"
-    )
-    CUlaunchConfig = CUlaunchAttribute = SimpleNamespace
+    The graph has nodes of some kinds, and edges as pairs of node indices; the other arguments are parameters of all nodes.
+    """
+    done, names = [], SimpleNamespace
+    begins, ends = ([edge[n] for edge in edges] for n in (0, 1))
+    attributes = names(clusterDim=names(x=cluster, y=1, z=1), cooperative=together)
 
-    def __init__(self, kinds, edges, *, lossy=False, height=1, cluster=0, together=0, value=5, size=4, status=0):
-        self.kinds, self.edges, self.lossy, self.height, self.cluster, self.together = (
-            kinds, edges, lossy, height, cluster, together,
-        )  # fmt: skip
-        self.value, self.size, self.status, self.done = value, size, status, []
+    def runs(name):
+        return lambda *given: (done.append((name, *given)), (status,))[1]
 
-        self.cuLaunchKernelEx = functools.partial(self._do, "launch")
-        self.cuMemsetD16Async, self.cuMemsetD32Async = (functools.partial(self._do, name) for name in ("fill 2", "fill 4"))
-
-    def _do(self, *given):
-        self.done.append(given)
-        return (self.status,)
-
-    def cuGraphGetNodes(self, graph, count=0):
-        return 0, list(range(len(self.kinds)))[:count], len(self.kinds)
-
-    def cuGraphGetEdges(self, graph, count=0):
-        some = self.edges[:count]
-        return 909 if self.lossy else 0, [a for a, _ in some], [b for _, b in some], [None for _ in some], len(self.edges)
-
-    def cuGraphNodeGetType(self, node):
-        return getattr(self.kinds[node], "refused", 0), self.kinds[node]
-
-    def cuGraphKernelNodeGetParams(self, node):
-        return 0, SimpleNamespace(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node)
-
-    def cuGraphMemsetNodeGetParams(self, node):
-        return 0, SimpleNamespace(dst=1 << 40, value=self.value, width=3, height=self.height, elementSize=self.size)
-
-    def cuGraphKernelNodeGetAttribute(self, node, name):
-        return 0, SimpleNamespace(clusterDim=SimpleNamespace(x=self.cluster, y=1, z=1), cooperative=self.together)
-
-    @staticmethod
-    def CUstream(address):
-        return ("stream", address)
-
-    @staticmethod
-    def CUdeviceptr(address):
-        return ("address", address)
-
-    @staticmethod
-    def CUfunction(address):
-        return ("function", address)
-
-
-def driver_calls(monkeypatch, *given, **more):
-    """The driver calls of a graph, and the list of those that ran."""
-    made = Driver(*given, **more)
-    cuda = SimpleNamespace(
-        driver=SimpleNamespace(launchKernel=lambda *given: made.done.append(("kernel", *given))),
-        runtime=SimpleNamespace(memsetAsync=lambda *given: made.done.append(("fill", *given))),
-    )
-    for where, name, value in ((driver, "bindings", made), (cupy_runtime, "cupy", SimpleNamespace(cuda=cuda))):
-        monkeypatch.setattr(where, name, lambda value=value: value)
-    return cuda_graph.driver_calls(graph=1, stream=9), made.done
+    cuda = names(
+        CUgraphNodeType=names(CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_MEMSET=FILL),
+        CUlaunchAttributeID=names(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_COOPERATIVE="together"),
+        CUlaunchConfig=names, CUlaunchAttribute=names,
+        CUstream=lambda address: ("stream", address),
+        CUdeviceptr=lambda address: ("address", address),
+        CUfunction=lambda address: ("function", address),
+        cuGraphGetNodes=lambda graph, count=0: (0, [*range(count)], len(kinds)),
+        cuGraphGetEdges=lambda graph, n=0: (909 if lossy else 0, begins[:n], ends[:n], [None] * n, len(edges)),
+        cuGraphNodeGetType=lambda node: (getattr(kinds[node], "refused", 0), kinds[node]),
+        cuGraphKernelNodeGetParams=lambda node: (
+            0, names(**SIZES, func=70 + node if node % 2 else 0, kern=90 + node, kernelParams=7000 + node),
+        ),
+        cuGraphMemsetNodeGetParams=lambda node: (0, names(dst=1 << 40, value=value, width=3, height=height, elementSize=size)),
+        cuGraphKernelNodeGetAttribute=lambda node, name: (0, attributes),
+        cuLaunchKernelEx=runs("launch"), cuMemsetD16Async=runs("fill 2"), cuMemsetD32Async=runs("fill 4"),
+    )  # fmt: skip
+    of_cupy = names(cuda=names(driver=names(launchKernel=runs("kernel")), runtime=names(memsetAsync=runs("fill"))))
+    for where, name, made in ((driver, "bindings", cuda), (cupy_runtime, "cupy", of_cupy)):
+        monkeypatch.setattr(where, name, lambda made=made: made)
+    return cuda_graph.driver_calls(graph=1, stream=9), done
 
 
 def launched(calls, done):

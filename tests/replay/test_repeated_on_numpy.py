@@ -9,7 +9,6 @@ from engines import Engine, numbers
 from not_parsed import not_parsed
 from replayed_calls import CASES, Calls, functions_run
 
-import cupy_sdpa
 from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, shared_prefix_attention
 from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.composed import widen
@@ -178,17 +177,6 @@ def test_a_layout_that_was_named_is_named_in_every_call():
     with pytest.raises(ValueError, match="layout="):
         attention(*x)
     np.testing.assert_array_equal(attention(*x, layout="dhsb"), out)
-
-
-def test_prepared_calls_compare_problems_once():
-    """A second call is not parsed; arrays of another problem are refused."""
-    q, k, v = arrays()
-    call = cupy_sdpa.prepare(q, k, v, causal=True)
-    want = call(q, k, v)
-    with not_parsed():
-        np.testing.assert_array_equal(call(q, k, v), want)
-    with pytest.raises(ValueError, match="differs from the prepared one"):
-        call(*arrays(8, 2, 13, 2))
 
 
 def test_the_cache_is_bounded(monkeypatch):
