@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.case import Case, Packed
 from cupy_sdpa.check.saved import case_of
 from cupy_sdpa.cli.console import CommandError, one_line
-from cupy_sdpa.cli.timing import measure
+from cupy_sdpa.runtime import cupy_runtime
 
-from . import runner
+from . import runner, timing
+
+#: The number of measurements, of which the median counts.
+ROUNDS = 5
 
 
 def full(case: Case) -> Case:
@@ -48,17 +52,20 @@ def rows(arguments: argparse.Namespace) -> Iterator[runner.Row]:
         problems = store.read_problems(arguments.problems)
     except ValueError as error:
         raise CommandError(str(error)) from error
+    wait = (lambda: None) if arguments.cpu else cupy_runtime.cupy().cuda.Device().synchronize
     for number, problem in enumerate(problems, 1):
         found: runner.Row = {"number": number, "ms": None, "reason": "", "problem": str(problem)}
         try:
             calls = CaseRunner(full(case_of(problem, "cpu" if arguments.cpu else "gpu")))
             memory = calls.allocate()
             calls.load(memory, 0)
-            timing = measure(functools.partial(calls.call, memory, 0), not arguments.cpu)
+            timer = timing.WallClock([functools.partial(calls.call, memory, 0)], lambda results: wait())
+            timer()
+            ms = statistics.median(timer() for _ in range(ROUNDS))
         except (TypeError, ValueError, NotImplementedError, MemoryError, cupy_sdpa.CudnnError) as error:
             yield found | {"reason": one_line(str(error))}
         else:
-            yield found | {"ms": round(1e3 * timing.median, 4)}
+            yield found | {"ms": round(ms, 4)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

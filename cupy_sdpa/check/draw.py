@@ -165,10 +165,6 @@ class Sampler:
         """The axes of a mask or bias: keys, queries, heads, batch; each of full length or length 1."""
         return "".join(letter if self.chance(0.5) else "1" for letter in "kqhb")
 
-    def float_dtype(self) -> str:
-        """The dtype of a floating-point array."""
-        return str(self.pick("float16", "bfloat16", "float32", *(["float64"] if self.engine == "cpu" else [])))
-
     def function(self, option: str) -> tuple[str, str]:
         """The name of a score or mask function, and the dtype of its captured arrays."""
         table = SCORES if option == "score_mod" else MASKS
@@ -227,8 +223,9 @@ class Sampler:
 
 
 def _bias(sampler: Sampler) -> Any:
-    kinds = ("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows")
-    return sampler.axes(), sampler.float_dtype(), sampler.pick(*kinds)
+    axes = sampler.axes()
+    dtype = sampler.pick("float16", "bfloat16", "float32", *(["float64"] if sampler.engine == "cpu" else []))
+    return axes, dtype, sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows")
 
 
 def _lengths(sampler: Sampler) -> Any:

@@ -22,7 +22,6 @@ from ..runtime import cupy_runtime
 from ..version import __version__, version_text
 from . import console, demo_text, machine
 from .console import CommandError, add_json, milliseconds, output_file, plan_facts, positive, print_labeled, result, working
-from .timing import measure
 
 if TYPE_CHECKING:
     from ..cudnn_engine.plan import PlanInfo
@@ -35,6 +34,8 @@ CUDNN_DTYPES = ("float16", "bfloat16")
 #: The maximum multiplications and rows in the comparison with the reference; either limit takes about a second.
 CHECK, ROWS = 1 << 32, 1 << 15
 
+#: The number of measurements, the seconds after which no other one begins, and on the GPU the most calls in a measurement.
+ROUNDS, SECONDS, BATCH = 7, 1.0, 20
 #: The number of tokens in the picture of a passage.
 WINDOW = 40
 #: The tokens whose time on numpy is the basis of the estimate for more of them, and the seconds from which it is printed.
@@ -97,7 +98,7 @@ def command(arguments: argparse.Namespace) -> int:
     if estimate > SHOWN:
         print_labeled("estimate", f"about {estimate:.0f} s per call on numpy")
     with working("timing"):
-        timing = measure(lambda: attention(*placed.arrays, causal=causal, **placed.options), placed.on_gpu)
+        timing = _measure(lambda: attention(*placed.arrays, causal=causal, **placed.options), placed.on_gpu)
     times = f"{milliseconds(timing.median)} per call, the median of {timing.repeats}; first call {milliseconds(timing.first)}"
     print_labeled("time", times)
     print_labeled("plan", placed.how)
@@ -207,6 +208,38 @@ def _seconds(q: Array, k: Array, v: Array, causal: bool, limit: int) -> float:
             f"--seq {count} would take about {seconds:.0f} s on numpy: use --seq {longest}, or --limit {math.ceil(seconds)}"
         )
     return seconds
+
+
+class Timing(NamedTuple):
+    """The result of the first call, its seconds, the median seconds of the repeated calls, and their number in words."""
+
+    out: Any
+    first: float
+    median: float
+    repeats: str
+
+
+def _measure(call: Callable[[], Any], on_gpu: bool) -> Timing:
+    """Time a call, first and repeated. On the GPU calls are repeated in batches, so that the launch overhead is hidden."""
+
+    def seconds(count: int) -> tuple[Any, float]:
+        started = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        if on_gpu:
+            cupy_runtime.cupy().cuda.get_current_stream().synchronize()
+        return result, (time.perf_counter() - started) / count
+
+    out, first = seconds(1)
+    if on_gpu:  # the first call also loads the kernel
+        count = max(1, min(BATCH, int(SECONDS / ROUNDS / seconds(1)[1])))
+        times = [seconds(count)[1]]
+    else:
+        count, times = 1, [first]
+    while len(times) < ROUNDS and sum(times) * count < SECONDS:
+        times.append(seconds(count)[1])
+    repeats = f"{len(times)} times {console.counted(count, 'call')}" if on_gpu else console.counted(len(times), "call")
+    return Timing(out, first, float(np.median(times)), repeats)
 
 
 def _print_setup(words: list[str], q: Array, k: Array, causal: bool, placed: Placed) -> None:
