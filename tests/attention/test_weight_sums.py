@@ -10,7 +10,7 @@ from cupy_sdpa.composed import weight_sums_problems
 
 
 @pytest.mark.parametrize("options", ["", "packed", "paged", "score_mod", "mask_mod", "sinks", "window"])
-@pytest.mark.parametrize("number", numbers(12, quick=1, sweep=4))
+@pytest.mark.parametrize("number", numbers(12, quick=1, sweep=6))
 def test_random_problems(number, options, engine):
     """Masks, lengths, packed sequences, pages, sinks, grouped heads and functions agree with the reference."""
     engine.agrees(engine.draw({"weight_sums", *options.split()}, number), refused=True)

@@ -9,67 +9,52 @@ import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, composed, explain, fp8, layout, prepare
 
 
-class Given:
-    """Arrays of an engine without batch axes: q (8, 4, 5), k (8, 2, 7), v (16, 2, 7), and options."""
-
-    def __init__(self, engine):
-        def normal(seed, *shape):
-            return engine.normal(seed, *shape)
-
-        self.q, self.k, self.v, self.dout = normal(0, 8, 4, 5), normal(1, 8, 2, 7), normal(2, 16, 2, 7), normal(3, 16, 4, 5)
-        self.bias = normal(4, 7, 5, 4)
-        self.xp, self.get = engine.xp, engine.get
-
-    def batched(self, *arrays):
-        return [x[..., None] for x in arrays]
+def arrays(engine):
+    """q (8, 4, 5), k (8, 2, 7), v (16, 2, 7), dout and a bias, and q, k and v with a batch axis."""
+    shapes = (8, 4, 5), (8, 2, 7), (16, 2, 7), (16, 4, 5), (7, 5, 4)
+    q, k, v, dout, bias = (engine.normal(n, *shape) for n, shape in enumerate(shapes))
+    return q, k, v, dout, bias, [x[..., None] for x in (q, k, v)]
 
 
-@pytest.fixture
-def given(engine):
-    return Given(engine)
-
-
-def equal(given, found, wanted):
+def equal(engine, found, wanted):
     """Whether results without batch axes are the same bits as those with them."""
     for x, y in zip(found, wanted, strict=True):
-        x, y = given.get(x), given.get(y)
+        x, y = engine.get(x), engine.get(y)
         assert x.shape == y.shape[:-1]
         np.testing.assert_array_equal(x, y[..., 0])
 
 
 @pytest.mark.parametrize("axes", [3, 4], ids="bias with {} axes".format)
-def test_both_passes(axes, given):
+def test_both_passes(axes, engine):
     """Results have no batch axis; the gradient of a bias has the shape of the bias."""
-    q, k, v, dout = given.q, given.k, given.v, given.dout
-    wide = given.batched(q, k, v)
-    bias = given.bias if axes == 3 else given.bias[..., None]
-    options, wanted_options = {"bias": bias, "causal": True}, {"bias": given.bias[..., None], "causal": True}
+    q, k, v, dout, own_bias, wide = arrays(engine)
+    bias = own_bias if axes == 3 else own_bias[..., None]
+    options, wanted_options = {"bias": bias, "causal": True}, {"bias": own_bias[..., None], "causal": True}
     found, wanted = (attention(*x, return_stats=True, **o) for x, o in (((q, k, v), options), (wide, wanted_options)))
-    equal(given, found, wanted)
+    equal(engine, found, wanted)
     *gradients, dbias = attention_backward(dout, q, k, v, *found, return_dbias=True, **options)
-    *others, other = attention_backward(*given.batched(dout), *wide, *wanted, return_dbias=True, **wanted_options)
-    equal(given, gradients, others)
+    *others, other = attention_backward(dout[..., None], *wide, *wanted, return_dbias=True, **wanted_options)
+    equal(engine, gradients, others)
     assert dbias.shape == bias.shape
-    np.testing.assert_array_equal(given.get(dbias).ravel(), given.get(other).ravel())
+    np.testing.assert_array_equal(engine.get(dbias).ravel(), engine.get(other).ravel())
     _, pullback = attention_vjp(q, k, v, **options)
-    equal(given, pullback(dout), others)
+    equal(engine, pullback(dout), others)
     call = prepare(q, k, v, backward=True, return_dbias=True, **options)
-    equal(given, call(dout, q, k, v, *found)[:3], others)
+    equal(engine, call(dout, q, k, v, *found)[:3], others)
     assert explain(q, k, v, **options)
     assert explain(q, k, v, backward=True, **options)
 
 
-def test_derivatives(given):
+def test_derivatives(engine):
     """Also with the wide arrays, and results that are passed."""
-    q, k, v = given.q, given.k, given.v
-    wide = given.batched(q, k, v)
+    q, k, v, dout, _, wide = arrays(engine)
     wanted = attention_jvp(*wide, *wide, return_stats=True)
-    equal(given, attention_jvp(q, k, v, q, k, v, return_stats=True), wanted)
-    equal(given, attention_jvp(q, k, v, widened=composed.widen(q, k, v, q, k, v), return_stats=True), wanted)
+    equal(engine, attention_jvp(q, k, v, q, k, v, return_stats=True), wanted)
+    equal(engine, attention_jvp(q, k, v, widened=composed.widen(q, k, v, q, k, v), return_stats=True), wanted)
     assert explain(q, k, v, jvp=True)
-    out = given.xp.empty_like(given.dout)
+    out = engine.xp.empty_like(dout)
     assert attention(q, k, v, out=out) is out
-    equal(given, [out], [attention(*wide)])
+    equal(engine, [out], [attention(*wide)])
 
 
 @pytest.mark.parametrize("amax", [False, True])
