@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from ..boundary.call import for_gpu
 from ..kernels.blocks import BLOCK
+from ..replay.replay_cache import remove_oldest
 from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
@@ -27,8 +26,8 @@ FUNCTION_COST, LEAST_GAIN = 1.0, 2.0
 #: The number of functions whose decisions are stored; the least recently used are removed first.
 MAX_FUNCTIONS = 64
 
-_lock = threading.Lock()
-_decisions: OrderedDict[Hashable, Decision] = OrderedDict()
+#: The decisions, the most recently used last.
+_decisions: dict[Hashable, Decision] = {}
 
 
 class Decision(NamedTuple):
@@ -78,19 +77,17 @@ def decide(q: tuple[int, ...], k: tuple[int, ...], options: Mapping[str, Any]) -
 
 
 def _look_up(key: tuple[Any, ...]) -> Decision | None:
-    with _lock:
-        if (found := _decisions.get(key)) is not None:
-            _decisions.move_to_end(key)
-        return found
+    found = _decisions.pop(key, None)
+    if found is not None:
+        _decisions[key] = found  # it becomes the most recent
+    return found
 
 
 def _store(key: tuple[Any, ...], found: Decision) -> Decision:
     """Store a decision, unless a function may change in a way that cannot be seen."""
     if None not in key:
-        with _lock:
-            _decisions[key] = found
-            while len(_decisions) > MAX_FUNCTIONS:
-                _decisions.popitem(last=False)
+        _decisions[key] = found
+        remove_oldest(_decisions, MAX_FUNCTIONS)
     return found
 
 
