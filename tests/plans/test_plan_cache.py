@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fake_cupy
 import numpy as np
@@ -11,9 +12,8 @@ from replayed_calls import OFTEN
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, attention, get_plan_cache
-from cupy_sdpa.cudnn_engine.plan import Facts, Plan, PlanInfo
+from cupy_sdpa.cudnn_engine.plan import Plan
 from cupy_sdpa.cudnn_engine.plan_cache import PlanCache
-from cupy_sdpa.graph.attention_forward import forward
 
 PROBLEMS = [cupy_sdpa.problem(*[(64, 4, n, 2)] * 3, dtype="float16") for n in range(1, 6)]
 
@@ -23,8 +23,6 @@ class FakePlan(Plan):
 
     def __init__(self, fail=None):
         self.fail, self.used, self.closed = fail, False, 0
-        facts = Facts({}, 2, (("TILE_M", 3),), (), 256, 1.0, ())
-        self.info = PlanInfo(**vars(facts), workspace=256, loaded=False, size=70000, cudnn=91900, graph=forward(PROBLEMS[0]))
 
     def close(self):
         self.closed += 1
@@ -88,18 +86,15 @@ def test_a_new_plan_is_kept_even_if_eviction_is_interrupted():
 
 def test_of_two_plans_built_at_once_the_first_stored_stays():
     """Two threads may build a plan of one problem; the second plan is closed, and both threads use the first."""
-    kept, entered, built, ran = PlanCache(), threading.Barrier(2), [], []
+    kept, entered, built = PlanCache(), threading.Barrier(2), []
 
     def build():
         entered.wait(10)  # both are in build, which does not hold the lock
         built.append(FakePlan())
         return built[-1]
 
-    threads = [threading.Thread(target=lambda: ran.append(kept.use(PROBLEMS[0], build, lambda found: found))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(2) as threads:
+        ran = list(threads.map(lambda _: kept.use(PROBLEMS[0], build, lambda found: found), range(2)))
     assert len(built) == 2
     assert ran[0] is ran[1]
     assert ran[0].closed == 0
@@ -223,17 +218,9 @@ def test_sessions(fake):
     ended = {id(in_thread(get_plan_cache)) for _ in range(20)}
     assert len(ended) == 1
     assert id(mine) not in ended
-    barrier, got = threading.Barrier(16), []
-
-    def work():
-        got.append(get_plan_cache())
-        barrier.wait(10)
-
-    threads = [threading.Thread(target=work) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    barrier = threading.Barrier(16)
+    with ThreadPoolExecutor(16) as threads:
+        got = list(threads.map(lambda _: (get_plan_cache(), barrier.wait(10))[0], range(16)))
     assert len(set(map(id, got))) == 16
     fake_cupy.driver.new_context()
     fake.cuda.runtime.getDevice()

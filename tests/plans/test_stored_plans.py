@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -47,19 +48,16 @@ def test_a_stored_plan_is_loaded(engine, folder):
     assert (built.loaded, loaded.loaded) == (False, True)
     assert replace(loaded, loaded=False, build_ms=0) == replace(built, build_ms=0)
     np.testing.assert_array_equal(engine.get(attention(q, k, v)), want)
-    found, ready = [], threading.Barrier(4)
+    ready = threading.Barrier(4)
 
-    def work():
+    def work(_):
         ready.wait(60)
-        found.append(explain(q, k, v, causal=True).plan.loaded)
+        loaded = explain(q, k, v, causal=True).plan.loaded
         get_plan_cache().clear()
+        return loaded
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(found) == [False, True, True, True]
+    with ThreadPoolExecutor(4) as threads:
+        assert sorted(threads.map(work, range(4))) == [False, True, True, True]
     assert len(store.kept().paths()) == 2
 
 
