@@ -328,15 +328,9 @@ def places(h, q, kv, b):
 
 
 def dense_scores(q, k, scale, options):
-    """The scores in float64, modified and masked by calling the functions with whole arrays.
+    """A function from scaled scores (B, Hq, Sq, Skv) to modified scores, the mask, and the scaled scores, in float64.
 
-    Args:
-        q, k: (D, Hq, Sq, B), (D, Hkv, Skv, B).
-        scale: a number.
-        options: score_mod, mask_mod and tensors.
-
-    Returns:
-        A function from scaled scores (B, Hq, Sq, Skv) to modified scores, the mask, and the scaled scores.
+    The score function and the mask function of the options are called with whole arrays.
     """
     (_, h, sq, b), (_, hkv, skv, _) = q.shape, k.shape
     k = np.repeat(k, h // hkv, axis=1)
@@ -403,13 +397,8 @@ def arrays(dtype="float64", s=S, d=D, seed=3):
 def agrees(functions, s=S, d=D, softcap=None, put=np.asarray, dtype="float64", tolerance=1e-9):
     """Assert that both passes of a function equal those of dense arrays and finite differences.
 
-    Args:
-        functions: the functions.
-        s, d: the number of queries and keys, and the head dim.
-        softcap: the option, which is applied after the function.
-        put: makes arrays of an engine.
-        dtype: of q, k and v.
-        tolerance: of the output; the gradients are compared with 10 000 times 1e-9, or this tolerance.
+    The softcap is applied after the function. ``put`` makes arrays of an engine. The gradients are compared with 10 000 times
+    1e-9, or with the tolerance of the output.
     """
     host = arrays(dtype, s, d)
     options = functions.options(q=s, kv=s)
@@ -455,11 +444,7 @@ def _capped(score_mod, softcap):
 def evaluated(function, *x, dtype="float64", derivative=False):
     """Evaluate the expression of a function of one or two scores, or its derivative with respect to the first.
 
-    Args:
-        function: of one or two traced values; the second one is a captured array.
-        x: arrays of one length.
-        dtype: of the arithmetic.
-        derivative: evaluate the derivative.
+    The function takes one or two traced values, the second one of which is an element of a captured array.
     """
     shape = (1, 1, 1, len(x[0]))
     places = dict(zip(AXES, shape, strict=True))
@@ -498,10 +483,7 @@ def poisoning(cupy):
 def right_on_the_gpu(cupy, dtype, known, there, **asked):
     """Compare both passes, and additional gradients, with numpy in float64 and in the dtype.
 
-    Args:
-        dtype: of q, k and v.
-        known, there: the options with numpy and CuPy arrays.
-        asked: additional gradients, such as ``return_dtensors=True``.
+    ``known`` and ``there`` are the options with numpy and CuPy arrays; ``asked`` are additional gradients.
     """
     rounded = arrays(dtype, 200, 64, seed=7)
 
@@ -526,15 +508,9 @@ def right_on_the_gpu(cupy, dtype, known, there, **asked):
 
 
 def has_plan(call, asked, gpu, allowed=("query-numbers",)):
-    """Assert that a problem has a plan on a GPU, or is refused for one of the reasons allowed.
+    """Assert that a problem has a plan on a GPU, which is returned, or is refused for a reason that is allowed (None: any).
 
-    Args:
-        call: plans in a child process.
-        asked, gpu: the problem and the name of the GPU.
-        allowed: the rules that may refuse it; None for all.
-
-    Returns:
-        The plan; None if the problem is refused.
+    ``call`` plans in a child process.
     """
     reasons = {reason.rule for reason in why_not(asked, call(library_version), gpus.capability(gpu))}
     assert allowed is None or reasons <= {*allowed}
