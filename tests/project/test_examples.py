@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from command_line import ROOT, python, run
 
-from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa import attention, attention_vjp
 from examples.generation.decoder import CHUNK, Decoder
 from examples.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, read_text, split, train
 from examples.generation.serve import Request, gumbel, serve
@@ -150,13 +149,6 @@ def on(engine, model):
     return GPT(model.sizes, model.vocabulary, weights, dtype, engine.xp)
 
 
-def forget(engine, plans):
-    """The steps were captured with this number of plans."""
-    if engine.name == "fake":
-        get_plan_cache().clear()
-        assert library().forget_plans() == plans
-
-
 def prompts_of(words):
     return {b: words[start : start + length] for b, (start, length) in enumerate(STARTS)}
 
@@ -246,7 +238,7 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, en
         alone = [first, *one.decode([first], count - 1, noise[1:, :, None])[:, 0].tolist()]
         stop = alone.index(end) + 1 if end in alone else count
         assert engine.name == "cupy" or requests[n].tokens == alone[:stop]  # bfloat16 on a GPU
-    forget(engine, 1)
+    engine.forget_plans()
 
 
 @pytest.mark.slow
@@ -271,7 +263,7 @@ def test_captured_steps(engine, model, words):
         results.append((first, greedy.tolist(), sampled.tolist(), speculated))
     assert results[0] == results[1]
     assert engine.name == "cupy" or results[0] == results[2]
-    forget(engine, 3)
+    engine.forget_plans()
 
 
 @pytest.mark.slow
