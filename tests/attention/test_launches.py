@@ -121,6 +121,19 @@ def test_one_allocation_holds_what_explain_predicts(engine):
 
 
 @pytest.mark.gpu
+def test_memory_of_a_forward_call(cupy):
+    """Outputs and workspace are allocated with the user's allocator, and released after the call."""
+    engine, sizes, pool = Engine("cupy", cupy), [], cupy.cuda.MemoryPool()
+    q, k, v = (engine.normal(n, 128, heads, length, 1) for n, (heads, length) in enumerate([(8, 1), (2, 8192), (2, 8192)]))
+    need = explain(q, k, v).plan.workspace
+    assert need > 50_000
+    with cupy.cuda.using_allocator(lambda size: sizes.append(size) or pool.malloc(size)):
+        out = attention(q, k, v)
+    cupy.cuda.Device().synchronize()
+    assert sorted(sizes) == sorted([need, out.nbytes])
+
+
+@pytest.mark.gpu
 def test_work_runs_on_the_current_stream(cupy):
     """On another stream a call waits for the previous work of that stream, and for nothing else."""
     q, k, v = (Engine("cupy", cupy).normal(n, 128, 4, 500, 1) for n in range(3))

@@ -203,3 +203,35 @@ def test_jax_bfloat16(cupy):
     want = jax.nn.dot_product_attention(x, x, x, is_causal=True)
     assert out.dtype == x.dtype
     np.testing.assert_allclose(to_host(out), to_host(want), atol=0.06)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of PyTorch's own gradients
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_torch_agrees(dtype, layout, cupy):
+    """With PyTorch's own attention and gradients, for tensors with a mask, on a stream of PyTorch."""
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    q, k, v, dout = (torch.randn(2, 3, 40, 64, device="cuda").to(kind) for _ in range(4))
+    mask = torch.rand(2, 1, 40, 40, device="cuda") < 0.7
+    leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    wanted = [want.detach(), *torch.autograd.grad(want, leaves, dout.float())]
+    options = {"compute_dtype": "bfloat16"} if dtype == "float32" else {}
+
+    def turned(x):
+        return x if layout == "bhsd" else x.transpose(1, 2)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(6):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)
+            scaled = [turned(x * 1) for x in (q, k, v, dout)]
+            out, pullback = attention_vjp(*scaled[:3], layout=layout, mask=mask, **options)
+            found = [turned(x).float() for x in (out, *pullback(scaled[3]))]
+        torch.cuda.current_stream().wait_stream(stream)
+        assert out.dtype == kind
+        for x, y in zip(found, wanted, strict=True):
+            assert (x - y).abs().max() < 0.03 * max(1.0, float(y.abs().max()))

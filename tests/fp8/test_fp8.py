@@ -471,3 +471,41 @@ def test_the_benchmark_of_errors(tmp_path, capsys):
     assert found["normal", "bfloat16"] < 0.01 < found["normal", "FP8"] < 0.1
     assert found["outliers", "FP8, rotated"] < found["outliers", "FP8"] / 1.5
     assert found["mean", "FP8, rotated, centered"] < found["mean", "FP8"]
+
+
+@pytest.mark.slow
+@ON_A_GPU
+def test_delayed_scaling_in_a_captured_graph(engine):
+    """Conversion, attention and the history of the output are captured; every launch uses the scales of the one before."""
+    x = [normal((32, 2, s, 2), "bfloat16", s) for s in (20, 30, 30)]
+    arrays = engine.put(x)
+    scalings = [fp8.DelayedScaling(y, 1, rotate=name != "v") for name, y in zip("qkv", arrays, strict=True)]
+    of_out = fp8.DelayedScaling(arrays[0], 1)
+
+    def step():
+        converted = [scaling.quantize(y) for scaling, y in zip(scalings, arrays, strict=True)]
+        scale = of_out.scale
+        out, amax = fp8.attention(*converted, return_amax=True, out_scale=scale, causal=True)
+        of_out.update(amax)
+        return out, (converted, scale, amax)  # the graph uses their memory
+
+    engine.xp.cuda.Device().synchronize()
+    with engine.xp.cuda.Stream(non_blocking=True) as stream:
+        for _ in range(3):
+            step()
+        stream.synchronize()
+        stream.begin_capture()
+        out, kept = step()
+        graph = stream.end_capture()
+        for factor in (1.0, 8.0, 8.0, 0.25, 0.25):
+            for y, host in zip(arrays, x, strict=True):
+                y[...] = engine.put(np.asfortranarray(host * host.dtype.type(factor)))
+            graph.launch(stream)
+        stream.synchronize()
+    on_host = [np.asfortranarray(y * y.dtype.type(0.25)) for y in x]
+    truth = attention(*(y.astype(np.float64) for y in on_host), causal=True)
+    wanted = fp8.attention(*fp8.quantize_qkv(*on_host, rotate=True), causal=True).dequantize()
+    assert relative(engine.get(out.dequantize()), truth) < 1.5 * relative(wanted, truth) + 0.005
+    np.testing.assert_allclose(engine.get(out.scale), 448 / np.abs(truth).max(), rtol=ERROR[out.dtype])
+    del kept, graph
+    engine.forget_plans()

@@ -232,10 +232,10 @@ print(json.dumps({"sums": sums, "loaded": [plan.loaded for plan in plans], "file
 """
 
 
-def in_process(folder):
+def in_process(folder, code=PROGRAM):
     """Run a program with a cache folder; returns its JSON output and its warnings."""
     environment = child_environment(CUPY_SDPA_CACHE_DIR=str(folder))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -285,3 +285,55 @@ def test_plans_built_ahead_of_time_are_loaded(cupy, plans, folder):
     assert all(entry.plan for entry in built), built
     assert compute() == here
     assert loaded() == [True, True]
+
+
+STRESS = """
+import json, threading
+import numpy as np, cupy
+from cupy_sdpa import attention, attention_vjp, get_plan_cache
+from cupy_sdpa.cudnn.library import library
+lib, made, gone = library(), [], []
+create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
+lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]
+lib.cudnnBackendDestroyDescriptor = lambda *a: (gone.append(1), destroy(*a))[1]
+rng = np.random.default_rng(0)
+inputs = [[cupy.asarray(np.asfortranarray(rng.standard_normal((64, 4, 64 + 32 * n, 2)).astype("f2"))) for _ in "qkv"] for n in range(12)]
+
+def run(n, backward):
+    if not backward:
+        return [attention(*inputs[n], causal=n % 2 == 1)]
+    out, pullback = attention_vjp(*inputs[n], causal=n % 2 == 1)
+    return [out, *pullback(inputs[n][0])[1:]]
+
+wanted = [run(n, True) for n in range(12)]
+get_plan_cache().clear()
+cupy.cuda.Device().synchronize()
+wrong, largest, errors = [], [], []
+
+def work(seed):
+    try:
+        plans = get_plan_cache()
+        plans.set_limit(16)                      # 24 plans are wanted: they come and go while others run
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for n in np.random.default_rng(seed).integers(0, 12, 625):
+                got = run(n, n % 3 == 0)
+                if not all(bool((a.view("u2") == b.view("u2")).all()) for a, b in zip(got, wanted[n])):
+                    wrong.append(int(n))
+            largest.append(plans.size)
+            stream.synchronize()
+        plans.clear()
+    except BaseException as error:
+        errors.append(repr(error))
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(json.dumps({"wrong": wrong, "largest": max(largest), "threads": len(largest), "errors": errors, "live": len(made) - len(gone)}))
+"""
+
+
+@pytest.mark.gpu
+def test_sixteen_threads_ten_thousand_calls(cupy, tmp_path):
+    """Mixed calls on sixteen streams with caches that are too small: right results, no growth, no descriptor left alive."""
+    done, _ = in_process(tmp_path, STRESS)
+    assert done == {"wrong": [], "largest": 16, "threads": 16, "errors": [], "live": 0}

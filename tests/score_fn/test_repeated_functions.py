@@ -1,6 +1,7 @@
 """Repeated calls with functions, ``tensors`` and gradients of arrays through cuDNN: nothing is parsed, and nothing is stale."""
 
 import contextlib
+import weakref
 
 import numpy as np
 import pytest
@@ -187,3 +188,13 @@ def test_random_sequences_of_calls(seed, engine):
             for x, y in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(engine.get(x), y, atol=0.02 * max(1, np.abs(y).max()))
     Parameters.alpha = 1.0
+
+
+def test_cached_calls_keep_no_arrays_alive(engine):
+    """Neither those of the caller nor those of gradients."""
+    given, table = arrays(engine), engine.normal(9, 4, dtype=np.float32)
+    for _ in range(OFTEN):
+        both_passes(*given, score_mod=zoo.alibi, tensors={"slopes": table}, return_dtensors=True)
+    alive = [weakref.ref(x) for x in (*given, table)]
+    del given, table
+    assert not any(array() for array in alive)
