@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..cudnn.descriptor import Descriptor
 from ..cudnn.launch import Handle, Launcher
@@ -202,20 +202,13 @@ class Scratch:
         return dict(zip(self._sizes, itertools.accumulate(self._sizes.values(), initial=_align(workspace_bytes)), strict=False))
 
 
-class Closable(Protocol):
-    """An object with ``close()``."""
-
-    def close(self) -> None:
-        """Release its resources."""
-
-
 class Plan:
     """A finalized execution plan. Its owner, a plan cache, closes it.
 
     Attributes:
         key: the key in the disk cache.
         used: whether it ran without a look-up in its plan cache, see :mod:`cupy_sdpa.replay.replay_cache`.
-        dependents: objects that need the plan; they are closed before it.
+        dependents: objects that need the plan, with a method close(); they are closed before it.
     """
 
     def __init__(
@@ -224,7 +217,7 @@ class Plan:
         facts, scratch = candidate.facts, Scratch(graph)
         self.key, self.target = key, target
         self.used = False
-        self.dependents: set[Closable] = set()
+        self.dependents: set[Any] = set()
         self._captured = False
         self._descriptor = candidate.descriptor
         self.info = PlanInfo(

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import _html
@@ -22,13 +21,6 @@ T = TypeVar("T")
 LIMIT = 256
 #: The default bytes of captured CUDA graphs in a cache, including the arrays that they keep alive.
 RECORDING_LIMIT = 128 << 20
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The reason why a problem has no plan, as text: a cached exception would keep its frames and their arrays alive."""
-
-    text: str
 
 
 class Recordings:
@@ -103,7 +95,8 @@ class PlanCache:
         self.recorded = Recordings()
         # Held during look-ups and executions, so that no plan is destroyed while it runs; not held while plans are built.
         self.lock = threading.RLock()
-        self._entries: OrderedDict[Problem, Plan | Refusal] = OrderedDict()
+        #: A refusal is text: a cached exception would keep its frames and their arrays alive.
+        self._entries: OrderedDict[Problem, Plan | str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -140,7 +133,7 @@ class PlanCache:
         with self.lock:
             return list(self._entries)
 
-    def get(self, problem: Problem) -> Plan | Refusal | None:
+    def get(self, problem: Problem) -> Plan | str | None:
         """The entry of a problem, or None; not counted as a look-up."""
         with self.lock:
             return self._entries.get(problem)
@@ -169,7 +162,7 @@ class PlanCache:
         try:
             entry = build()
         except Unsupported as error:
-            entry = Refusal(str(error))
+            entry = str(error)
         with self.lock:
             stored = self._entries.get(problem)
             if stored is None:
@@ -212,7 +205,7 @@ class PlanCache:
             self.recorded.limit = limit
             self.recorded.shrink(limit)
 
-    def _insert(self, problem: Problem, entry: Plan | Refusal) -> None:
+    def _insert(self, problem: Problem, entry: Plan | str) -> None:
         """Evict entries until there is space for a new one, and store it, even if an eviction fails."""
         try:
             self._evict(self.limit - 1)  # first, so that the new entry is never evicted
@@ -263,9 +256,9 @@ class PlanCache:
         return _html.with_title(self._title(), _html.table(self._COLUMNS, self._rows()))
 
 
-def _plan_of(entry: Plan | Refusal) -> Plan:
-    if isinstance(entry, Refusal):
-        raise Unsupported(entry.text)
+def _plan_of(entry: Plan | str) -> Plan:
+    if isinstance(entry, str):
+        raise Unsupported(entry)
     return entry
 
 
