@@ -70,6 +70,7 @@ TESTS = {
     "cupy_sdpa/problem/problem_file.py": ("check",),
     "cupy_sdpa/programs": ("programs", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/replay": ("replay",),
+    "cupy_sdpa/replay/call_key.py": ("replay", "programs"),
     "cupy_sdpa/replay/replay_cache.py": ("replay", "score_fn", "boundary"),
     "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/runtime": ("kernels", "attention"),

@@ -276,7 +276,7 @@ def test_graphs_are_destroyed_before_their_plan(engine, qkv, cache):
 
 
 def test_prepared_calls_are_replayed(engine, qkv):
-    """Like others; arrays of another problem still raise, and so do arrays that are results of no call."""
+    """Like others, with other contents of the lengths, and with other lengths."""
     q, k, v = qkv
     lengths, out = engine.put(np.array([20, 3], np.int32)), engine.nan(*q.shape)
     call = prepare(q, k, v, seq_lens_kv=lengths)
@@ -290,14 +290,8 @@ def test_prepared_calls_are_replayed(engine, qkv):
     other = engine.put(np.array([1, 2], np.int32))
     right = engine.get(attention(q, k, v, seq_lens_kv=other))
     np.testing.assert_array_equal(engine.get(call(q, k, v, seq_lens_kv=other)), right)
-    np.testing.assert_array_equal(engine.get(call(*(x.copy("K") for x in (q, k, v)))), want)
-    for arguments, results, error, words in [
-        ((q[:, :, :10], k, v), {}, ValueError, "differs from the prepared one"),
-        ((), {"out": q, "stats": k, "dq": v}, TypeError, "0 arrays are passed"),
-        ((q, k, v), {"dq": q}, TypeError, "dq is not a result"),
-    ]:
-        with pytest.raises(error, match=words):
-            call(*arguments, **results)
+    with pytest.raises(TypeError, match="0 arrays are passed"):
+        call(out=q, stats=k, dq=v)
 
 
 @pytest.mark.parametrize(("options", "launches"), [({}, 1), ({"softcap": 2.0}, 2)], ids=["plain", "softcap"])
