@@ -236,6 +236,16 @@ def test_calls_of_a_cache_are_explained(engine):
     assert not engine.on_cudnn or get_plan_cache().misses == before
 
 
+def test_results_that_overlap_are_refused(engine):
+    """Those of a call of several steps, also after calls that are cached."""
+    x, options = [engine.normal(n, 16, 2, 20, 1, dtype="float32") for n in range(3)], {"compute_dtype": "float16"}
+    out, stats = attention(*x, return_stats=True, **options)
+    for _ in range(3):
+        dq, *_ = attention_backward(out, *x, out, stats, **options)
+        with pytest.raises(ValueError, match="dq overlaps dk in memory"):
+            attention_backward(out, *x, out, stats, dq=dq, dk=dq, **options)
+
+
 # Printing and comparing steps
 
 WATCHED = (
