@@ -36,6 +36,8 @@ every_engine = pytest.mark.parametrize(
     ],
     indirect=True,
 )  # fmt: skip
+#: Runs a test on the engines whose calls run through cuDNN, or through what stands in for it.
+on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """Repeated calls: they skip validation and replay the launches from a captured CUDA graph.
 
-Parsing a call's arguments takes about 30 us of Python, preparing cuDNN's arguments up to 200 us, and
-``cudnnBackendExecute`` 7 to 20 us; launching the same kernels as a CUDA graph takes 3 us (docs/speed.md). Calls are
-therefore cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). The cost of a repeated
-call depends on the addresses of its arrays:
+Calls are cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). Those without a key, whose
+functions have no identity (:mod:`cupy_sdpa.score_fn.identity`), are parsed every time. The cost of a repeated call depends on
+the addresses of its arrays (docs/speed.md):
 
 - Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
   consists of a look-up, the allocation of its results and its memory, and a graph launch.
 - Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
-
-Calls without a key are parsed every time: those whose functions have no identity (:mod:`cupy_sdpa.score_fn.identity`).
 
 Everything that a call allocates besides its results, the workspace and copies of arrays, is one block of memory. A graph is
 launched only if the block has the address of the capture, so graphs own no large memory.
@@ -18,10 +15,9 @@ The cache belongs to a thread's session in a CUDA context, and each graph to the
 destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
 an optimization: if a graph cannot be captured or launched, a warning is issued and the call runs without a graph.
 
-A stream is identified by its address. A later stream can have the same address: a new stream after the first was destroyed,
-or the default stream of another thread that took over the session. This is safe. A graph is launched only if the results have
-the addresses that it writes to, and it owns all other memory that it writes to. Launches of two graphs therefore never
-write to the same memory. Two unordered launches of one graph would also race for the results without graphs.
+A stream is identified by its address. A later stream can have the same address. This is safe: a graph is launched only if the
+results have the addresses that it writes to, and it owns all other memory that it writes to. Launches of two graphs therefore
+never write to the same memory. Two unordered launches of one graph would also race for the results without graphs.
 """
 
 from __future__ import annotations

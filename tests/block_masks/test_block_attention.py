@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from engines import every_engine, numbers
+from engines import every_engine, numbers, on_cudnn
 
 from cupy_sdpa import (
     BlockMask,
@@ -28,8 +28,6 @@ MASKS = {
     "partial": lambda n=0: BlockMask.from_blocks(np.roll(TABLE, n, 0), 300, 300, mask_mod=lambda b, h, i, j: (i + j) % 3 > 0),
     "heads": lambda n=0: BlockMask.from_blocks(np.stack([np.roll(TABLE, n, 0), TABLE.T], axis=2)[..., None], 300, 300),
 }
-#: For tests of what numpy does not do.
-on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
 def arrays_of(engine, sq=300, skv=300, hq=2, hkv=1, dtype=None):

@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
-from engines import every_engine, numbers
+from engines import every_engine, numbers, on_cudnn
 
 from cupy_sdpa import Unsupported, attention, attention_jvp, explain, zoo
 from cupy_sdpa.composed import jvp_problems, widen
-
-#: For tests of what numpy does not do.
-on_cudnn = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 
 
 def normals(engine, d=16, dv=16, sq=24, skv=24, hq=2, hkv=1, b=2):

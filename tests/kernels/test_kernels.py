@@ -4,13 +4,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from engines import numbers
+from engines import numbers, on_cudnn
 
 from cupy_sdpa.kernels import paged, ragged
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.runtime import memory
 
-pytestmark = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+pytestmark = on_cudnn
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("int32", 1), ("int64", 2)])

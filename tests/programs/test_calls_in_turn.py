@@ -5,7 +5,7 @@ import gc
 
 import numpy as np
 import pytest
-from engines import Engine, one_in
+from engines import Engine, on_cudnn, one_in
 from replayed_calls import functions_run
 
 import cupy_sdpa
@@ -112,7 +112,7 @@ def test_errors_have_the_axes_of_the_caller(options, engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["bshd", "no batch axis", "own axes"])
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+@on_cudnn
 def test_an_automatic_block_mask_that_is_forgotten(form, engine):
     """Calls with its function are right after many other functions, with its arrays and at other addresses."""
     options = {"layout": "bshd"} if form == "bshd" else {}

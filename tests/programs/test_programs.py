@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from engines import Engine, numbers, one_in
+from engines import Engine, numbers, on_cudnn, one_in
 from replayed_calls import functions_run
 
 from cupy_sdpa import (
@@ -262,7 +262,7 @@ def test_right_steps_are_valid(features, number, engine):
         engine.agrees(engine.draw(features, number), refused=True)
 
 
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+@on_cudnn
 def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
     """On a GPU elements of cu_seqlens are not read; positions beyond max_seqlen take no part in attention."""
     packed = ("full", "one", 0, 0, 3, "int32")

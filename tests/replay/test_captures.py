@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from engines import on_cudnn
 from fake_cupy import library
 from replayed_calls import CASES, OFTEN, Calls, equal
 
@@ -16,7 +17,7 @@ CAPTURED += [(name, {"bucket": 32}) for name in ("plain", "lengths", "packed")]
 PARAMETERS = [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, pair in enumerate(CAPTURED)]
 
 pytestmark = [
-    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    on_cudnn,
     pytest.mark.usefixtures("cache"),
 ]
 

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from engines import on_cudnn
 from fake_cupy import DEVICE, library
 from replayed_calls import CASES, OFTEN, REPLAY, Calls, equal, functions_run
 
@@ -13,7 +14,7 @@ import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
 
 pytestmark = [
-    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    on_cudnn,
     pytest.mark.usefixtures("cache"),
 ]
 

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from engines import on_cudnn
 from fake_cupy import DEVICE, library
 from replayed_calls import OFTEN, REPLAY, functions_run
 
@@ -12,7 +13,7 @@ from cupy_sdpa import attention, attention_backward, explain, fp8, get_plan_cach
 from cupy_sdpa.replay import replay_cache
 
 pytestmark = [
-    pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True),
+    on_cudnn,
     pytest.mark.usefixtures("cache"),
 ]
 
