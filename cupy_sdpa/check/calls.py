@@ -24,12 +24,9 @@ RESULTS = ("out", "stats", "dq", "dk", "dv", "jvp")
 
 
 class Form(NamedTuple):
-    """How a call is written. The arrays are the same memory in every form, so that the results have the same bits.
+    """How a call is written: how arrays are converted to the form and back, and its default layout, if it has one.
 
-    Attributes:
-        to: converts an array to the form.
-        back: converts an array of the form back.
-        layout: the default layout of the form; None for none.
+    The arrays are the same memory in every form, so that the results have the same bits.
     """
 
     to: Callable[[Any], Any]
@@ -75,16 +72,9 @@ def _prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
 
 
 class CaseRunner:
-    """Makes the calls of one case on numpy or CuPy arrays.
+    """Makes the calls of one case on numpy or CuPy arrays, with two sets of values, and counts them.
 
-    Attributes:
-        case: the case.
-        xp: numpy or CuPy.
-        data: the two sets of values.
-        count: the number of calls that were made.
-        stats: the value of ``return_stats``.
-        deterministic: the option ``deterministic``, of all passes.
-        backward_options: the options of the backward pass that are not in :meth:`options`.
+    The options are those of :meth:`options`, ``deterministic``, and in the backward pass ``backward_options``, too.
     """
 
     def __init__(self, case: Case) -> None:

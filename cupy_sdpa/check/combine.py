@@ -38,16 +38,20 @@ ONLY_WITH = {
         "score_mod", "mask_mod", "block_mask", "deterministic", "return_dsinks",
     },
 }  # fmt: skip
-_EXCLUDED = {
-    "packed": ("seq_lens_q", "seq_lens_kv", "tree"), "tree": ("mask_mod",),
-    "paged": ("seq_lens_kv", "bucket", "jvp", *GRADIENTS), "jvp": tuple(GRADIENTS),
-}  # fmt: skip
-#: Pairs of options that cannot be combined.
-CONFLICTS = {frozenset((name, other)) for name, others in _EXCLUDED.items() for other in others}
+#: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
+_NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod", "block_mask", "return_dbias", "return_dtensors")
+#: Sets of options that cannot be combined.
+CONFLICTS: tuple[set[str], ...] = (
+    {"tree", "mask_mod"},
+    {"weight_sums", "packed", "paged"},
+    *({"block_mask", "mask", other} for other in ("mask_mod", "tree")),
+    *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree")),
+    *({"packed", "bucket", other} for other in _NOT_IN_PACKED_BUCKETS),
+    *({"paged", other} for other in ("seq_lens_kv", "bucket", "jvp", *GRADIENTS)),
+    *({"jvp", other} for other in GRADIENTS),
+)
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask", "tree"}
-#: Options that cannot be combined with bucket and packed sequences: their arrays would need the rounded lengths.
-_NOT_IN_PACKED_BUCKETS = {"mask", "bias", "dropout", "score_mod", "mask_mod", "block_mask", "return_dbias", "return_dtensors"}
 
 
 def is_valid(names: set[str]) -> bool:
@@ -56,13 +60,9 @@ def is_valid(names: set[str]) -> bool:
     >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"}), is_valid({"fp8", "sinks"})
     (False, True, False)
     """
-    if {"packed", "bucket"} <= names and names & _NOT_IN_PACKED_BUCKETS:
-        return False
-    if {"weight_sums", "packed", "paged"} <= names or ({"block_mask", "mask"} <= names and names & {"mask_mod", "tree"}):
-        return False
     if any(name in names and not names <= {name, *others} for name, others in ONLY_WITH.items()):
         return False
-    return not any(pair <= names for pair in CONFLICTS)
+    return not any(conflict <= names for conflict in CONFLICTS)
 
 
 def with_required(names: set[str]) -> set[str]:

@@ -318,18 +318,10 @@ def pool_shape(case: Case, name: str) -> tuple[int, ...]:
 
 
 def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
-    """Distribute the keys and values of every sequence over pages.
+    """The arrays ``k``, ``v`` and ``page_table``: the dense keys and values of every sequence, distributed over pages.
 
-    Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4.
-
-    Args:
-        case: the case.
-        index: the set of values, which determines the pages of every sequence.
-        dense: k and v as dense arrays; keys of shared pages are changed.
-        lengths: the lengths of the keys, ``(B,)``.
-
-    Returns:
-        The arrays ``k``, ``v`` and ``page_table``.
+    Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4. In the dense arrays the
+    keys of shared pages are changed. The pages depend on the index of the set of values.
     """
     assert case.paged
     rng = np.random.default_rng([case.seed, index, _TABLE_STREAM])

@@ -193,8 +193,6 @@ class Sampler:
     def layout(self, name: str) -> str:
         """A memory layout in the notation of :mod:`.memory`."""
         axes = "hs" if "packed" in self.options else "hsb"
-        if name == "stats":
-            return "hs" if axes == "hs" else "shb"
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
         in_order = not any_strides and 1 in (self.sizes["d"], self.sizes["dv"])
         text = "d" + (axes if in_order else "".join(self.rng.permutation(list(axes))))

@@ -37,14 +37,9 @@ ALONE = ("out", "stats", "max", "sum_exp", "dq", "dk", "dv")
 
 
 class Expected:
-    """The expected results of one set of values.
+    """The expected results of one set of values: in float64, and of a naive computation in the precision of the arrays.
 
-    Attributes:
-        case: the case.
-        truth: the results in float64.
-        naive: the results of a naive computation in the precision of the arrays.
-        floors: the error that rounding may cause, by result.
-        exact: which elements must equal the truth, by result.
+    For every result, also the error that rounding may cause, and which elements must equal the truth.
     """
 
     def __init__(self, data: Data) -> None:
@@ -79,11 +74,8 @@ Finding = tuple[str, str]
 class Comparison:
     """Compares the results of the calls of one case.
 
-    Attributes:
-        runner: makes the calls.
-        reproducible: the option that requires the same bits in all calls with equal inputs; empty if there is none.
-        expected: the expected results of the sets of values.
-        first_results: if it is reproducible: the results of the first call, by set of values.
+    ``reproducible`` is the option that requires the same bits in all calls with equal inputs, those of ``first_results``; empty
+    if there is none.
     """
 
     def __init__(self, runner: CaseRunner) -> None:

@@ -61,13 +61,8 @@ def wrong_scale(data: Data, views: dict[str, Any]) -> str:
 def forward_function(case: Case) -> Callable[..., Any]:
     """The function that computes the forward pass of a case."""
     if "shared_prefix" in case.options:
-        assert case.paged
-        return functools.partial(_with_shared_prefix, case.shared_keys)
+        return lambda q, k, v, **options: cupy_sdpa.shared_prefix_attention(q, k, v, case.shared_keys, **options)
     return functools.partial(_merged, case) if "merge" in case.options else cupy_sdpa.attention
-
-
-def _with_shared_prefix(keys: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return cupy_sdpa.shared_prefix_attention(q, k, v, keys, **options)
 
 
 def with_tree(case: Case, data: Data, k: Any, options: dict[str, Any], xp: Any) -> dict[str, Any]:

@@ -30,14 +30,7 @@ COLUMNS = ("run", "refused", "wrong")
 
 @dataclass
 class Finding:
-    """A case that failed.
-
-    Attributes:
-        case, outcome: the smallest case that fails in this way, and its outcome.
-        original: the case that was drawn.
-        shrunk: whether the case was shrunk.
-        duplicates: other drawn cases that failed in the same way, probably because of the same bug.
-    """
+    """The smallest case that fails in one way, the case that was drawn, and other drawn ones, probably of the same bug."""
 
     case: Case
     outcome: Outcome
@@ -76,14 +69,8 @@ class Finding:
 class Summary:
     """What a run has found so far.
 
-    Attributes:
-        kinds: the number of outcomes, by engine and kind.
-        options, pairs: the number of outcomes, by option or pair of options, and column of :data:`COLUMNS`.
-        reasons: the number of refusals, by reason.
-        findings: the cases that failed; at the end without duplicates.
-        problems, calls: the number of cases and of calls.
-        start: when it began.
-        interrupted: whether a KeyboardInterrupt ended it.
+    Outcomes are counted by engine and kind (``kinds``), and by option or pair of options and column of :data:`COLUMNS`
+    (``options``, ``pairs``), refusals by reason. The findings are without duplicates at the end.
     """
 
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -185,13 +172,8 @@ def run(
 ) -> Summary:
     """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result is that of the finished cases.
 
-    Args:
-        drawn: the cases.
-        jobs: the number of worker processes.
-        limits: when to stop.
-        progress: called after each case, with the current activity.
-        before_shrinking: called before findings are shrunk, if there are any; the first of a run that it ends is not.
-        modules: modules that each worker process imports first.
+    ``progress`` is called after each case, with the current activity, and ``before_shrinking`` before findings are shrunk, if
+    there are any; the first of a run that it ends is not. Each of ``jobs`` worker processes imports the modules first.
     """
     summary = Summary()
     with Pool(jobs, modules) as pool, ThreadPoolExecutor(jobs) as threads:

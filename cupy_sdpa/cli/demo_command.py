@@ -133,14 +133,9 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
 
 
 class Placed(NamedTuple):
-    """Arrays on the device of the selected engine.
+    """q, k and v on the device of the selected engine: ``cuDNN``, ``CuPy`` or ``numpy``.
 
-    Attributes:
-        arrays: q, k and v: numpy arrays for numpy, CuPy arrays for the others.
-        engine: ``cuDNN``, ``CuPy`` or ``numpy``.
-        why: the reason for the selection.
-        how: how it computes, in one line.
-        plan: cuDNN's plan; None on the others.
+    ``why`` is the reason for the selection, and ``how`` it computes, in one line.
     """
 
     arrays: Sequence[Any]

@@ -33,12 +33,8 @@ def add_conversions(
 ) -> list[tuple[View, View, View]]:
     """Add the step that converts up to three arrays to FP8; returns the elements, the scale and the descale of each.
 
-    Args:
-        builder, sources, dtype: the arrays are ``(D, H, S, B)`` or packed ``(D, H, T)``.
-        rotations: the length of the parts of head_dim that are rotated; 1 for none.
-        lengths: int32 ``(B,)``, or None.
-        targets: where the elements are written, dense in Fortran order. Default: temporaries.
-        factors: where the scale and the descale of each array are written, see :func:`factors_in`. Default: a temporary.
+    ``rotations`` are the lengths of the parts of head_dim that are rotated, 1 for none. Elements are written to ``targets``,
+    dense in Fortran order, and the factors to ``factors`` (:func:`factors_in`). Default: temporaries.
     """
     storage = storage_dtype(dtype, builder.device is not None)
     targets = targets or [builder.temporary(x.shape, storage) for x in sources]

@@ -20,19 +20,9 @@ HEADROOM = 2.0
 
 
 class Fp8Pages:
-    """Conversion of the tokens of a cache.
+    """Conversion of the tokens of a cache; ``scales`` are its ``k_scale`` and ``v_scale``, and ``dims`` are D and Dv.
 
-    Args:
-        dtype: the FP8 dtype.
-        dims: D and Dv.
-        layers: the number of layers.
-        scales: the scale of the keys and that of the values, each a number, a number for each layer, or None for that of the
-            first tokens.
-        rotated: whether keys are rotated.
-        on_gpu: whether the arrays are CuPy's.
-
-    Attributes:
-        known: the sides (0 for keys, 1 for values) and layers whose scale is known.
+    ``known`` are the sides (0 for keys, 1 for values) and layers whose scale is known.
     """
 
     def __init__(

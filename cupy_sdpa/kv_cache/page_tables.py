@@ -45,12 +45,6 @@ class Pages:
 
     A sequence of ``n`` tokens owns ``ceil(n / size)`` pages. Methods compute a :class:`Change`, and :meth:`make` makes it.
 
-    Args:
-        pages: the number of pages.
-        size: tokens per page.
-        batch: B, the number of sequences.
-        max_length: the maximum length of a sequence.
-
     Attributes:
         free: the free pages; the last one is taken first.
         owners: the number of owners of each page.

@@ -176,11 +176,9 @@ class CacheState:
         copies: Sequence[Entry] = (),
         moved: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Change lengths and pages between two steps.
+        """Change lengths and pages between two steps; ``before`` are the lengths on the device that change.
 
-        ``before`` are the lengths on the device that change. ``copies`` are pages that are copied, as their new entries of the
-        table,
-        and ``moved`` tokens that move to other rows, as pairs of rows (from, to).
+        ``copies`` are the new entries of pages that are copied, and ``moved`` tokens move, as pairs of rows (from, to).
         """
         lengths = [(place, int(change.lengths[place - self._starts[1]])) for place, _ in before]
         updates = lengths + self._entries(change) + self._places(copies)
@@ -214,9 +212,8 @@ class CacheState:
     ) -> None:
         """Change the device and the host, or neither if an exception is raised.
 
-        ``work`` enqueues the work of the device, which changes ``lengths``, the present values as places and values of the
-        state
-        array. ``restore`` enqueues what restores the tokens that the work moves.
+        ``work`` enqueues the work of the device, and ``restore`` what restores the tokens that it moves. It changes ``lengths``,
+        the present values as places and values of the state array.
         """
         counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
         known = self._fp8.known if self._fp8 else frozenset()

@@ -28,15 +28,7 @@ METHODS = ("ring", "all_gather", "all_to_all")
 
 
 class Request(NamedTuple):
-    """What a call asks for besides its arrays and options.
-
-    Attributes:
-        backward: whether it computes the gradients.
-        method: the requested method; None to choose it.
-        seqlen_q, seqlen_kv: the requested lengths of whole sequences.
-        deterministic, return_dsinks: as for :func:`cupy_sdpa.attention_backward`.
-        dtype: the dtype to compute in; None for that of q.
-    """
+    """What a call asks for besides its arrays and options, None for a default; ``dtype`` is that to compute in."""
 
     backward: bool
     method: str | None
@@ -57,14 +49,12 @@ class Configuration:
     """A call of a group, without the arrays.
 
     Attributes:
-        rank: this member.
         problem: the problem of the same call on one GPU.
         queries, keys: who holds which positions.
         diagonals: for every sequence the key on the diagonal of query 0.
         functions: the functions by the names of their options.
         positional: whether an option depends on positions.
         drawn: whether random numbers are drawn for dropout.
-        on_gpu: whether the arrays are CuPy's.
         text: the shapes and options in words, which must be equal for all members.
     """
 
@@ -135,39 +125,27 @@ class Configuration:
         return slice(0, hq), slice(0, hkv)
 
     @functools.cached_property
-    def steps(self) -> tuple[tuple[tuple[Part, ...], ...], int]:
-        """The calls of the ring, for the keys of every member in the order of the steps; and the number of partial results."""
-        made = [tuple(self._parts(self.keys.intervals((self.rank - step) % self.size))) for step in range(self.size)]
-        return tuple(made), share_buffers([part for step in made for part in step])
+    def ring_calls(self) -> list[list[Part]]:
+        """The calls of the ring, for the keys of every member in the order of the steps."""
+        return self._calls([self.keys.intervals((self.rank - step) % self.size) for step in range(self.size)])
 
     @functools.cached_property
-    def whole(self) -> tuple[tuple[Part, ...], int]:
-        """The calls on all keys in order, and the number of partial results."""
-        made = self._parts(self._all_keys)
-        return tuple(made), share_buffers(made)
+    def gather_calls(self) -> list[list[Part]]:
+        """The calls of the all-gather: those on all keys, as of one step."""
+        return self._calls([self.keys.whole])
 
     @functools.cached_property
-    def whole_backward(self) -> tuple[Part, ...]:
-        """The calls on all keys in the backward pass."""
-        return tuple(self._parts(self._all_keys, cut=True))
+    def gather_calls_backward(self) -> list[Part]:
+        """The calls of the all-gather in the backward pass."""
+        return self._calls([self.keys.whole], cut=True)[0]
 
-    @property
-    def _all_keys(self) -> list[tuple[Interval, ...]]:
-        lengths_and_starts = zip(self.keys.lengths, self.keys.starts, strict=True)
-        return [(Interval(0, length, start),) if length else () for length, start in lengths_and_starts]
-
-    def _parts(self, keys: Sequence[Sequence[Interval]], cut: bool = False) -> list[Part]:
-        has_lengths = any(getattr(self.problem, name) for name in LENGTHS)
-        return parts(
-            self.queries,
-            self.rank,
-            keys,
-            self.diagonals,
-            self.problem.band,
-            positional=self.positional,
-            aligned=not has_lengths,
-            cut=cut,
-        )
+    def _calls(self, steps: Sequence[Sequence[Sequence[Interval]]], *, cut: bool = False) -> list[list[Part]]:
+        """The calls on the keys of every step, which are intervals for every sequence."""
+        aligned = not any(getattr(self.problem, name) for name in LENGTHS)
+        of_calls: dict[str, Any] = {"positional": self.positional, "aligned": aligned, "cut": cut}
+        made = [parts(self.queries, self.rank, keys, self.diagonals, self.problem.band, **of_calls) for keys in steps]
+        share_buffers([part for own in made for part in own])
+        return made
 
     def part_options(self, part: Part, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a part."""

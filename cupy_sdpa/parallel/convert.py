@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import nccl
 from .group import Exchanger, Group, Transfer
 from .loopback import Loopback
 from .mpi import MpiGroup
+from .nccl import CupyCommunicator, Nccl4pyCommunicator, NcclGroup
 
 
 class OrderedExchanges:
@@ -33,25 +33,19 @@ class OrderedExchanges:
 
 
 def as_exchanger(group: Any) -> Exchanger:
-    """Convert a group or a communicator of another library.
-
-    Args:
-        group: a group of this package, ``cupy.cuda.nccl.NcclCommunicator``, ``cupyx.distributed.NCCLBackend``, nccl4py's
-            ``Communicator``, a communicator of mpi4py, or any object with ``rank``, ``size``, ``send(array, peer)`` and
-            ``receive(array, peer)``. None for a single member.
-
-    Raises:
-        TypeError: the type of the object is not supported.
-    """
+    """Convert a group or a communicator of another library, see :class:`.ContextParallel`; TypeError for other objects."""
     if group is None:
         return Loopback(1).members[0]
     if hasattr(group, "exchange") and hasattr(group, "check"):
         return group  # type: ignore[no-any-return]
     origin = f"{type(group).__module__}.{type(group).__qualname__}"
-    root = origin.split(".")[0]
-    if root in ("cupy_backends", "cupy", "cupyx", "nccl") and (found := nccl.from_object(group, origin)):
-        return found
-    if root == "mpi4py" and hasattr(group, "Isend"):
+    if origin.startswith(("cupy.", "cupy_backends.", "cupyx.", "nccl.")) and origin.endswith(".NcclCommunicator"):
+        return NcclGroup(CupyCommunicator(group))
+    if origin.startswith("cupyx.distributed.") and hasattr(group, "_comm"):
+        return NcclGroup(CupyCommunicator(group._comm))
+    if origin.startswith("nccl.") and hasattr(group, "nranks"):
+        return NcclGroup(Nccl4pyCommunicator(group))
+    if origin.startswith("mpi4py.") and hasattr(group, "Isend"):
         return MpiGroup(group)
     if all(hasattr(group, name) for name in ("rank", "size", "send", "receive")):
         return OrderedExchanges(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,10 +123,12 @@ def _sent(config: Configuration) -> tuple[int, int]:
 
 def report(config: Configuration, choice: Choice, forward: ProgramCall, backward: ProgramCall) -> ParallelReport:
     """What the calls of both passes of a member would do."""
-    made = tuple(_described(part) for part in _parts(config, choice.method))
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
-        made = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
+        made: tuple[str, ...] = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
+    else:
+        steps = config.ring_calls if choice.method == "ring" else config.gather_calls
+        made = tuple(_described(part) for own in steps for part in own)
     text = f"member {config.rank} of {config.size}: {config.problem}"
     calls = {"forward": forward, "backward": backward}
     launches: dict[str, tuple[Report, ...]] = {
@@ -135,12 +136,6 @@ def report(config: Configuration, choice: Choice, forward: ProgramCall, backward
     }
     first, second = (Cost(bytes_sent(x.program), x.program.memory_bytes, len(x.program.launches)) for x in (forward, backward))
     return ParallelReport(choice.method, choice.reason, config.refusals, first, second, made, launches, text)
-
-
-def _parts(config: Configuration, method: str) -> Sequence[Part]:
-    if method == "ring":
-        return [part for step in config.steps[0] for part in step]
-    return config.whole[0] if method == "all_gather" else ()
 
 
 def _described(part: Part) -> str:

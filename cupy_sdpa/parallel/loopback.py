@@ -19,14 +19,7 @@ DEFAULT_TIMEOUT = 60.0
 
 
 class Envelope(NamedTuple):
-    """A message in transit.
-
-    Attributes:
-        label: what the sender exchanges.
-        number: how many messages the sender sent to this receiver before.
-        array: a copy of the array.
-        written: the event after the copy, of CuPy arrays.
-    """
+    """A message in transit: what is exchanged, the number of earlier ones, a copy of the array, and the event after it."""
 
     label: str
     number: int
@@ -85,12 +78,7 @@ class Loopback(Failing):
 
 
 class LoopbackMember:
-    """One member of a loopback group, used by one thread. Arrays are numpy's or CuPy's, on one or several devices.
-
-    Attributes:
-        rank: the rank of the member.
-        size: the number of members.
-    """
+    """One member of a loopback group, used by one thread. Arrays are numpy's or CuPy's, on one or several devices."""
 
     def __init__(self, shared: Loopback, rank: int, rng: random.Random) -> None:
         self.shared, self.rank, self.size = shared, rank, shared.size

@@ -21,12 +21,7 @@ from .parts import copy
 
 
 class Message(NamedTuple):
-    """Arrays in one uint8 array, which is sent or received as a whole; the tag of the call is at its end.
-
-    Attributes:
-        flat: the uint8 array.
-        arrays: views of it, in Fortran order.
-    """
+    """Arrays in one uint8 array, which is sent or received as a whole; the tag of the call is at its end."""
 
     flat: View
     arrays: list[View]

@@ -209,14 +209,3 @@ def _nccl() -> Any:
     from cupy.cuda import nccl
 
     return nccl
-
-
-def from_object(group: Any, origin: str) -> NcclGroup | None:
-    """A group from a communicator of CuPy, cupyx.distributed or nccl4py; ``origin`` is its module and class."""
-    if origin.endswith(".NcclCommunicator"):
-        return NcclGroup(CupyCommunicator(group))
-    if origin.startswith("cupyx.distributed.") and hasattr(group, "_comm"):
-        return NcclGroup(CupyCommunicator(group._comm))
-    if origin.startswith("nccl.") and hasattr(group, "nranks"):
-        return NcclGroup(Nccl4pyCommunicator(group))
-    return None

@@ -33,14 +33,12 @@ Options = Mapping[str, Any]
 
 def ring_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
     """Add the steps of the output and the log-sum-exp of the member's queries."""
-    made, buffers = config.steps
-    _forward(steps.builder, config, views, options, made, buffers, _travelling(steps, config, views))
+    _forward(steps.builder, config, views, options, config.ring_calls, _travelling(steps, config, views))
 
 
 def gather_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
     """:func:`ring_forward` with an all-gather."""
-    made, buffers = config.whole
-    _forward(steps.builder, config, views, options, (made,), buffers, iter([_gathered(steps, config, views)]))
+    _forward(steps.builder, config, views, options, config.gather_calls, iter([_gathered(steps, config, views)]))
 
 
 def _forward(
@@ -49,14 +47,14 @@ def _forward(
     views: Views,
     options: Options,
     made: Sequence[Sequence[Part]],
-    buffers: int,
     sources: Iterator[tuple[View, View]],
 ) -> None:
     """Add the steps of the partial results, and of their merge; a single one of all rows is the result.
 
-    ``made`` are the calls on the keys and values of each source, and ``buffers`` is the number of partial results.
+    ``made`` are the calls on the keys and values of each source.
     """
     results, rows = (views["out"], views["stats"]), views["q"].shape[2]
+    buffers = 1 + max((part.buffer for own in made for part in own), default=0)
     written = [sum(part.rows.length for own in made for part in own if part.buffer == n) for n in range(buffers)]
     merges = written != [rows] or options.get("sinks") is not None
     partial = [results]
@@ -121,7 +119,7 @@ def ring_backward(steps: MemberSteps, config: Configuration, views: Views, optio
     sums = steps.message(config.key_specs(rank, config.stats))
     builder.fill(sums.flat, 0)
     arriving: tuple[Any, ...] = ()
-    for step, (own, (keys, values)) in enumerate(zip(config.steps[0], _travelling(steps, config, views), strict=True)):
+    for step, (own, (keys, values)) in enumerate(zip(config.ring_calls, _travelling(steps, config, views), strict=True)):
         found = [(part, _gradients(builder, config, part, views, keys, values, options, deterministic)) for part in own]
         if arriving:
             steps.wait(*arriving)
@@ -141,7 +139,7 @@ def gather_backward(steps: MemberSteps, config: Configuration, views: Views, opt
     options = _with_finite_bias(builder, options)
     keys, values = _gathered(steps, config, views)
     totals = [_zeros(builder, x.shape, config.stats) for x in (views["q"], keys, values)]
-    for part in config.whole_backward:
+    for part in config.gather_calls_backward:
         found = _gradients(builder, config, part, views, keys, values, options, deterministic)
         _add(builder, [(part, found)], totals)
     made = dict(zip(("dk", "dv"), totals[1:], strict=True))

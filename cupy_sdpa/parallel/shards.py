@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class Interval(NamedTuple):
-    """Consecutive positions of a sequence that a member holds.
-
-    Attributes:
-        start, stop: the positions.
-        local: where the first of them is in the member's array.
-    """
+    """Consecutive positions of a sequence that a member holds; ``local`` is where the first one is in the member's array."""
 
     start: int
     stop: int
@@ -81,6 +76,11 @@ class Layout:
                 local += stop - start
             found.append(tuple(own))
         return tuple(found)
+
+    @property
+    def whole(self) -> list[tuple[Interval, ...]]:
+        """The intervals of an array of all positions."""
+        return [(Interval(0, n, start),) if n else () for n, start in zip(self.lengths, self.starts, strict=True)]
 
     def share(self, rank: int) -> int:
         """The number of positions that a member holds."""

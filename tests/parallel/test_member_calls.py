@@ -19,8 +19,8 @@ from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.parallel import Loopback, context_parallel
+from cupy_sdpa.parallel.parts import tiles
 from cupy_sdpa.parallel.shards import Layout
-from cupy_sdpa.parallel.tile_counts import tiles
 from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.support import gpus
