@@ -212,7 +212,7 @@ class CacheState:
     ) -> None:
         """Change the device and the host, or neither if an exception is raised.
 
-        ``work`` enqueues the work of the device, and ``restore`` what restores the tokens that it moves. It changes ``lengths``,
+        ``work`` enqueues the work of the device, and ``restore`` what restores tokens that it moves. It changes ``lengths``,
         the present values as places and values of the state array.
         """
         counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
