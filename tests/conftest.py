@@ -252,12 +252,11 @@ def fake(stand_ins):
     import fake_cupy
 
     from cupy_sdpa import get_plan_cache, store
-    from cupy_sdpa.cudnn.library import library
 
     device = fake_cupy.DEVICE
     device.reset()
     fake_cupy.memory.streams_of_thread().clear()  # of a test that failed
-    library().reset()
+    fake_cupy.library().reset()
     fake_cupy.driver.new_context()
     yield stand_ins
     store.kept().clear()
@@ -268,5 +267,5 @@ def fake(stand_ins):
         gc.collect()  # the references of the test itself
     assert not device.captures, "a capture was not ended"
     assert not device.graphs, "a CUDA graph was not destroyed"
-    assert not library().live, "descriptors were not destroyed"
+    assert not fake_cupy.library().live, "descriptors were not destroyed"
     stand_ins.get_default_memory_pool().free_all_blocks()

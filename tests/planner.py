@@ -5,6 +5,7 @@ describes a GPU. A process that may use a GPU must not load the stub, and some g
 """
 
 import contextlib
+import shutil
 import sys
 from unittest import mock
 
@@ -203,6 +204,10 @@ def compared(planner: Planner, function, *arguments):
 
 def probe() -> str | None:
     """The reason why no plan can be built here, or None."""
+    from cupy_sdpa.cudnn.deviceless import COMPILERS
+
+    if not any(map(shutil.which, COMPILERS)):
+        return f"no C compiler ({', '.join(COMPILERS)}) to build the stub of libcuda.so.1 with"
     with Planner() as planner:
         version = planner.call(library_version)
     return version if isinstance(version, str) else None

@@ -5,6 +5,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from functions import OPERATIONS, ZOO
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, problem, reference
 from cupy_sdpa.check.case import Case
@@ -13,10 +14,12 @@ from cupy_sdpa.check.execute import execute
 from cupy_sdpa.cudnn_engine import lowering
 from cupy_sdpa.graph import nodes
 from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.graph.emit import COMPOSED
 from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
 from cupy_sdpa.numpy_engine import tiles
 from cupy_sdpa.numpy_engine.fusion import Fused
 from cupy_sdpa.numpy_engine.interpreter import MODES, RULES, evaluate
+from cupy_sdpa.score_fn import autodiff
 
 
 def tensor(name, shape, dtype="float64", role="input"):
@@ -168,3 +171,15 @@ def test_lengths_of_a_matmul_mask_the_padding(tile):
     given = {name: np.array(values, np.int32).reshape(2, 1, 1, 1) for name, values in lengths.items()}
     evaluate(g.graph(), {"a": a, "b": b, "out": out, **given}, {})
     np.testing.assert_allclose(out, want)
+
+
+def test_every_rule_of_derivatives_is_tested():
+    """Every operation has one, and some function that is compared with differences has the operation."""
+    assert set(autodiff.RULES) == set(POINTWISE) | set(COMPOSED)
+    shapes = (8, 4, 20, 2), (8, 2, 20, 2), (8, 2, 20, 2)
+    used = set()
+    for functions in [*OPERATIONS, *ZOO]:
+        program = problem(*shapes, dtype="float32", **functions.options(q=20, kv=20)).settings.program
+        used |= {step.mode for step in program.steps} if program else set()
+    unused = {mode for mode in set(autodiff.RULES) - used if mode[:4] != "cmp_"}  # functions have no identity
+    assert unused <= {"identity", "gen_index"}

@@ -9,7 +9,7 @@ from planner import library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa.check.calls import problems
-from cupy_sdpa.check.combine import LEFT_OUT
+from cupy_sdpa.check.combine import LEFT_OUT, with_required
 from cupy_sdpa.check.draw import OPTIONS, Limits, Sampler, draw, draw_options
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
@@ -99,3 +99,20 @@ def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
     plan = planned(plan_problem, cupy_sdpa.problem(q, k, k, dtype="bfloat16", causal=causal, return_stats=True), "h200")
     assert isinstance(plan, PlanInfo), plan
     assert plan.engine == 2
+
+
+@pytest.mark.parametrize("gpu", [pytest.param(gpu, marks=[pytest.mark.slow] * (gpu != "h200")) for gpu in gpus.REPRESENTATIVES])
+def test_derivatives_that_the_table_allows_are_planned(gpu, planned):
+    """Random problems for every described GPU: each pass has a plan, or the table refuses it."""
+    version, capability, count = planned(library_version), gpus.capability(gpu), 0
+    for number in range(24):
+        sampler = Sampler(np.random.default_rng([number, 5]), "plan")
+        names = sampler.extended({"jvp"}, sorted(OPTIONS), sampler.integer(3))
+        for problem in problems(draw_options(with_required(names), number, "plan")):
+            if problem.trivial or why_not(problem, version, capability):
+                continue
+            for one in subproblems(problem):
+                plan = planned(plan_problem, one, gpu)
+                assert not isinstance(plan, str), f"{one}: {plan}"
+                count += 1
+    assert count > 10

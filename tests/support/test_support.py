@@ -15,6 +15,7 @@ from planner import child_environment, plan_problem
 import cupy_sdpa
 from cupy_sdpa import zoo
 from cupy_sdpa.cli.support_problems import PROBES
+from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.offline import remote_planner
 from cupy_sdpa.problem.tensor_spec import dense_spec
@@ -505,3 +506,16 @@ def test_a_wrong_table_is_detected(accepting, monkeypatch):
         monkeypatch.setattr(support_table, "why_not", lambda *_, reasons=reasons: reasons)
         _, findings = support_table.measure({title: PROBES[title]})
         assert {finding.gpu for finding in findings if not finding.agree} >= wrong
+
+
+@pytest.mark.parametrize(
+    ("capability", "d", "runs"),
+    [(90, 128, True), (90, 136, False), (80, 64, True), (80, 72, False), (100, 64, True), (120, 64, True)],
+)
+def test_the_largest_head_dims_of_derivatives(capability, d, runs):
+    """128 on Hopper and 64 on other GPUs."""
+    shape = (d, 4, 256, 2)
+    reasons = [
+        reason for one in jvp_problems(shape, shape, shape, dtype="bfloat16") for reason in why_not(one, 92800, capability)
+    ]
+    assert (not reasons) is runs
