@@ -227,7 +227,8 @@ def merge(
 
 def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
     """Check the arrays of :func:`merge`, by name; ``like`` and ``rows`` are those of the first of ``count`` parts."""
-    on_gpu = arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None])
+    required = [name for name in arrays if name not in ("sinks", "out")]
+    on_gpu = arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in required])
     dtype, shape = like.dtype, like.shape
     allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
     if dtype.name not in allowed:
@@ -238,7 +239,7 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
         "float64" if dtype == np.float64 == getattr(x, "dtype", None) else "float32" for x in (rows, arrays["sinks"])
     )
     table = expected_arrays(like, like, like, stats=of_rows, of_heads=of_heads)
-    legend = f"the shape and dtype of outs[0], {shape} {dtype}"
+    legend = "the shape of outs[0]"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]
     check_arrays([*wanted, table["sinks"], table["out"]._replace(legend=legend, writable=True)], arrays)

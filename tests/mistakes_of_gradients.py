@@ -197,6 +197,7 @@ JVP = [
         ValueError, "v differs", "call widen again"),
     row("composed.jvp_problems", "an unknown tangent", lambda x: jvp_problems(*x.qkv, tangents=["q"]), ValueError, "'q'", "dq, dk, dv"),
     row("composed.jvp_problems", "a text of tangents", lambda x: jvp_problems(*x.qkv, tangents="dq"), TypeError, "tangents", "['dq']"),
+    row("composed.jvp_problems", "a number of tensors", lambda x: jvp_problems(*x.qkv, tensors=3), TypeError, "tensors is an int", "mapping"),
     row("composed.jvp_problems", "no tangents", lambda x: jvp_problems(*x.qkv, tangents=()), ValueError, "tangents is empty"),
     row("composed.jvp_problems", "shapes without a dtype", lambda x: jvp_problems(*[(64, 8, 10, 2)] * 3), TypeError, "dtype='bfloat16'"),
     row("composed.jvp_problems", "shapes in C order", lambda x: jvp_problems((2, 10, 8, 64), (2, 12, 8, 64), (2, 12, 8, 64), dtype="float16"),

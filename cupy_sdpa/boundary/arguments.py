@@ -327,7 +327,6 @@ def read_shapes(
 ) -> Problem:
     """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read."""
     check_names(options)
-    user_functions.check_tensors(options)
     own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
     views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
@@ -342,6 +341,7 @@ def views_of_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False
 ) -> tuple[dict[str, View], dict[str, Any]]:
     """The views of arrays on a GPU, or of dense arrays of shapes: q, k and v, and the options with views in place of arrays."""
+    user_functions.check_tensors(options)
 
     def view(spec: TensorSpec) -> View:
         return View(Storage(spec.name, spec.alignment, 0), numpy_dtype(spec.dtype), spec.shape, spec.strides)
