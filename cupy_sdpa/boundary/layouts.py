@@ -207,8 +207,9 @@ def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iter
     try:
         yield
     except ValueError as error:
-        if other and caller and caller.shown:
-            error.args = (f"{error} [layout={other!r}]", *error.args[1:])
+        text, name = str(error), f"[layout={other!r}]"
+        if other and caller and caller.shown and not text.endswith(name):  # another member of a group may have named it
+            error.args = (f"{text} {name}", *error.args[1:])
         raise
     finally:
         callers_axes.reset(axes)

@@ -177,6 +177,19 @@ def test_a_refused_call_raises_on_every_member(options, error, words):
     run_threads(Loopback(3, timeout=5).members, member)
 
 
+def test_a_refused_call_names_the_layout_once():
+    """The others repeat the error, whose axes are in the caller's order, and do not name the layout again."""
+
+    def member(own):
+        x = np.ones((2, 8, 4, 16))
+        with pytest.raises(ValueError, match="batch sizes") as caught:
+            context_parallel(own).attention(x, x, x[:1] if own.rank == 0 else x, layout="bshd")
+        assert str(caught.value).count("[layout='bshd']") == 1
+
+    for _ in range(3):  # whether another member has shown axes when it raises the error depends on the order of the threads
+        run_threads(Loopback(3, timeout=5).members, member)
+
+
 @pytest.mark.parametrize("options", [{"layout": "foo"}, {"engine": "cudnn"}, {"return_stats": 2}, {"softcap": -1.0}], ids=str)
 def test_a_member_that_refuses_a_known_call_sends_nothing_of_the_next_one(options):
     """The others raise, too; they would otherwise use what the member sends in its next call."""
