@@ -190,7 +190,7 @@ class Sampler:
         alignment = self.options.get("causal") or self.pick("top_left", "bottom_right")
         return (*sides, alignment)
 
-    def layout(self, name: str) -> str:
+    def layout(self) -> str:
         """A memory layout in the notation of :mod:`.memory`."""
         axes = "hs" if "packed" in self.options else "hsb"
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
@@ -216,8 +216,8 @@ class Sampler:
         names += [f"t{letter}" for letter in self.options.get("jvp", "")]
         if "preallocated" in self.options:
             names += ["out", *(["dq", "dk", "dv"] if self.backward else []), *(["jvp"] if "jvp" in self.names else [])]
-        layouts = {name: self.layout(name) for name in names if self.chance(0.5)}
-        return layouts or {"q": self.layout("q")}
+        layouts = {name: self.layout() for name in names if self.chance(0.5)}
+        return layouts or {"q": self.layout()}
 
 
 def _bias(sampler: Sampler) -> Any:

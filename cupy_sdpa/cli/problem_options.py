@@ -105,7 +105,7 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
             raise CommandError(f"--{name} is given without --backward: gradients are of the backward pass")
         if getattr(arguments, name) and backward:
             options[f"return_{name}"] = True
-    shapes = [tuple(x[axis] for axis in _axes(arguments, name, options)) for name, x in zip("qkv", sizes, strict=True)]
+    shapes = [tuple(x[axis] for axis in _axes(arguments, name)) for name, x in zip("qkv", sizes, strict=True)]
     if arguments.layout != "dhsb":
         options["layout"] = "thd" if arguments.packed else arguments.layout
     return problem(*shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options)
@@ -131,7 +131,7 @@ def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str,
     return dict(zip(arguments.layout, lengths, strict=True))
 
 
-def _axes(arguments: argparse.Namespace, name: str, options: dict[str, Any]) -> str:
+def _axes(arguments: argparse.Namespace, name: str) -> str:
     """The axes of q, k or v in the shape that the call gets."""
     if arguments.packed and not (arguments.pages and name != "q"):
         return "dht" if arguments.layout == "dhsb" else "thd"

@@ -153,11 +153,25 @@ def attend(
         refuse_fp8(options)
         check_names({**options, "block_mask": None})  # which becomes a dense mask
         of_out = _check(q, k, v, options, out_dtype, out_scale)
-        of_call = {"dtype": k.dtype, "rotated": k.rotated, "return_stats": return_stats, "return_amax": return_amax}
+        dtype, rotated = k.dtype, k.rotated
 
         def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
             others = dense_options(own[0], own[1], others)
-            read = functools.partial(_read, others, converts=converts, out_dtype=of_out, **of_call)
+
+            def read(named: dict[str, Any]) -> Reading:
+                inputs = _inputs(named, others)
+                if converts:
+                    check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
+                of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": return_stats}
+                writes = _writes(of_out, named["k"], converts=converts)
+                inner = {name: view for name, view in inputs.views.items() if name != "out"}
+                call = read_results(inner, out_dtype=of_out if writes else None, **of_call)
+                wanted = wanted_results(call, inputs.views, storage_dtype(of_out or dtype, cupy_runtime.is_array(named["k"])))
+                amax = {"amax_out": wanted.pop("amax_out")}
+                wanted |= amax if return_amax else {}  # the last one
+                of_call |= {"views": inputs.views, "rotated": rotated, "out_dtype": of_out, "writes_out": writes}
+                return Reading(inputs, wanted, functools.partial(forward, **of_call))
+
             return call_program(kind, _NAMES, own, others, read)
 
         count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
@@ -172,35 +186,6 @@ def attend(
 
 #: :func:`cupy_sdpa.attention` of arrays of this type.
 Fp8Array._attend = staticmethod(attend)
-
-
-def _read(
-    options: Mapping[str, Any],
-    named: Mapping[str, Any],
-    *,
-    converts: bool,
-    dtype: str,
-    rotated: bool,
-    out_dtype: str | None,
-    return_stats: Any,
-    return_amax: bool,
-) -> Reading:
-    """Read the arguments of :func:`attend`, whose arrays are ``named`` by :data:`_NAMES`, in the form of this package.
-
-    ``converts`` says whether q is converted to FP8; ``dtype`` and ``rotated`` are those of k. ``out_dtype`` is None for FP8.
-    """
-    inputs = _inputs(named, options)
-    if converts:
-        check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
-    of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": return_stats}
-    writes = _writes(out_dtype, named["k"], converts=converts)
-    inner = {name: view for name, view in inputs.views.items() if name != "out"}
-    call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-    wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or dtype, cupy_runtime.is_array(named["k"])))
-    amax = {"amax_out": wanted.pop("amax_out")}
-    wanted |= amax if return_amax else {}  # the last one
-    of_call |= {"views": inputs.views, "rotated": rotated, "out_dtype": out_dtype, "writes_out": writes}
-    return Reading(inputs, wanted, functools.partial(forward, **of_call))
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
