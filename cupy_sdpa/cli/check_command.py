@@ -190,11 +190,7 @@ def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
 
 
 def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the engines that can be tested here; print these, and the others with the reasons.
-
-    Raises:
-        CommandError: a requested engine cannot run.
-    """
+    """The engines that can be tested here; prints these, and the others with the reasons. A requested one must run."""
     reasons = machine.obstacles()
     if requested is None:
         requested = ("cpu", "plan") if reasons else ("gpu",)

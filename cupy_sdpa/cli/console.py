@@ -80,11 +80,7 @@ def positive(value: str) -> int:
 
 
 def output_file(value: str) -> Path:
-    """Parse an option whose value is a file to write, before anything is computed for it; leaves no new file behind.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Parse an option whose value is a file to write; leaves no new file behind. CommandError if it cannot be written."""
     target = Path(os.path.realpath(value))  # keeps a symbolic link
     is_new = not target.exists()
     try:

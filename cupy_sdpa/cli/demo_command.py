@@ -156,11 +156,7 @@ class Placed(NamedTuple):
 
 
 def _place(requested: str, arrays: Sequence[Array], **options: Any) -> Placed:
-    """Select the engine for a call with options, and copy q, k and v to its device.
-
-    Raises:
-        CommandError: ``cudnn`` or ``cupy`` is requested and cannot run the call.
-    """
+    """Select the engine for a call, and copy q, k and v to its device; a requested one that cannot run it is an error."""
     if requested == "numpy":
         return Placed(arrays, "numpy", "requested by --engine numpy")
     reasons, dtype = machine.obstacles_of_cupy() if requested == "cupy" else machine.obstacles(), arrays[0].dtype.name
@@ -186,11 +182,7 @@ def _place(requested: str, arrays: Sequence[Array], **options: Any) -> Placed:
 
 
 def _seconds(q: Array, k: Array, v: Array, causal: bool, limit: int) -> float:
-    """The estimated seconds of a call on numpy, from the time of a part; 0 for a short sequence.
-
-    Raises:
-        CommandError: it takes longer than the limit.
-    """
+    """The estimated seconds of a call on numpy, from the time of a part; 0 for a short sequence. An error above the limit."""
     count = q.shape[2]
     if count <= 2 * SAMPLE:
         return 0.0
@@ -331,11 +323,7 @@ def _plot(arguments: argparse.Namespace, words: list[str], q: Array, k: Array, p
 
 
 def _draw(path: Path, words: Sequence[str], maps: Sequence[tuple[str, NDArray[Any]]], heading: str) -> None:
-    """Write the figure with a heading, in the format of the file: the title and the weights ``(queries, keys)`` of each head.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Write the figure with a heading, in the format of the file: a title and the weights ``(queries, keys)`` of each head."""
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 

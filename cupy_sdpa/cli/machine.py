@@ -124,11 +124,7 @@ def cuda_text(version: int) -> str:
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Check that arrays fit into memory without swapping, if the system reports it.
-
-    Raises:
-        CommandError: the system has less memory available than the needed bytes.
-    """
+    """Check that the system has the needed bytes of memory, without swapping, if it reports that."""
     path = Path("/proc/meminfo")  # on Linux
     found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE) if path.exists() else None
     if found and needed > (available := int(found[1]) * 1024):

@@ -112,11 +112,7 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
 
 
 def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes ``d``, ``h``, ``s`` and ``b``.
-
-    Raises:
-        CommandError: there are not four, or they are probably in another order.
-    """
+    """The lengths of the axes ``d``, ``h``, ``s`` and ``b``; refused if there are not four, or probably in another order."""
     text = ",".join(map(str, lengths))
     if len(lengths) != 4:
         raise CommandError(f"{text} has {len(lengths)} numbers; a shape has 4: {','.join(arguments.layout.upper())}")

@@ -347,11 +347,7 @@ class KVCache(CacheState):
         )
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:
-        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one.
-
-        Raises:
-            RuntimeError: it is not the turn of the layer.
-        """
+        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
         missing = self._step.missing
         if layer in missing:
             if layer and not capturing and 0 in missing - self._captured:

@@ -90,14 +90,9 @@ class Pages:
         return found
 
     def extend(self, counts: NDArray[np.int64]) -> tuple[Change, list[tuple[int, int]]]:
-        """Lengthen every sequence by its count.
+        """Lengthen every sequence by its count; with the copies of shared pages, as pairs of pages (from, to).
 
-        Returns:
-            The change, and the copies of shared pages that it needs, as pairs of pages (from, to).
-
-        Raises:
-            ValueError: a sequence would exceed the maximum length.
-            OutOfPages: not enough pages are free.
+        ValueError if a sequence would exceed the maximum length, OutOfPages if not enough pages are free.
         """
         beyond = counts > self.room - self.lengths
         if not beyond.any():
@@ -173,12 +168,8 @@ class Pages:
     def keep(self, b: int, start: int, path: list[int]) -> tuple[Change, list[Entry], list[tuple[int, int]]]:
         """Keep the tokens ``path`` of a sequence, counted from the position ``start``, ascending; they become contiguous.
 
-        Returns:
-            The change; the copies of shared pages that will be written, as new entries of the table; and the moved tokens as
-            pairs of rows (from, to). Row r of page p is number ``p * size + r``.
-
-        Raises:
-            OutOfPages: not enough pages are free.
+        With the change, the copies of shared pages that will be written, as new entries of the table; and the moved tokens as
+        pairs of rows (from, to). Row r of page p is number ``p * size + r``. OutOfPages if not enough pages are free.
         """
         lengths = self.lengths.copy()
         lengths[b] = start + len(path)

@@ -99,13 +99,9 @@ class Agreement:
         self._channel.begin(tag if self._check else None)
         return call
 
-    def known(self, key: Any) -> bool:
-        """Whether a call was compared."""
-        return key in self._known
-
     def agree(self, key: Any, text: str, found: Any = None) -> None:
-        """Compare the text of a call, which is empty for a known one, and remember what was found by its key, if it has one."""
-        if text:
+        """Compare the text of a call whose key is not known, and remember what was found by the key, if it has one."""
+        if key not in self._known:
             self._compare(text)
         self._begun = True
         if key is not None:

@@ -292,7 +292,7 @@ class ContextParallel:
             )
         others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), abbreviated(layout.lengths)
         text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
-        self._agreement.agree(text, "" if self._agreement.known(text) else text)
+        self._agreement.agree(text, text)
         with cupy_runtime.device_context(x):
             shapes = [
                 (*x.shape[:along], positions, *x.shape[along + 1 :])

@@ -57,11 +57,7 @@ class Loopback(Failing):
             self._changed.notify_all()
 
     def take(self, source: int, target: int, label: str) -> Envelope:
-        """Wait for the next message.
-
-        Raises:
-            GroupError: the group was aborted, or there is no message in time.
-        """
+        """Wait for the next message; GroupError if the group was aborted, or there is no message in time."""
         deadline = time.monotonic() + self.timeout
         with self._changed:
             while not self._failure and not self._messages[source, target]:
@@ -90,11 +86,7 @@ class LoopbackMember:
         self._lock = threading.Lock()
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
-        """Send and receive arrays; see :class:`~cupy_sdpa.parallel.group.Exchanger`.
-
-        Raises:
-            GroupError: another member failed, or a message is missing, out of order, or of another size.
-        """
+        """As :class:`.Exchanger`; GroupError if a member failed, or a message is missing, out of order, or of another size."""
         self.shared.check()
         if self.shared.max_delay:
             time.sleep(self._rng.uniform(0, self.shared.max_delay))

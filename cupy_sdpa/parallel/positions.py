@@ -24,13 +24,10 @@ SAME = ("scale", "softcap", "max_workspace")
 
 
 class Window(NamedTuple):
-    """The positions of a call within the whole sequences.
+    """The positions of a call within the whole sequences: the first batch entry, query head, query and key, and their numbers.
 
-    Attributes:
-        first: the first batch entry, query head, query and key.
-        counts: the numbers of them.
-        diagonal: the key on the diagonal of query 0 of the sequence.
-        own_diagonal: the key on the diagonal of the first query of the call, as the call itself determines it.
+    ``diagonal`` is the key on the diagonal of query 0 of the sequence, and ``own_diagonal`` that on the diagonal of the first
+    query of the call, as the call itself determines it.
     """
 
     first: tuple[int, int, int, int]
