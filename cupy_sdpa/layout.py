@@ -7,6 +7,7 @@ package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory lay
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -114,6 +115,7 @@ def from_julia(array: Any, layout: str) -> Any:
     return _transpose(array, _julia_layout(layout), layout)
 
 
+@functools.cache
 def order(source: str, target: str) -> tuple[int, ...]:
     """Return the axes of one layout in the order of another, as ``transpose`` takes them."""
     return tuple(source.index(letter) for letter in target)

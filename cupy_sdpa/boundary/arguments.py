@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.bucket import Rounding, read_bucket
-from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
+from ..problem.problem import CU_SEQLENS, LENGTHS, OPTION_ARRAYS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
 from ..problem.tensor_spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -20,16 +20,16 @@ from ..problem.tensor_spec import (
     has_callers_axes,
     numpy_dtype,
 )
-from ..problem.validation import OUTPUT_ONLY, RequestedOutputs, make_problem, with_captured_gradients
+from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import Argument, arrays_on_gpu, check_separate, read_array, spec_of
+from .argument import INT32, Argument, arrays_on_gpu, check_separate, read_array, spec_of
 from .call import Call, Fill, for_gpu
 from .libraries import check_one_library
-from .options import ARRAYS, check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
+from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
 def read_forward(
@@ -47,7 +47,9 @@ def read_forward(
     **others: Any,
 ) -> Call:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
-    outputs = _row_statistics(return_stats)._replace(rng_dump=return_kept, out_dtype=out_dtype)
+    _check_return_stats(return_stats)
+    max_sumexp = return_stats == "max_sumexp"
+    outputs = RequestedOutputs(bool(return_stats), max_sumexp, rng_dump=return_kept, out_dtype=out_dtype)
     deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic)
 
@@ -74,6 +76,11 @@ def read_backward(
     return _read({"q": q, "k": k, "v": v, **others}, options, outputs, deterministic, return_dtensors)
 
 
+def _check_return_stats(value: Any) -> None:
+    if not is_one_of(value, (False, True, "max_sumexp")):
+        raise ValueError(f"return_stats is {value!r}; it must be False, True or 'max_sumexp'")
+
+
 #: The arrays of a backward pass in the order of its arguments.
 _OF_BACKWARD = ("dout", "q", "k", "v", "out", "stats")
 
@@ -98,12 +105,6 @@ def _is_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any) -> boo
     return bool(dout == out == (v[0], *q[1:]) and stats == row_stats_shape(q) and (q[1] == 0 if not k[1] else q[1] % k[1] == 0))
 
 
-def _row_statistics(return_stats: Any) -> RequestedOutputs:
-    if not is_one_of(return_stats, (False, True, "max_sumexp")):
-        raise ValueError(f"return_stats is {return_stats!r}; it must be False, True or 'max_sumexp'")
-    return RequestedOutputs(stats=bool(return_stats), max_sumexp=return_stats == "max_sumexp")
-
-
 def _read(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -113,18 +114,9 @@ def _read(
 ) -> Call:
     """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
     check_names(options)
-    call = _read_specs(arrays, options, outputs, deterministic, return_dtensors)
-    layouts.check_strides(call.problem, options, on_gpu=call.on_gpu)
-    return call
-
-
-def _read_specs(
-    arrays: Mapping[str, Any], options: Mapping[str, Any], outputs: RequestedOutputs, deterministic: bool, return_dtensors: Any
-) -> Call:
-    """:func:`_read` without the checks of names and of strides, which are not for shapes."""
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
-    passed = {**arrays, **{name: options.get(name) for name in ARRAYS if name not in seeds}}
+    passed = {**arrays, **{name: options.get(name) for name in OPTION_ARRAYS if name not in seeds}}
     check_one_library(passed)
     arguments = {
         name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
@@ -142,12 +134,10 @@ def _read_specs(
     fills |= _missing_lengths(specs)
     specs |= {name: dense_spec(name, fill.dtype, (fill.size,)) for name, fill in fills.items()}
     problem, functions, gradients = _define_problem(specs, options, settings, outputs, return_dtensors)
-    source_lines: dict[str, str] = {}
-    if functions:
-        if on_gpu:
-            user_functions.check_scalars(functions.scalars)
-        arguments |= {name: read_array(name, array) for name, array in (functions.arrays | functions.tables).items()}
-        scalars, source_lines = scalars | functions.scalars, functions.source_lines
+    if on_gpu:
+        user_functions.check_scalars(functions.scalars)
+    arguments |= {name: read_array(name, array) for name, array in {**functions.arrays, **functions.tables}.items()}
+    scalars.update(functions.scalars)
     *_, sq, skv, _ = problem.sizes
     causal = options.get("causal")
     if problem.paged and causal and not isinstance(causal, str) and sq != skv:
@@ -166,10 +156,8 @@ def _read_specs(
     bucket = _rounding(options.get("bucket"), problem)
     if read_flag("batch_invariant", options.get("batch_invariant", False)):
         check_batch_invariant(problem, on_cudnn=on_gpu or for_gpu(found["q"]))
-    call = Call(problem, found, scalars, on_gpu, bucket, source_lines, gradients, fills)
-    if functions:
-        call.captured, call.table_reads, call.identities = functions.captured, functions.table_reads, functions.identities
-    return call
+    layouts.check_strides(problem, options, on_gpu=on_gpu)
+    return Call(problem, found, scalars, on_gpu, bucket, functions, gradients, fills)
 
 
 def _is_integer(name: str, value: Any) -> bool:
@@ -217,9 +205,9 @@ def _define_problem(
     settings: Settings,
     outputs: RequestedOutputs,
     return_dtensors: Any,
-) -> tuple[Problem, user_functions.Functions | None, user_functions.Gradients | None]:
+) -> tuple[Problem, user_functions.Functions, user_functions.Gradients | None]:
     """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
-    problem, functions = make_problem(tuple(specs.values()), settings, outputs), None
+    problem, functions = make_problem(tuple(specs.values()), settings, outputs), user_functions.NO_FUNCTIONS
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
         captured = [read_array(name, array).spec for name, array in functions.arrays.items()]
@@ -329,12 +317,14 @@ def read_shapes(
     check_names(options)
     own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
     views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens)
+    given["layout"] = "dhsb"  # arrays may have any strides
+    _check_return_stats(return_stats)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
-    outputs = _row_statistics(return_stats)._replace(out_dtype=out_dtype)
-    if backward:
-        outputs = OUTPUT_ONLY._replace(backward=True, dbias=bool(return_dbias), dsinks=bool(return_dsinks))
-    call = _read_specs(views, given, outputs, bool(deterministic), return_dtensors if backward else False)
-    return call.engine_problem
+    passed: dict[str, Any] = {**views, "options": given, "deterministic": bool(deterministic)}
+    if not backward:
+        return read_forward(**passed, return_stats=return_stats, out_dtype=out_dtype).engine_problem
+    passed |= {"return_dbias": bool(return_dbias), "return_dsinks": bool(return_dsinks), "return_dtensors": return_dtensors}
+    return read_backward(**passed).engine_problem
 
 
 def views_of_shapes(
@@ -360,9 +350,9 @@ def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool)
     """The specs of the options' arrays, for which shapes or True are passed."""
     _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
     dtypes = {"mask": "bool", "bias": q.dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
-    dtypes |= dict.fromkeys((*LENGTHS, "page_table", *CU_SEQLENS), "int32")
+    dtypes |= dict.fromkeys(INT32, "int32")
     specs: dict[str, TensorSpec] = {}
-    for name in ARRAYS:
+    for name in OPTION_ARRAYS:
         value = options.get(name)
         if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
             if value:

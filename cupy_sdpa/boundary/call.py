@@ -6,24 +6,22 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from ..kernels.table_reads import TableRead
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..runtime import cupy_runtime, driver
-from ..score_fn.recorded import Access
 from ..support.engine_problem import engine_problem
 from ..support.why_not import Reason, why_not
+from .user_functions import NO_FUNCTIONS, Functions, Gradients
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.autotune import Tuning
     from ..cudnn_engine.plan import Plan
     from ..cudnn_engine.sessions import Session
-    from .user_functions import Gradients
 
 T = TypeVar("T")
 
@@ -137,13 +135,10 @@ class Call:
         scalars: the by-value scalars by name.
         on_gpu: whether the arrays are CuPy's.
         bucket: how lengths are rounded up.
-        source_lines: the source line of each operation of the score and mask functions.
+        functions: the traced score and mask functions.
         gradients: which gradients of ``tensors`` are requested.
         fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
             them, no query is padding.
-        captured: how each captured array is indexed, by its name in ``arrays``.
-        table_reads: the captured arrays that a step makes, by name; what it reads is in ``arrays``.
-        identities: the identities of the score and mask functions when they were traced.
         given_stats: what the statistics of a backward pass are.
     """
 
@@ -152,12 +147,9 @@ class Call:
     scalars: dict[str, float]
     on_gpu: bool
     bucket: Rounding | None = None
-    source_lines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    functions: Functions = NO_FUNCTIONS
     gradients: Gradients | None = None
     fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
-    captured: Mapping[str, Access] = dataclasses.field(default_factory=dict)
-    table_reads: Mapping[str, TableRead] = dataclasses.field(default_factory=dict)
-    identities: tuple[Hashable | None, ...] = ()
     given_stats: GivenStats = "part"
 
     @functools.cached_property

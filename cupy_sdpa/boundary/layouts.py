@@ -12,10 +12,11 @@ import functools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
+from .._typing import Layout
 from ..layout import AXES, default_is, default_layout, order
 from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, SCORE_INPUTS, Problem
 from ..problem.tensor_spec import (
@@ -33,7 +34,7 @@ from .argument import as_int32, spec_of
 P = ParamSpec("P")
 T = TypeVar("T")
 #: The layouts that calls take. The first two are that of this package, dense and packed.
-LAYOUTS = ("dhsb", "dht", "bshd", "bhsd", "sbhd", "thd")
+LAYOUTS = get_args(Layout)
 #: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
 VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "outs"))
 #: The options with more than one axis.
@@ -153,14 +154,15 @@ def to_own(name: str, array: Any, layout: str) -> Any:
         return array
     if name.partition("[")[0] not in VECTORS:
         return _reversed(name, array, shape, is_shape)
-    axes = _to_own(_letters(name, layout, shape))
+    axes = order(_letters(name, layout, shape), _own(len(shape)))
     return tuple(shape[axis] for axis in axes) if is_shape else array.transpose(axes)
 
 
 def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any:
     """A result in the caller's layout, one in C order: a view. ``axes`` is the number of axes of the bias for its gradient."""
     if name in VECTORS:
-        return array.transpose(_from_own(layout if len(layout) == array.ndim else "bshd"))  # pages of keys are bshd
+        # pages of keys are bshd
+        return array.transpose(order(_own(array.ndim), layout if len(layout) == array.ndim else "bshd"))
     found = array.T
     return found if axes is None else found[(0,) * (found.ndim - axes)]
 
@@ -235,7 +237,7 @@ def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool)
     """
     if options.get("layout") is not None or is_named():
         return
-    own = "dht" if len(problem.q.shape) == 3 else "dhsb"
+    confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(len(problem.q.shape)))
     results = {spec.name for spec in problem.results}
     for spec in problem.tensors:
         obstacle = ""
@@ -244,7 +246,7 @@ def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool)
         elif not on_gpu and spec.name in ("bias", *ROW_STATS) and spec.strides[0] != ITEMSIZE[spec.dtype]:
             obstacle = density_obstacle(spec)  # the first axis is not the fastest; sums of broadcast arrays permute the others
         if obstacle:
-            raise ValueError(f"{obstacle}{_OF_OPERATORS if on_gpu else _CONFIRM.format(own)}")
+            raise ValueError(f"{obstacle}{confirm}")
 
 
 def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
@@ -260,7 +262,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
         spec = spec_of(name, array)
         obstacle = _vector_obstacle(spec, on_gpu, written)
         if obstacle and (required or not is_named()):
-            confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format("dht" if array.ndim == 3 else "dhsb")
+            confirm = _OF_OPERATORS if on_gpu else "" if required else _CONFIRM.format(_own(array.ndim))
             raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
@@ -271,7 +273,7 @@ def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ..
     if name not in VECTORS:
         return tuple(axes)[::-1]
     letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"
-    return tuple(axes[axis] for axis in _from_own(letters))
+    return tuple(axes[axis] for axis in order(_own(len(axes)), letters))
 
 
 def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:
@@ -295,16 +297,6 @@ def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
     return layout
 
 
-def _own(letters: str) -> str:
-    """The layout of this package with the same axes."""
-    return "dht" if len(letters) == 3 else "dhsb"
-
-
-@functools.cache
-def _to_own(letters: str) -> tuple[int, ...]:
-    return order(letters, _own(letters))
-
-
-@functools.cache
-def _from_own(letters: str) -> tuple[int, ...]:
-    return order(_own(letters), letters)
+def _own(axes: int) -> str:
+    """The layout of this package with a number of axes."""
+    return "dht" if axes == 3 else "dhsb"

@@ -15,7 +15,7 @@ from .._typing import Array, Layout
 from ..errors import in_words
 from ..layout import default_layout
 from ..problem.band import Band
-from ..problem.problem import CU_SEQLENS, LENGTHS, SCORE_INPUTS, SEEDS, Problem, Settings
+from ..problem.problem import SEEDS, Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 from .layouts import check_layout, in_default, refuse_default
 
@@ -65,8 +65,6 @@ DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "batch_invariant"
 PAGES = ("page_table", "num_splits")
 #: The options of calls that do not take part in a :class:`Problem`.
 OF_CALLS = ("block_mask", "compute_dtype", "engine")
-#: The options that are arrays.
-ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: What to write in place of options of other libraries.
 _ANSWERS = {
     "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",

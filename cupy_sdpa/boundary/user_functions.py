@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import in_words
 from ..kernels.table_reads import TableRead
 from ..problem.band import Band
-from ..problem.problem import CAPTURED_DTYPES, Problem, Settings
+from ..problem.problem import CAPTURED_DTYPES, DEFAULT_SETTINGS, Problem, Settings
 from ..problem.subproblems import score_derivatives
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
@@ -42,14 +42,18 @@ class Functions(NamedTuple):
         identities: the identities of the functions, from before they were called.
     """
 
-    settings: Settings
-    arrays: dict[str, Any]
-    scalars: dict[str, float]
-    source_lines: dict[str, str]
-    captured: dict[str, Access]
-    table_reads: dict[str, TableRead]
-    tables: dict[str, Any]
-    identities: tuple[Hashable | None, ...]
+    settings: Settings = DEFAULT_SETTINGS
+    arrays: Mapping[str, Any] = {}
+    scalars: Mapping[str, float] = {}
+    source_lines: Mapping[str, str] = {}
+    captured: Mapping[str, Access] = {}
+    table_reads: Mapping[str, TableRead] = {}
+    tables: Mapping[str, Any] = {}
+    identities: tuple[Hashable | None, ...] = ()
+
+
+#: Those of a call without functions.
+NO_FUNCTIONS = Functions()
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
@@ -162,7 +166,7 @@ class Gradients:
     """
 
     specs: dict[str, tuple[tuple[int, ...], Any]]
-    captured: dict[str, Access]
+    captured: Mapping[str, Access]
 
     def names_in(self, problem: Problem) -> tuple[str, ...]:
         """The captured arrays that are views of these arrays and that the score depends on."""
@@ -193,9 +197,7 @@ def tensor_name(name: str) -> str:
     return f"tensors[{name!r}]"
 
 
-def requested_gradients(
-    return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions | None
-) -> Gradients | None:
+def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions) -> Gradients | None:
     """The gradients that ``return_dtensors`` requests; None for no gradients."""
     if return_dtensors is None or return_dtensors is False:
         return None
@@ -215,7 +217,7 @@ def requested_gradients(
                 f"return_dtensors names {name!r}, which is {arrays[name].dtype}: only floating-point arrays have gradients"
             )
     specs = {name: (arrays[name].shape, arrays[name].dtype) for name in names}
-    return Gradients(specs, functions.captured if functions else {})
+    return Gradients(specs, functions.captured)
 
 
 def with_score_axes(array: Any, access: Access) -> Any:

@@ -36,6 +36,8 @@ KEY_ARRAYS = ("k", "v", "dk", "dv")
 #: The options and all arrays with the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1.
 SCORE_INPUTS = ("bias", "mask", "dropout_mask")
 SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
+#: The options that are arrays.
+OPTION_ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 #: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,

@@ -17,6 +17,7 @@ from .problem import (
     DEFAULT_SETTINGS,
     FP8_FACTORS,
     LENGTHS,
+    OPTION_ARRAYS,
     SCORE_INPUTS,
     SEEDS,
     Problem,
@@ -115,10 +116,8 @@ def make_problem(
         problem = dataclasses.replace(problem, settings=problem.settings._replace(deterministic=False))
     if settings.num_splits is not None and (other := obstacle(problem)):
         raise ValueError(f"num_splits is {settings.num_splits}, which is not supported with {other}: omit num_splits")
-    passes = _backward_arrays if requested.backward else _forward_arrays
-    outputs = passes(problem, requested, arrays)
     specs: dict[str, TensorSpec] = {}
-    for expected in outputs:
+    for expected in _outputs(problem, requested, arrays):
         spec = arrays.get(expected.name) or dense_spec(expected.name, expected.dtype, expected.shape)
         check_spec(spec, expected)
         specs[expected.name] = spec
@@ -157,8 +156,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    names = (*LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS, *SCORE_INPUTS, "block_bits")
-    options: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
+    options: dict[str, Any] = {name: arrays[name] for name in (*OPTION_ARRAYS, "block_bits") if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_EXPRESSION).captured)
@@ -327,30 +325,25 @@ def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32", of_heads:
     return {expected.name: expected for expected in found}
 
 
-def _row_stats(problem: Problem, name: str, arrays: Mapping[str, TensorSpec]) -> Expected:
-    """The row statistics: float32; also float64 if q is float64 and such an array is passed."""
-    is_double = problem.dtype == "float64" and name in arrays and arrays[name].dtype == "float64"
-    return expected_arrays(problem.q, problem.k, problem.v, stats="float64" if is_double else "float32")[name]
-
-
-def _forward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
-    """The results of a forward pass."""
-    out = expected_arrays(problem.q, problem.k, problem.v)["out"]
-    yield out._replace(dtype=requested.out_dtype or out.dtype, writable=True)
-    if problem.fp8:
-        yield Expected("amax_out", (1,), "float32", "one number", True)
-    rows = [*(["stats"] if requested.stats or "stats" in arrays else []), *(["max", "sum_exp"] if requested.max_sumexp else [])]
-    for name in rows:
-        yield _row_stats(problem, name, arrays)._replace(writable=True)
-    if requested.rng_dump:
-        _, _, hq, _, sq, skv, b = problem.sizes
-        yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
-
-
-def _backward_arrays(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
-    """The additional inputs and the results of a backward pass."""
+def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
+    """The results of a forward pass; or the additional inputs and the results of a backward pass."""
     table = expected_arrays(problem.q, problem.k, problem.v)
-    yield from (table["out"], _row_stats(problem, "stats", arrays), table["dout"])
+    stats, out = table["stats"], table["out"]
+    if "stats" in arrays and problem.dtype == arrays["stats"].dtype == "float64":  # which may be float32, too
+        stats = stats._replace(dtype="float64")
+    if not requested.backward:
+        yield out._replace(dtype=requested.out_dtype or out.dtype, writable=True)
+        if problem.fp8:
+            yield Expected("amax_out", (1,), "float32", "one number", True)
+        if requested.stats or "stats" in arrays:
+            yield stats._replace(writable=True)
+        if requested.max_sumexp:
+            yield from (table[name]._replace(writable=True) for name in ("max", "sum_exp"))
+        if requested.rng_dump:
+            _, _, hq, _, sq, skv, b = problem.sizes
+            yield Expected("rng_dump", (skv, sq, hq, b), "float32", "(Skv, Sq, Hq, B)", True)
+        return
+    yield from (out, stats, table["dout"])
     yield from (table[name]._replace(writable=True) for name in ("dq", "dk", "dv"))
     for name, option, is_requested in (("bias", problem.bias, requested.dbias), ("sinks", problem.sinks, requested.dsinks)):
         if is_requested and option is None:

@@ -62,7 +62,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
     """
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}
-    values: dict[str, Any] = {"scalars": call.scalars, "source_lines": call.source_lines} if with_values else {}
+    values: dict[str, Any] = {"scalars": call.scalars, "source_lines": call.functions.source_lines} if with_values else {}
     inputs = {name: view for name, view in arrays.items() if name not in {spec.name for spec in problem.results}}
     first, *others = subproblems(problem)
     _add_launch(steps, name, call, first, arrays, values)
@@ -71,7 +71,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
         own = {spec.name: _temporary(steps, spec) for spec in part.results if spec.name not in reductions}
         _add_launch(steps, name, call, part, {**inputs, **own, **reductions}, values)
     if call.gradients:
-        _collect(steps, call.gradients, call.table_reads, arrays)
+        _collect(steps, call.gradients, call.functions.table_reads, arrays)
 
 
 def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
@@ -93,7 +93,7 @@ def _with_inputs(steps: Steps, call: Call) -> dict[str, View]:
     """The arrays of a call, and the inputs that the caller did not pass: equal numbers, and elements at computed indices."""
     arrays = dict(call.arrays)
     arrays |= {name: steps.filled(fill) for name, fill in call.fills.items() if name not in arrays}
-    for name, read in call.table_reads.items():
+    for name, read in call.functions.table_reads.items():
         arrays[name] = target = steps.temporary(read.shape, read.dtype)
         if target.size and not call.problem.trivial:
             steps.run(table_reads.read_elements, target, read, _tables(read, arrays), writes=[target])

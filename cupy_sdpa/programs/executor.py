@@ -22,7 +22,7 @@ from ..boundary.call import (
     mode,
     with_plan,
 )
-from ..boundary.user_functions import Gradients, function_identities, tensor_name
+from ..boundary.user_functions import Functions, Gradients, function_identities, tensor_name
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
@@ -357,16 +357,17 @@ def compiled(call: Call) -> ProgramCall:
     full_queries = "seq_lens_q" in call.fills
     on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
     device = 0 if on_gpu else None
-    names = dict.fromkeys(tensor_name(name) for read in call.table_reads.values() for name in read.access.arrays)
+    functions = call.functions
+    names = dict.fromkeys(tensor_name(name) for read in functions.table_reads.values() for name in read.access.arrays)
     # kernels read these arrays with any alignment
     tables = tuple(View(Storage(name, 16, device), x.dtype, x.shape, x.strides) for name in names for x in (call.arrays[name],))
-    reads = tuple(call.table_reads.items())
+    reads = tuple(functions.table_reads.items())
     program, results = _compiled(
         call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats, reads, tables
     )
     return ProgramCall(
-        program, call.arrays, call.problem, call.result_names, results, call.identities, call.scalars, call.fills,
-        call.captured, call.gradients, call.source_lines,
+        program, call.arrays, call.problem, call.result_names, results, functions.identities, call.scalars,
+        call.fills, functions.captured, call.gradients, functions.source_lines,
     )  # fmt: skip
 
 
@@ -386,8 +387,8 @@ def _compiled(
     views = attention_steps.views_of(problem, gradients, builder.device) | {view.storage.name: view for view in tables}
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    call = Call(problem, views, {}, on_gpu, bucket, gradients=gradients, fills=fills, given_stats=given_stats)
-    call.table_reads = dict(reads)
+    functions = Functions(table_reads=dict(reads))
+    call = Call(problem, views, {}, on_gpu, bucket, functions, gradients, fills, given_stats)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 
