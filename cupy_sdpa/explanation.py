@@ -234,10 +234,7 @@ def _described(
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
-    def is_supported(problem: Problem) -> bool:
-        return bool(explain_for(problem))
-
-    call = program_of(function, *arguments, for_gpu=True, is_supported=is_supported, missing=missing, **options)
+    call = program_of(function, *arguments, for_gpu=True, is_supported=explain_for, missing=missing, **options)
     if isinstance(call.arrays["q"], InterpretedArray):
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
     return call, report_of(call, explain_for)

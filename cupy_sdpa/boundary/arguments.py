@@ -50,7 +50,6 @@ def read_forward(
     _check_return_stats(return_stats)
     max_sumexp = return_stats == "max_sumexp"
     outputs = RequestedOutputs(bool(return_stats), max_sumexp, rng_dump=return_kept, out_dtype=out_dtype)
-    deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, "out": out, "stats": stats, **others}, options, outputs, deterministic)
 
 
@@ -72,7 +71,6 @@ def read_backward(
     """
     dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
     outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
-    deterministic = read_flag("deterministic", deterministic)
     return _read({"q": q, "k": k, "v": v, **others}, options, outputs, deterministic, return_dtensors)
 
 
@@ -109,10 +107,11 @@ def _read(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     outputs: RequestedOutputs,
-    deterministic: bool,
+    deterministic: Any,
     return_dtensors: Any = False,
 ) -> Call:
     """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
+    deterministic = read_flag("deterministic", deterministic)
     check_names(options)
     user_functions.check_tensors(options)
     seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}

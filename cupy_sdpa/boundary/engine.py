@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import Unsupported
-from ..problem.problem import CU_SEQLENS, LENGTHS, SEEDS
+from ..problem.problem import SEEDS
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host
-from .argument import Argument, arrays_on_gpu
+from .argument import INT32, Argument, arrays_on_gpu
 
 #: The values of the option besides None, and the arrays that each engine computes with.
 ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
-#: Arrays of integers that this engine reads on the host.
-_ON_HOST = (*LENGTHS, *CU_SEQLENS, *SEEDS, "page_table")
 
 
 def read_engine(engine: Any, array: Any) -> str | None:
@@ -62,4 +60,4 @@ def interpreted(name: str, array: Any, device: int) -> Any:
     if not is_numpy and not cupy_runtime.is_array(array):
         return array
     arrays_on_gpu([Argument("q", None, 0, device), Argument(name, array, 0, None if is_numpy else array.data.device_id)])
-    return on_host(InterpretedArray(array)) if name in _ON_HOST else InterpretedArray(array)
+    return on_host(InterpretedArray(array)) if name in INT32 or name in SEEDS else InterpretedArray(array)

@@ -108,7 +108,8 @@ def sharing_stream(library: Library, array: Any) -> Any:
     """A context in which arrays are shared: CuPy's current stream is that of the library on the device of one of its arrays."""
     if library.stream is None or not is_on_gpu(array):
         return contextlib.nullcontext()
-    return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(device_of(array)))
+    _, device = array.__dlpack_device__()
+    return _as_cupy_stream(cupy_runtime.cupy().cuda, library.stream(int(device)))
 
 
 def is_on_gpu(array: Any) -> bool:
@@ -122,11 +123,6 @@ def is_on_gpu(array: Any) -> bool:
             "in the memory of the CPU (1) or of a CUDA GPU (2): copy it there"
         )
     return int(kind) == _CUDA
-
-
-def device_of(array: Any) -> int:
-    """The number of the device of an array of another library."""
-    return int(array.__dlpack_device__()[1])
 
 
 class _Stream:

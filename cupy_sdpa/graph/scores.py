@@ -12,8 +12,9 @@ import numpy as np
 
 from .. import zoo
 from ..problem.band import Band
-from ..problem.problem import MASKED_SCORE, Problem
+from ..problem.problem import Problem
 from ..score_fn.expression import AXES, EMPTY_EXPRESSION
+from ..score_fn.mask_analysis import MASKED_SCORE
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
 from .emit import UNBOUNDED, Emitter, is_repeated

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.problem import MASKED_SCORE
 from ..runtime import cupy_runtime, memory
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 from ..runtime.interpreted_array import on_host
+from ..score_fn.mask_analysis import MASKED_SCORE
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .. import _html
-from ..score_fn import mask_analysis
 from ..score_fn.expression import Expression
 from .band import Band
 from .tensor_spec import FP8_LARGEST, TensorSpec
@@ -40,10 +39,6 @@ SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
 OPTION_ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-#: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,
-#: such as finfo.min, also mask whole rows. float32 values of this magnitude are 0.06 apart: differences between such scores,
-#: and the logarithm of the number of keys in the log-sum-exp, would be lost.
-MASKED_SCORE = mask_analysis.MASKED_SCORE
 #: The row statistics: float32 results with one value per query and head.
 ROW_STATS = ("stats", "max", "sum_exp")
 

@@ -14,7 +14,6 @@ from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_EXPRESSION
 from .problem import (
     CU_SEQLENS,
-    DEFAULT_SETTINGS,
     FP8_FACTORS,
     LENGTHS,
     OPTION_ARRAYS,
@@ -90,16 +89,8 @@ class RequestedOutputs(NamedTuple):
     out_dtype: str = ""
 
 
-#: The output and nothing else.
-OUTPUT_ONLY = RequestedOutputs()
-
-
 @functools.lru_cache(maxsize=4096)
-def make_problem(
-    specs_of_arrays: tuple[TensorSpec, ...],
-    settings: Settings = DEFAULT_SETTINGS,
-    requested: RequestedOutputs = OUTPUT_ONLY,
-) -> Problem:
+def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, requested: RequestedOutputs) -> Problem:
     """The problem of arrays and settings. Results that are not among the arrays are dense, and so are dout, out and stats."""
     arrays = {spec.name: spec for spec in specs_of_arrays}
     problem = _inputs(arrays, settings)

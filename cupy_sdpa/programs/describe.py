@@ -29,7 +29,7 @@ def program_of(
     function: Callable[..., Any],
     *arguments: Any,
     for_gpu: bool = False,
-    is_supported: Callable[[Problem], bool] | None = None,
+    is_supported: Callable[[Problem], object] | None = None,
     missing: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ProgramCall:

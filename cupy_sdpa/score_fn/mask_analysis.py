@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from .expression import FLIPPED, Step, Writer
 
-#: Scores of at most this value count as masked, like ``-inf``.
+#: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,
+#: such as finfo.min, also mask whole rows. float32 values of this magnitude are 0.06 apart: differences between such scores,
+#: and the logarithm of the number of keys in the log-sum-exp, would be lost.
 MASKED_SCORE = -1e6
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
