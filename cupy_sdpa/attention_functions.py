@@ -11,7 +11,7 @@ from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
-from .programs.block_mask_steps import Forward, Gradients
+from .programs.block_mask_steps import BACKWARD, FORWARD
 from .programs.calls import resolved
 from .programs.passes import attend, attend_backward
 from .replay.replay_cache import run_cached
@@ -115,7 +115,7 @@ def attention(
 
 def _run_forward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
     """The results of a call of :func:`attention` that is not repeated."""
-    names = Forward._fields[: len(arrays)]
+    names = FORWARD[: len(arrays)]
     for x in arrays[:2]:  # q and k
         if (attend_to := getattr(type(x), "_attend", None)) is not None:  # a type of arrays with programs of its own
             found: list[Any] = attend_to(
@@ -227,7 +227,7 @@ def attention_backward(
 
 def _run_backward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
     """The gradients of a call of :func:`attention_backward` that is not repeated."""
-    names = Gradients._fields[: len(arrays)]
+    names = BACKWARD[: len(arrays)]
     check_layout(options.get("layout"))
     check_order(dict(zip(names, arrays, strict=True)), other_layout(options))
     outputs = {name: value for name, value in flags.items() if name != "deterministic"}

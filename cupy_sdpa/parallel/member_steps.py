@@ -12,7 +12,7 @@ from ..block_masks.automatic import decide
 from ..boundary.call import GivenStats
 from ..problem.view import View
 from ..programs import passes
-from ..programs.block_mask_steps import Gradients
+from ..programs.block_mask_steps import BACKWARD
 from ..programs.program import Builder, Program
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
@@ -100,7 +100,7 @@ def attend_backward(
     builder: Builder, arrays: Sequence[View], options: Mapping[str, Any], *, deterministic: bool, given_stats: GivenStats
 ) -> None:
     """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
-    views = dict(zip(Gradients._fields, arrays, strict=True))
+    views = dict(zip(BACKWARD, arrays, strict=True))
     mask, rest = _blocks_of(builder, views, options)
     outputs: dict[str, Any] = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
     passes.backward(builder, views, rest, mask=mask, deterministic=deterministic, given_stats=given_stats, **outputs)

@@ -7,8 +7,8 @@ a call whose kernel skips blocks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ..block_masks.native import native_of
 from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
 from ..kernels.blocks import BLOCK, Sources, copy_blocks, copy_elements, merge_blocks, sum_blocks
+from ..problem.problem import KEY_ARRAYS
 from ..problem.view import View
 from ..score_fn.expression import AXES
 from .program import Builder
@@ -39,28 +40,12 @@ def stored(mask: BlockMask, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     return found
 
 
-class Forward(NamedTuple):
-    """The arrays of a forward pass, as for :func:`cupy_sdpa.attention`."""
-
-    q: View
-    k: View
-    v: View
-    out: View
-    stats: View | None
-
-
-class Gradients(NamedTuple):
-    """The arrays of a backward pass, as for :func:`cupy_sdpa.attention_backward`."""
-
-    dout: View
-    q: View
-    k: View
-    v: View
-    out: View
-    stats: View
-    dq: View
-    dk: View
-    dv: View
+#: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass, as for
+#: :func:`cupy_sdpa.attention_backward`.
+FORWARD = ("q", "k", "v", "out", "stats")
+BACKWARD = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
+#: The arrays of a pass by name.
+Arrays = Mapping[str, Any]
 
 
 class _Parts:
@@ -91,10 +76,10 @@ class _Parts:
             return options
         if key[0] == (0, self.mask.sq, 0, self.mask.skv):  # all queries and keys are at their positions
             return {**options, **self.scores.options}
-        key = (self.sizes, *key)
-        found, places = stored(self.mask, (*key, "positions"), lambda: self._places(positions()))
-        tensors = {name: self.builder.constant(constant) for name, constant in places.items()}
-        names = {}
+        found = stored(self.mask, (self.sizes, *key, "positions"), positions)
+        numbers = self.scores.places(found, self.mask)
+        places = dict(zip(numbers, self.constants((*key, "places"), numbers.values), strict=True))
+        tensors, names = {**places}, {}
         for number, access in enumerate(self.scores.reads):
             array = self.scores.tensors[access.name]
             names[access] = name = f"{access.name} at {number}"
@@ -102,16 +87,26 @@ class _Parts:
                 tensors[name] = array[(*access.axes, ...)] if access.axes else array
                 continue
             layout = access.axes, array.shape, array.strides
-            make = functools.partial(self.scores.index, access, array, found)
-            index = stored(self.mask, (*key, "index", layout), lambda make=make: Constant(make()))  # type: ignore[misc]
-            tensors[name] = self.builder.temporary(index.array.shape, array.dtype)
-            self.builder.run(copy_elements, tensors[name], array, self.builder.constant(index), writes=(tensors[name],))
-        located = self.scores.located(names, {name: constant.array.ndim for name, constant in places.items()})
+            index = self.constant((*key, "index", layout), self.scores.index, access, array, found)
+            tensors[name] = self.builder.temporary(index.shape, array.dtype)
+            self.builder.run(copy_elements, tensors[name], array, index, writes=(tensors[name],))
+        located = self.scores.located(names, {name: array.ndim for name, array in places.items()})
         return {**options, "score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
-    def _places(self, positions: Positions) -> tuple[Positions, dict[str, Constant]]:
-        assert self.scores
-        return positions, {name: Constant(array) for name, array in self.scores.places(positions, self.mask).items()}
+    def constants(self, key: tuple[Any, ...], make: Callable[..., Iterable[Any]], *arguments: Any) -> list[View]:
+        """Arrays that are known now, which are made once for a mask; ``key`` identifies them among those of the sizes."""
+        found = stored(self.mask, (self.sizes, *key), lambda: [Constant(array) for array in make(*arguments)])
+        return [self.builder.constant(constant) for constant in found]
+
+    def constant(self, key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> View:
+        """One of :meth:`constants`."""
+        (found,) = self.constants(key, lambda: [make(*arguments)])
+        return found
+
+    def attend(self, name: str, arrays: Arrays, options: Mapping[str, Any]) -> None:
+        """One step: the pass on the arrays of a part."""
+        add = self.builder.attend_backward if "dout" in arrays else self.builder.attend
+        add(name, options=options, **arrays, **self.flags)
 
     def whole_options(self, **others: Any) -> dict[str, Any]:
         """The options of one call on the whole arrays."""
@@ -119,8 +114,7 @@ class _Parts:
 
     def packing(self, key: tuple[Any, ...], part: Packed | PackedCopies) -> dict[str, Any]:
         """The options of packed sequences."""
-        starts = stored(self.mask, (self.sizes, *key, "starts"), lambda: (Constant(part.starts_q), Constant(part.starts_kv)))
-        starts_q, starts_kv = map(self.builder.constant, starts)
+        starts_q, starts_kv = self.constants((*key, "starts"), lambda: (part.starts_q, part.starts_kv))
         return {
             "cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv, "max_seqlen_q": part.longest_q,
             "max_seqlen_kv": part.longest_kv, **band_options(getattr(part, "band", None)),
@@ -130,8 +124,7 @@ class _Parts:
         """The options of the mask within partial blocks; none if all blocks are full."""
         if partial is None:
             return {}
-        constant = stored(self.mask, (self.sizes, *key, "pairs"), lambda: Constant(attends(self.mask, partial)))
-        return {"mask_mod": is_attended, "tensors": {"attends": self.builder.constant(constant)}}
+        return {"mask_mod": is_attended, "tensors": {"attends": self.constant((*key, "pairs"), attends, self.mask, partial)}}
 
     def flat(self, x: View) -> View:
         """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
@@ -142,13 +135,6 @@ class _Parts:
             view = flattened(dense)
             assert view is not None
         return view
-
-    def dense(self, x: View) -> tuple[View, Callable[[], None]]:
-        """An array for a result that can be flattened, and a function that copies it to the result, if it is not that."""
-        if flattened(x) is not None:
-            return x, lambda: None
-        own = self.builder.temporary(x.shape, x.dtype)
-        return own, lambda: self.builder.copy(x, own)
 
     def copies(self, x: View, items: View, heads: int, *, of_stats: bool = False) -> View:
         """Copies of blocks ``(D, heads, BLOCK, n)``."""
@@ -188,12 +174,12 @@ def blocks(array: View) -> View:
     return array.reshape((d, heads, BLOCK, total // BLOCK), order="F")
 
 
-# The forward pass
+# The two passes
 
 
 def forward(
     builder: Builder,
-    arrays: Forward,
+    arrays: Arrays,
     mask: BlockMask,
     options: Mapping[str, Any],
     *,
@@ -204,61 +190,110 @@ def forward(
 
     ``native``: the kernel skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`.
     """
-    q, k, v, out, stats = arrays
-    parts = _Parts(builder, q, k, mask, options, deterministic=deterministic)
-    if parts.method.packed:
-        _packed(parts, arrays, parts.method.packed)
-    elif parts.method.slices is not None:
-        _slices(parts, arrays, parts.method.slices)
-    elif native:
+    parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
+    if _by_segments(parts, arrays):
+        return
+    if native:
         found = native_of(mask)
         assert found
-        bits = stored(mask, (parts.sizes, "bits"), lambda: Constant(np.asfortranarray(found.of(parts.sizes))))
-        results: dict[str, Any] = {"out": out, "stats": stats, "block_bits": builder.constant(bits)}
-        builder.attend("blocks", q, k, v, parts.whole_options(**found.options), **results, **parts.flags)
+        bits = parts.constant(("bits",), lambda: np.asfortranarray(found.of(parts.sizes)))
+        parts.attend("blocks", {**arrays, "block_bits": bits}, parts.whole_options(**found.options))
     else:
         _blocks(parts, arrays, parts.method.blocks)
 
 
-def _packed(parts: _Parts, arrays: Forward, packed: Packed) -> None:
+def backward(builder: Builder, arrays: Arrays, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool) -> None:
+    """Add the steps that write dq, dk and dv."""
+    options = {name: value for name, value in options.items() if name != "sinks"}  # the log-sum-exp contains them
+    parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
+    if _by_segments(parts, arrays):
+        return
+    if not deterministic and (function := gradient_function(mask, parts.sizes)):
+        # deterministic gradients would need memory for all pairs
+        parts.attend("whole", arrays, parts.whole_options(mask_mod=function))
+    else:
+        _block_gradients(parts, arrays)
+
+
+def _by_segments(parts: _Parts, arrays: Arrays) -> bool:
+    """Add the steps of a pass on segments; returns whether the mask is computed by segments."""
+    method = parts.method
+    if method.packed:
+        _packed(parts, arrays, method.packed)
+    elif method.slices is not None:
+        _slices(parts, arrays, method.slices)
+    return method.blocks is None
+
+
+def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:
     """All segments as the sequences of one packed call."""
-    builder, (q, k, v, out, stats) = parts.builder, arrays
-    flat = parts.flat(q), parts.flat(k), parts.flat(v)
-    own, finish = parts.dense(out)
-    rows = None if stats is None else builder.temporary((out.shape[1], out.shape[2] * out.shape[3]), np.float32)
-    given = parts.options_of(
-        parts.packing(("packed",), packed), ("packed",), functools.partial(of_packed, packed, parts.mask, parts.sizes)
-    )
-    builder.attend("packed", *flat, given, out=flattened(own), stats=rows, **parts.flags)
-    finish()
-    if stats is not None and rows is not None:
-        builder.copy(stats, rows.reshape((rows.shape[0], *stats.shape[::2]), order="F").transpose(1, 0, 2))
+    builder, backward, after = parts.builder, "dout" in arrays, []
+    flat: dict[str, View | None] = dict(arrays)
+    for name, x in arrays.items():
+        if name == "stats":
+            if x is None:
+                continue
+            s, h, b = x.shape
+            rows = builder.temporary((h, s, b), np.float32)
+            flat[name] = rows.reshape((h, s * b), order="F")
+            if backward:
+                builder.copy(rows, x.transpose(1, 0, 2))
+            else:
+                after.append((x, rows.transpose(1, 0, 2)))
+        elif name in _results(arrays):
+            own = x if flattened(x) is not None else builder.temporary(x.shape, x.dtype)
+            flat[name] = flattened(own)
+            if own is not x:
+                after.append((x, own))
+        else:
+            flat[name] = parts.flat(x)
+    key, positions = ("packed",), functools.partial(of_packed, packed, parts.mask, parts.sizes)
+    parts.attend("packed", flat, parts.options_of(parts.packing(key, packed), key, positions))
+    for target, source in after:
+        builder.copy(target, source)
 
 
-def _slices(parts: _Parts, arrays: Forward, slices: Sequence[Slice]) -> None:
-    """Every segment as a call on slices of the arrays."""
-    builder, (q, k, v, out, stats), begin = parts.builder, arrays, 0
+def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
+    """Every segment as a call on slices of the arrays; for gradients the one with most keys first."""
+    builder, stats, backward = parts.builder, arrays["stats"], "dout" in arrays
+    results = {name: _Sum(builder, arrays[name]) for name in _results(arrays)}
+    if backward:
+        slices = sorted(gradient_slices(slices), key=lambda part: part.k0 - part.k1)
     for part in slices:
         q0, q1, k0, k1, band = part
-        _fill_rows(parts, out, stats, begin, q0)
-        rows = stats
-        if stats is not None and not ((q0, q1) == (0, q.shape[2]) and stats.flags.f_contiguous):
-            rows = builder.temporary((q1 - q0, *stats.shape[1:]), np.float32)
-        given = parts.options_of(band_options(band), (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
         of_kv = slice(k0, k1)
-        results: dict[str, Any] = {"out": out[:, :, q0:q1], "stats": rows}
-        builder.attend("slice", q[:, :, q0:q1], k[:, :, of_kv], v[:, :, of_kv], given, **results, **parts.flags)
-        if stats is not None and rows is not None and rows is not stats:
+        own: dict[str, View | None] = {}
+        for name, x in arrays.items():
+            positions = of_kv if name in KEY_ARRAYS else slice(q0, q1)
+            if name in results:
+                own[name] = results[name].target(positions.start, positions.stop)
+            elif name != "stats":
+                own[name] = x[:, :, positions]
+        rows = stats
+        if stats is not None and not (q1 - q0 == stats.shape[0] and stats.flags.f_contiguous):
+            rows = builder.temporary((q1 - q0, *stats.shape[1:]), stats.dtype)
+            if backward:
+                builder.copy(rows, stats[q0:q1])
+        given = parts.options_of(band_options(band), (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
+        parts.attend("slice", {**own, "stats": rows}, given)
+        for result in results.values():
+            result.add()
+        if rows is not stats and not backward:
             builder.copy(stats[q0:q1], rows)
-        begin = q1
-    _fill_rows(parts, out, stats, begin, q.shape[2])
+    if stats is not None and not backward:
+        for begin, end in results["out"].gaps():
+            _fill_rows(parts, stats, begin, end)
+    for result in results.values():
+        result.clear_rest()
 
 
-def _fill_rows(parts: _Parts, out: View, stats: View | None, begin: int, end: int) -> None:
-    """The results of queries that attend to no key."""
-    parts.builder.fill(out[:, :, begin:end], 0)
-    if stats is None or begin == end:
-        return
+def _results(arrays: Arrays) -> tuple[str, ...]:
+    """The names of the results of a pass that have a head dim."""
+    return ("dq", "dk", "dv") if "dout" in arrays else ("out",)
+
+
+def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
+    """The log-sum-exp of queries that attend to no key."""
     sinks = parts.options.get("sinks")
     if sinks is None:
         parts.builder.fill(stats[begin:end], -np.inf)
@@ -266,139 +301,8 @@ def _fill_rows(parts: _Parts, out: View, stats: View | None, begin: int, end: in
         parts.builder.copy(stats[begin:end], sinks[None, :, None])
 
 
-def _blocks(parts: _Parts, arrays: Forward, tables: Tables) -> None:
-    """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
-    builder, mask, sizes = parts.builder, parts.mask, parts.sizes
-    q, k, v, out, stats = arrays
-    groups, sinks = tables.groups, parts.options.pop("sinks", None)
-    (_, hq, sq, batch), dv = q.shape, v.shape[0]
-    pages = _pages(parts, k, groups), _pages(parts, v, groups)
-    merges = bool(tables.copied) or sinks is not None
-    target, finish = parts.dense(out) if tables.direct else (out, None)
-    base = None
-    if tables.direct:
-        rows = builder.temporary((hq, sq * batch), np.float32) if merges or stats is not None else None
-        starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
-        given = _entry_options(parts, ("direct",), tables.direct, [*starts, mask.sq * batch])
-        builder.attend("blocks", parts.flat(q), pages[0], pages[1], given, out=flattened(target), stats=rows, **parts.flags)
-        base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
-    if not tables.direct or merges:
-        heads, count = hq // groups, sum(len(entries.items) for entries in tables.copied)
-        copies = builder.temporary((dv, heads, BLOCK, count), q.dtype)
-        copied_stats = builder.temporary((heads, BLOCK * count), np.float32)
-        begin = 0
-        for number, entries in enumerate(tables.copied):
-            own = slice(begin, begin + BLOCK * len(entries.items))
-            items = stored(mask, (sizes, "copied", number, "items"), lambda entries=entries: Constant(entries.items))  # type: ignore[misc]
-            queries = sequences(parts.copies(q, builder.constant(items), heads))
-            given = _entry_options(parts, ("copied", number), entries, BLOCK * np.arange(len(entries.items) + 1))
-            results: dict[str, Any] = {"out": sequences(copies)[..., own], "stats": copied_stats[..., own]}
-            builder.attend("blocks", queries, pages[0], pages[1], given, **results, **parts.flags)
-            begin = own.stop
-        offsets, numbers = stored(mask, (sizes, "sources"), lambda: (Constant(tables.offsets), Constant(tables.parts)))
-        where = Sources(builder.constant(offsets), builder.constant(numbers), groups)
-        of_copies = copied_stats.reshape((heads, BLOCK, count), order="F")
-        writes = [x for x in (target, stats) if x is not None]
-        builder.run(merge_blocks, where, copies, of_copies, target, stats, base, sinks, writes=writes)
-    elif stats is not None and base is not None:
-        builder.copy(stats, base)
-    if finish:
-        finish()
-
-
-def _pages(parts: _Parts, x: View, groups: int) -> View:
-    """Keys or values as pages ``(D, heads, BLOCK, pages)``: a view if possible, otherwise copies of blocks."""
-    found: View | None = as_pages(x) if groups == 1 else None
-    if found is not None:
-        return found
-    mask, sizes = parts.mask, parts.sizes
-    of_heads = 1 if groups == 1 else sizes.hkv
-
-    def make() -> Constant:
-        every = [(j, g, b) for b, g, j in np.ndindex(sizes.batch, of_heads, mask.kinds.shape[0])]
-        return Constant(np.array(every, np.int32).reshape(-1, 3))
-
-    items = parts.builder.constant(stored(mask, (sizes, "pages"), make))
-    return parts.copies(x, items, sizes.hkv if groups == 1 else 1)
-
-
-def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> dict[str, Any]:
-    """The options of a call on batch entries of blocks, whose queries have these cumulative lengths."""
-
-    def make() -> list[Constant]:
-        return [Constant(entries.table), Constant(entries.lengths), Constant(np.array(starts, np.int32))]
-
-    table, lengths, cumulative = map(parts.builder.constant, stored(parts.mask, (parts.sizes, *key, "entries"), make))
-    given = {"page_table": table, "seq_lens_kv": lengths, "cu_seqlens_q": cumulative, "max_seqlen_q": BLOCK}
-    given |= parts.pairs(key, None if entries.partial is None else entries.partial[:, None])
-    return parts.options_of(given, key, functools.partial(of_entries, entries, parts.mask, parts.sizes))
-
-
-# The backward pass
-
-
-def backward(builder: Builder, arrays: Gradients, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool) -> None:
-    """Add the steps that write dq, dk and dv."""
-    options = {name: value for name, value in options.items() if name != "sinks"}  # the log-sum-exp contains them
-    parts = _Parts(builder, arrays.q, arrays.k, mask, options, deterministic=deterministic)
-    method = parts.method
-    if method.blocks is not None and not deterministic and (function := gradient_function(mask, parts.sizes)):
-        # deterministic gradients would need memory for all pairs
-        _attend_backward(parts, "whole", arrays, parts.whole_options(mask_mod=function))
-    elif method.packed:
-        _packed_gradients(parts, arrays, method.packed)
-    elif method.slices is not None:
-        _slice_gradients(parts, arrays, method.slices)
-    else:
-        _block_gradients(parts, arrays)
-
-
-def _attend_backward(parts: _Parts, name: str, arrays: Gradients, options: Mapping[str, Any]) -> None:
-    """One step: the gradients of a part."""
-    others = arrays._asdict()
-    q, k, v = (others.pop(key) for key in ("q", "k", "v"))
-    parts.builder.attend_backward(name, q, k, v, options, **others, **parts.flags)
-
-
-def _packed_gradients(parts: _Parts, arrays: Gradients, packed: Packed) -> None:
-    """All segments as the sequences of one packed call."""
-    builder, (s, h, b) = parts.builder, arrays.stats.shape
-    rows = builder.temporary((h, s, b), np.float32)
-    builder.copy(rows, arrays.stats.transpose(1, 0, 2))
-    dout, q, k, v, out = (parts.flat(x) for x in arrays[:5])
-    results = [parts.dense(x) for x in arrays[6:]]
-    given = parts.options_of(
-        parts.packing(("packed",), packed), ("packed",), functools.partial(of_packed, packed, parts.mask, parts.sizes)
-    )
-    dq, dk, dv = (parts.flat(own) for own, _ in results)
-    stats = rows.reshape((h, s * b), order="F")
-    _attend_backward(parts, "packed", Gradients(dout, q, k, v, out, stats, dq, dk, dv), given)
-    for _, finish in results:
-        finish()
-
-
-def _slice_gradients(parts: _Parts, arrays: Gradients, slices: Sequence[Slice]) -> None:
-    """Every segment as a call on slices of the arrays, the one with most keys first."""
-    builder, results = parts.builder, [_Sum(parts.builder, array) for array in arrays[6:]]
-    for part in sorted(gradient_slices(slices), key=lambda part: part.k0 - part.k1):
-        q0, q1, k0, k1, band = part
-        rows = arrays.stats
-        if q1 - q0 < rows.shape[0] or not rows.flags.f_contiguous:
-            rows = builder.temporary((q1 - q0, *rows.shape[1:]), rows.dtype)
-            builder.copy(rows, arrays.stats[q0:q1])
-        targets = [result.target(*bounds) for result, bounds in zip(results, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
-        given = parts.options_of(band_options(band), (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
-        of_q, of_kv = (slice(None), slice(None), slice(q0, q1)), (slice(None), slice(None), slice(k0, k1))
-        inputs = arrays.dout[of_q], arrays.q[of_q], arrays.k[of_kv], arrays.v[of_kv], arrays.out[of_q], rows
-        _attend_backward(parts, "slice", Gradients(*inputs, *targets), given)
-        for result in results:
-            result.add()
-    for result in results:
-        result.clear_rest()
-
-
 class _Sum:
-    """A gradient as the sum of gradients of slices: the first one of a position is written, the others are added."""
+    """A result as the sum of those of slices: the first one of a position is written, the others are added."""
 
     def __init__(self, builder: Builder, array: View) -> None:
         self._builder, self._array = builder, array
@@ -406,7 +310,7 @@ class _Sum:
         self._part: tuple[View, View] | None = None
 
     def target(self, begin: int, end: int) -> View:
-        """An array for the gradient of a slice: the slice, or a new one that is added to it by :meth:`add`."""
+        """An array for the result of a slice: the slice, or a new one that is added to it by :meth:`add`."""
         part = self._array[:, :, begin:end]
         gaps = self._gaps(begin, end)
         self._written.append((begin, end))
@@ -418,14 +322,18 @@ class _Sum:
         return self._part[1]
 
     def add(self) -> None:
-        """Add the gradient of the last slice, if it is not in place."""
+        """Add the result of the last slice, if it is not in place."""
         if self._part:
             self._builder.add(*self._part)
             self._part = None
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """The positions that are in no slice."""
+        return self._gaps(0, self._array.shape[2])
+
     def clear_rest(self) -> None:
         """Write 0 to positions that are in no slice."""
-        for first, last in self._gaps(0, self._array.shape[2]):
+        for first, last in self.gaps():
             self._builder.fill(self._array[:, :, first:last], 0)
 
     def _gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -438,45 +346,86 @@ class _Sum:
         return [*gaps, (begin, end)] if begin < end else gaps
 
 
-class _Copied(NamedTuple):
-    """The rectangles of a mask: the copied blocks, int32 ``(n, 3)``, and the packed copies of each call.
-
-    ``of_queries`` and ``of_keys`` are the copies of every block: offsets and parts, see :class:`.Sources`; of as many groups of
-    heads as ``groups`` and ``key_groups``.
-    """
-
-    queries: Constant
-    keys: Constant
-    of_queries: tuple[Constant, Constant]
-    of_keys: tuple[Constant, Constant]
-    groups: int
-    key_groups: int
-    parts: list[PackedCopies]
+# The forward pass by blocks
 
 
-def _copied(mask: BlockMask, sizes: Sizes) -> _Copied:
-    found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
-    parts = [part for part in found if part is not None]
-    empty = np.zeros((0, 3), np.int32)
-    queries = np.concatenate([empty, *(part.queries for part in parts)])
-    keys = np.concatenate([empty, *(part.keys for part in parts)])
-    key_blocks, query_blocks, groups, _ = mask.kinds.shape
-    key_groups = 1 if groups == 1 else sizes.hkv
-    offsets_q, parts_q = map(Constant, sources(queries, query_blocks, groups, sizes.batch))
-    offsets_kv, parts_kv = map(Constant, sources(keys, key_blocks, key_groups, sizes.batch))
-    return _Copied(Constant(queries), Constant(keys), (offsets_q, parts_q), (offsets_kv, parts_kv), groups, key_groups, parts)
+def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
+    """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
+    builder, mask = parts.builder, parts.mask
+    q, k, v, out, stats = (arrays[name] for name in FORWARD)
+    groups, sinks = tables.groups, parts.options.pop("sinks", None)
+    (_, hq, sq, batch), dv = q.shape, v.shape[0]
+    pages = {"k": _pages(parts, k, groups), "v": _pages(parts, v, groups)}
+    merges = bool(tables.copied) or sinks is not None
+    target, base = out, None
+    if tables.direct:
+        if flattened(out) is None:
+            target = builder.temporary(out.shape, out.dtype)
+        rows = builder.temporary((hq, sq * batch), np.float32) if merges or stats is not None else None
+        starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
+        given = _entry_options(parts, ("direct",), tables.direct, [*starts, mask.sq * batch])
+        parts.attend("blocks", {"q": parts.flat(q), **pages, "out": flattened(target), "stats": rows}, given)
+        base = None if rows is None else rows.reshape((hq, sq, batch), order="F").transpose(1, 0, 2)
+    if not tables.direct or merges:
+        heads, count = hq // groups, sum(len(entries.items) for entries in tables.copied)
+        copies = builder.temporary((dv, heads, BLOCK, count), q.dtype)
+        copied_stats = builder.temporary((heads, BLOCK * count), np.float32)
+        begin = 0
+        for number, entries in enumerate(tables.copied):
+            own = slice(begin, begin + BLOCK * len(entries.items))
+            items = parts.constant(("copied", number, "items"), np.asarray, entries.items)
+            queries = sequences(parts.copies(q, items, heads))
+            given = _entry_options(parts, ("copied", number), entries, BLOCK * np.arange(len(entries.items) + 1))
+            results = {"out": sequences(copies)[..., own], "stats": copied_stats[..., own]}
+            parts.attend("blocks", {"q": queries, **pages, **results}, given)
+            begin = own.stop
+        offsets, numbers = parts.constants(("sources",), lambda: (tables.offsets, tables.parts))
+        where = Sources(offsets, numbers, groups)
+        of_copies = copied_stats.reshape((heads, BLOCK, count), order="F")
+        writes = [x for x in (target, stats) if x is not None]
+        builder.run(merge_blocks, where, copies, of_copies, target, stats, base, sinks, writes=writes)
+    elif stats is not None and base is not None:
+        builder.copy(stats, base)
+    if target is not out:
+        builder.copy(out, target)
 
 
-def _block_gradients(parts: _Parts, arrays: Gradients) -> None:
+def _pages(parts: _Parts, x: View, groups: int) -> View:
+    """Keys or values as pages ``(D, heads, BLOCK, pages)``: a view if possible, otherwise copies of blocks."""
+    found: View | None = as_pages(x) if groups == 1 else None
+    if found is not None:
+        return found
+    sizes, of_heads = parts.sizes, 1 if groups == 1 else parts.sizes.hkv
+
+    def make() -> Any:
+        every = [(j, g, b) for b, g, j in np.ndindex(sizes.batch, of_heads, parts.mask.kinds.shape[0])]
+        return np.array(every, np.int32).reshape(-1, 3)
+
+    return parts.copies(x, parts.constant(("pages",), make), sizes.hkv if groups == 1 else 1)
+
+
+def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> dict[str, Any]:
+    """The options of a call on batch entries of blocks, whose queries have these cumulative lengths."""
+    arrays = entries.table, entries.lengths, np.array(starts, np.int32)
+    table, lengths, cumulative = parts.constants((*key, "entries"), lambda: arrays)
+    given = {"page_table": table, "seq_lens_kv": lengths, "cu_seqlens_q": cumulative, "max_seqlen_q": BLOCK}
+    given |= parts.pairs(key, None if entries.partial is None else entries.partial[:, None])
+    return parts.options_of(given, key, functools.partial(of_entries, entries, parts.mask, parts.sizes))
+
+
+# The backward pass by blocks
+
+
+def _block_gradients(parts: _Parts, arrays: Arrays) -> None:
     """Copies of the blocks of rectangles as packed sequences, and sums of their gradients."""
     mask, sizes = parts.mask, parts.sizes
     copied = stored(mask, (sizes, "rectangles"), lambda: _copied(mask, sizes))
-    if not copied.parts or not sizes.hq:
-        for result in arrays[6:]:
-            parts.builder.fill(result, 0)
+    if not copied or not sizes.hq:
+        for name in _results(arrays):
+            parts.builder.fill(arrays[name], 0)
         return
     every = []
-    for number, part in enumerate(copied.parts):
+    for number, part in enumerate(copied):
         key = ("rectangles", number)
         given = {**parts.packing(key, part), **parts.pairs(key, part.partial)}
         every.append(parts.options_of(given, key, functools.partial(of_copies, part, mask)))
@@ -484,39 +433,58 @@ def _block_gradients(parts: _Parts, arrays: Gradients) -> None:
         heads = (1, 1) if mask.heads > 1 else (sizes.hq, sizes.hkv)
         _sum_of_copies(parts, arrays, copied, *heads, every)
         return
-    size = arrays.q.itemsize * BLOCK * (arrays.q.shape[0] + arrays.v.shape[0]) * 2
-    turns = -(-size * (len(copied.queries.array) * sizes.hq + len(copied.keys.array) * sizes.hkv) // MAX_COPIES)
+    size = arrays["q"].itemsize * BLOCK * (arrays["q"].shape[0] + arrays["v"].shape[0]) * 2
+    blocks_of_heads = sum(len(part.queries) * sizes.hq + len(part.keys) * sizes.hkv for part in copied)
+    turns = -(-size * blocks_of_heads // MAX_COPIES)
     step = -(-sizes.hkv // max(1, min(turns, sizes.hkv)))
     repeat = sizes.hq // sizes.hkv
     for begin in range(0, sizes.hkv, step):
         of_kv = slice(begin, min(begin + step, sizes.hkv))
         of_q = slice(of_kv.start * repeat, of_kv.stop * repeat)
-        named = arrays._asdict().items()
-        turn = {name: array[:, of_kv if name in ("k", "v", "dk", "dv") else of_q] for name, array in named}
-        _sum_of_copies(parts, Gradients(**turn), copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every)
+        turn = {name: array[:, of_kv if name in KEY_ARRAYS else of_q] for name, array in arrays.items()}
+        _sum_of_copies(parts, turn, copied, of_q.stop - of_q.start, of_kv.stop - of_kv.start, every)
+
+
+def _copied(mask: BlockMask, sizes: Sizes) -> list[PackedCopies]:
+    """The rectangles of a mask as the packed copies of each call."""
+    found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
+    return [part for part in found if part is not None]
 
 
 def _sum_of_copies(
-    parts: _Parts, arrays: Gradients, copied: _Copied, hq: int, hkv: int, options: Sequence[Mapping[str, Any]]
+    parts: _Parts, arrays: Arrays, copied: Sequence[PackedCopies], hq: int, hkv: int, options: Sequence[Mapping[str, Any]]
 ) -> None:
     """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
-    builder = parts.builder
-    queries, keys = builder.constant(copied.queries), builder.constant(copied.keys)
-    dout, q, out = (sequences(parts.copies(x, queries, hq)) for x in (arrays.dout, arrays.q, arrays.out))
-    k, v = (sequences(parts.copies(x, keys, hkv)) for x in (arrays.k, arrays.v))
-    stats = sequences(parts.copies(arrays.stats.transpose(1, 0, 2)[None], queries, hq, of_stats=True))[0]
-    dq, dk, dv = (builder.temporary(x.shape, x.dtype) for x in (q, k, v))
+    builder, key_groups = parts.builder, 1 if parts.mask.heads == 1 else parts.sizes.hkv
+    queries = _CopiedBlocks(parts, "queries", [part.queries for part in copied], parts.mask.heads, hq)
+    keys = _CopiedBlocks(parts, "keys", [part.keys for part in copied], key_groups, hkv)
+    copies: dict[str, View] = {}
+    for name, x in arrays.items():
+        of = keys if name in KEY_ARRAYS else queries
+        if name in _results(arrays):
+            like = copies[name[1:]]
+            copies[name] = builder.temporary(like.shape, like.dtype)
+        elif name == "stats":
+            copies[name] = sequences(parts.copies(x.transpose(1, 0, 2)[None], of.items, of.heads, of_stats=True))[0]
+        else:
+            copies[name] = sequences(parts.copies(x, of.items, of.heads))
     from_q = from_kv = 0
-    for part, given in zip(copied.parts, options, strict=True):
+    for part, given in zip(copied, options, strict=True):
         end_q, end_kv = from_q + BLOCK * len(part.queries), from_kv + BLOCK * len(part.keys)
         of_q, of_kv = (..., slice(from_q, end_q)), (..., slice(from_kv, end_kv))
-        inputs = dout[of_q], q[of_q], k[of_kv], v[of_kv], out[of_q], stats[of_q]
-        _attend_backward(parts, "copies", Gradients(*inputs, dq[of_q], dk[of_kv], dv[of_kv]), given)
+        parts.attend("copies", {name: x[of_kv if name in KEY_ARRAYS else of_q] for name, x in copies.items()}, given)
         from_q, from_kv = end_q, end_kv
-    for copies, result, of, groups in (
-        (dq, arrays.dq, copied.of_queries, copied.groups),
-        (dk, arrays.dk, copied.of_keys, copied.key_groups),
-        (dv, arrays.dv, copied.of_keys, copied.key_groups),
-    ):
-        where = Sources(builder.constant(of[0]), builder.constant(of[1]), groups)
-        builder.run(sum_blocks, where, blocks(copies), result, writes=(result,))
+    for name in _results(arrays):
+        of = keys if name in KEY_ARRAYS else queries
+        builder.run(sum_blocks, of.sources, blocks(copies[name]), arrays[name], writes=(arrays[name],))
+
+
+class _CopiedBlocks:
+    """The blocks of queries, or of keys, that are copied: their items, where each block is, and the heads of a copy."""
+
+    def __init__(self, parts: _Parts, name: str, items: Sequence[Any], groups: int, heads: int) -> None:
+        every, axis = np.concatenate(items), 0 if name == "keys" else 1
+        key, number = ("rectangles", name), parts.mask.kinds.shape[axis]
+        self.items, self.heads = parts.constant((*key, "items"), np.asarray, every), heads
+        places = parts.constants((*key, "sources"), sources, every, number, groups, parts.sizes.batch)
+        self.sources = Sources(places[0], places[1], groups)

@@ -16,14 +16,13 @@ from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.conversion import OUTPUTS
 from ..boundary.layouts import VECTORS
-from ..boundary.user_functions import Gradients as TensorGradients
-from ..boundary.user_functions import gradient_name, kept_options
+from ..boundary.user_functions import Gradients, gradient_name, kept_options
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from . import block_mask_steps
-from .block_mask_steps import Forward, Gradients, score_function
+from .block_mask_steps import BACKWARD, FORWARD, score_function
 from .calls import call_program, parts_of
 from .executor import Inputs, Reading, Wanted
 from .program import Builder
@@ -68,7 +67,7 @@ def attend(
         build = functools.partial(forward, views=inputs.views, options=inputs.options, native=native, **of_call)
         return Reading(inputs, wanted, build)
 
-    return call_program(kind, Forward._fields[: len(arrays)], arrays, options, read)
+    return call_program(kind, FORWARD[: len(arrays)], arrays, options, read)
 
 
 def attend_backward(
@@ -107,7 +106,7 @@ def attend_backward(
         of_call |= {"views": inputs.views, "options": inputs.options}
         return Reading(inputs, wanted, functools.partial(backward, **of_call), gradients)
 
-    return call_program(kind, Gradients._fields[: len(arrays)], arrays, options, read)
+    return call_program(kind, BACKWARD[: len(arrays)], arrays, options, read)
 
 
 def _inputs(
@@ -140,7 +139,7 @@ def results_of(
     dtype: str | None = None,
     result: Any = None,
     **flags: Any,
-) -> tuple[Wanted, TensorGradients | None]:
+) -> tuple[Wanted, Gradients | None]:
     """The results of a call in order, and which gradients of ``tensors`` are among them; the views of results are checked.
 
     ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
@@ -195,13 +194,13 @@ def forward(
     The options have views in place of arrays.
     """
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
-    own, finish = rounded(builder, {name: views.get(name) for name in Forward._fields}, dtype, ("out",), kept)
+    own, finish = rounded(builder, {name: views.get(name) for name in FORWARD}, dtype, ("out",), kept)
     if mask is None:
         call = read_forward(**own, options=options, return_stats=return_stats, deterministic=deterministic)
         call.arrays |= {name: views[name] for name in OUTPUTS[2:] if name in views}
         builder.call("attention", call)
     else:
-        block_mask_steps.forward(builder, Forward(**own), mask, options, deterministic=deterministic, native=native)
+        block_mask_steps.forward(builder, own, mask, options, deterministic=deterministic, native=native)
     finish()
 
 
@@ -217,14 +216,14 @@ def backward(
     **outputs: Any,
 ) -> None:
     """Add the steps of the gradients, to the results among the views. The options are as for :func:`forward`."""
-    own, finish = rounded(builder, {name: views[name] for name in Gradients._fields}, dtype, ("dq", "dk", "dv"))
+    own, finish = rounded(builder, {name: views[name] for name in BACKWARD}, dtype, ("dq", "dk", "dv"))
     if mask is None:
         call = read_backward(**own, options=options, deterministic=deterministic, **outputs)
         call.given_stats = given_stats
         call.arrays |= {name: views[name] for name in call.result_names if name not in call.arrays}
         builder.call("gradients", call)
     else:
-        block_mask_steps.backward(builder, Gradients(**own), mask, options, deterministic=deterministic)
+        block_mask_steps.backward(builder, own, mask, options, deterministic=deterministic)
     finish()
 
 
