@@ -254,21 +254,34 @@ def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:
 
 
 def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
-    """Every segment as a call on slices of the arrays; for gradients the one with most keys first."""
+    """Every segment as a call on slices of the arrays; for gradients the one with most keys first.
+
+    The first result of a position is written in place, and further ones are added to it.
+    """
     builder, stats, backward = parts.builder, arrays["stats"], "dout" in arrays
-    results = {name: _Sum(builder, arrays[name]) for name in _results(arrays)}
+    written: dict[str, list[tuple[int, int]]] = {name: [] for name in _results(arrays)}
     if backward:
         slices = sorted(gradient_slices(slices), key=lambda part: part.k0 - part.k1)
     for part in slices:
         q0, q1, k0, k1, band = part
         of_kv = slice(k0, k1)
         own: dict[str, View | None] = {}
+        added = []
         for name, x in arrays.items():
+            if name == "stats":
+                continue
             positions = of_kv if name in KEY_ARRAYS else slice(q0, q1)
-            if name in results:
-                own[name] = results[name].target(positions.start, positions.stop)
-            elif name != "stats":
-                own[name] = x[:, :, positions]
+            own[name] = place = x[:, :, positions]
+            if name not in written:
+                continue
+            whole = positions.start, positions.stop
+            gaps = _gaps(written[name], *whole)
+            written[name].append(whole)
+            if gaps != [whole]:
+                for begin, end in gaps:
+                    builder.fill(x[:, :, begin:end], 0)
+                own[name] = term = builder.temporary(place.shape, place.dtype)
+                added.append((place, term))
         rows = stats
         if stats is not None and not (q1 - q0 == stats.shape[0] and stats.flags.f_contiguous):
             rows = builder.temporary((q1 - q0, *stats.shape[1:]), stats.dtype)
@@ -276,15 +289,25 @@ def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
                 builder.copy(rows, stats[q0:q1])
         given = parts.options_of(band_options(band), (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
         parts.attend("slice", {**own, "stats": rows}, given)
-        for result in results.values():
-            result.add()
+        for place, term in added:
+            builder.add(place, term)
         if rows is not stats and not backward:
             builder.copy(stats[q0:q1], rows)
-    if stats is not None and not backward:
-        for begin, end in results["out"].gaps():
-            _fill_rows(parts, stats, begin, end)
-    for result in results.values():
-        result.clear_rest()
+    for name, ranges in written.items():
+        for begin, end in _gaps(ranges, 0, arrays[name].shape[2]):
+            builder.fill(arrays[name][:, :, begin:end], 0)
+            if stats is not None and not backward:
+                _fill_rows(parts, stats, begin, end)
+
+
+def _gaps(written: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The parts of a range of positions that no slice has written."""
+    gaps = []
+    for first, last in sorted(written):
+        if begin < min(first, end):
+            gaps.append((begin, min(first, end)))
+        begin = max(begin, last)
+    return [*gaps, (begin, end)] if begin < end else gaps
 
 
 def _results(arrays: Arrays) -> tuple[str, ...]:
@@ -299,51 +322,6 @@ def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
         parts.builder.fill(stats[begin:end], -np.inf)
     else:
         parts.builder.copy(stats[begin:end], sinks[None, :, None])
-
-
-class _Sum:
-    """A result as the sum of those of slices: the first one of a position is written, the others are added."""
-
-    def __init__(self, builder: Builder, array: View) -> None:
-        self._builder, self._array = builder, array
-        self._written: list[tuple[int, int]] = []
-        self._part: tuple[View, View] | None = None
-
-    def target(self, begin: int, end: int) -> View:
-        """An array for the result of a slice: the slice, or a new one that is added to it by :meth:`add`."""
-        part = self._array[:, :, begin:end]
-        gaps = self._gaps(begin, end)
-        self._written.append((begin, end))
-        if gaps == [(begin, end)]:
-            return part
-        for first, last in gaps:
-            self._builder.fill(self._array[:, :, first:last], 0)
-        self._part = part, self._builder.temporary(part.shape, part.dtype)
-        return self._part[1]
-
-    def add(self) -> None:
-        """Add the result of the last slice, if it is not in place."""
-        if self._part:
-            self._builder.add(*self._part)
-            self._part = None
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """The positions that are in no slice."""
-        return self._gaps(0, self._array.shape[2])
-
-    def clear_rest(self) -> None:
-        """Write 0 to positions that are in no slice."""
-        for first, last in self.gaps():
-            self._builder.fill(self._array[:, :, first:last], 0)
-
-    def _gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that no slice has written."""
-        gaps = []
-        for first, last in sorted(self._written):
-            if begin < min(first, end):
-                gaps.append((begin, min(first, end)))
-            begin = max(begin, last)
-        return [*gaps, (begin, end)] if begin < end else gaps
 
 
 # The forward pass by blocks
