@@ -82,7 +82,7 @@ def forward(
     """Add the steps of the forward pass; returns the call of the kernel.
 
     Args:
-        builder, options, return_stats: as for :func:`.passes.forward`.
+        builder, options, return_stats: as for :func:`.passes.add`.
         views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
             and sum_exp if they are computed. Without descale_q, q is converted first.
         dtype, rotated: the FP8 dtype, and whether k is rotated, and q is if it is converted.
@@ -165,7 +165,7 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
     ``views`` are dout, out, stats and the results; and q, k, v in FP8, and "factors". The flags are those of
-    :func:`.passes.backward`.
+    :func:`.passes.add`.
     """
     given = {**views}
     for i, name in enumerate("qkv"):
@@ -174,4 +174,4 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
         _, descale = factors_in(views["factors"], i)
         rotation = 1 if name == "v" else fp8_kernels.rotation_of(elements.shape[0])
         builder.run(fp8_kernels.dequantize, elements, target, descale, rotation, dtype, writes=(target,))
-    passes.backward(builder, given, options, given_stats="other", **flags)
+    passes.add(builder, given, options, given_stats="other", **flags)

@@ -93,7 +93,7 @@ def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: 
     """Add attention of q, k and v. As on one GPU, a mask function may become a block mask."""
     views = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
     mask, rest = _blocks_of(builder, views, options)
-    passes.forward(builder, views, rest, mask=mask, return_stats=True)
+    passes.add(builder, views, rest, mask=mask, return_stats=True)
 
 
 def attend_backward(
@@ -103,7 +103,7 @@ def attend_backward(
     views = dict(zip(BACKWARD, arrays, strict=True))
     mask, rest = _blocks_of(builder, views, options)
     outputs: dict[str, Any] = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
-    passes.backward(builder, views, rest, mask=mask, deterministic=deterministic, given_stats=given_stats, **outputs)
+    passes.add(builder, views, rest, mask=mask, deterministic=deterministic, given_stats=given_stats, **outputs)
 
 
 def _blocks_of(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

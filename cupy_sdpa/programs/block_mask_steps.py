@@ -177,7 +177,7 @@ def blocks(array: View) -> View:
 # The two passes
 
 
-def forward(
+def add(
     builder: Builder,
     arrays: Arrays,
     mask: BlockMask,
@@ -186,43 +186,33 @@ def forward(
     deterministic: bool,
     native: bool = False,
 ) -> None:
-    """Add the steps that write the output, and the log-sum-exp unless ``stats`` is None.
+    """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None.
 
-    ``native``: the kernel skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`.
+    ``native``: the kernel of the forward pass skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`.
     """
+    backward = "dout" in arrays
+    if backward:  # the log-sum-exp contains the sinks
+        options = {name: value for name, value in options.items() if name != "sinks"}
     parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
-    if _by_segments(parts, arrays):
-        return
-    if native:
-        found = native_of(mask)
-        assert found
-        bits = parts.constant(("bits",), lambda: np.asfortranarray(found.of(parts.sizes)))
-        parts.attend("blocks", {**arrays, "block_bits": bits}, parts.whole_options(**found.options))
-    else:
-        _blocks(parts, arrays, parts.method.blocks)
-
-
-def backward(builder: Builder, arrays: Arrays, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool) -> None:
-    """Add the steps that write dq, dk and dv."""
-    options = {name: value for name, value in options.items() if name != "sinks"}  # the log-sum-exp contains them
-    parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
-    if _by_segments(parts, arrays):
-        return
-    if not deterministic and (function := gradient_function(mask, parts.sizes)):
-        # deterministic gradients would need memory for all pairs
-        parts.attend("whole", arrays, parts.whole_options(mask_mod=function))
-    else:
-        _block_gradients(parts, arrays)
-
-
-def _by_segments(parts: _Parts, arrays: Arrays) -> bool:
-    """Add the steps of a pass on segments; returns whether the mask is computed by segments."""
     method = parts.method
     if method.packed:
         _packed(parts, arrays, method.packed)
     elif method.slices is not None:
         _slices(parts, arrays, method.slices)
-    return method.blocks is None
+    elif backward:
+        # deterministic gradients with the function would need memory for all pairs
+        function = None if deterministic else gradient_function(mask, parts.sizes)
+        if function:
+            parts.attend("whole", arrays, parts.whole_options(mask_mod=function))
+        else:
+            _block_gradients(parts, arrays)
+    elif native:
+        found = native_of(mask)
+        assert found
+        bits = parts.constant(("bits",), lambda: np.asfortranarray(found.of(parts.sizes)))
+        parts.attend("blocks", {**arrays, "block_bits": bits}, parts.whole_options(**found.options))
+    else:
+        _blocks(parts, arrays, method.blocks)
 
 
 def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:

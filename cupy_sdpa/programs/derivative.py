@@ -75,14 +75,14 @@ def derivative(
         """A forward pass."""
         builder.part = name
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
-        passes.forward(builder, given, options, return_stats=stats is not None, **flags)
+        passes.add(builder, given, options, return_stats=stats is not None, **flags)
 
     def gradient(name: str, keys: View, products: View, options: Mapping[str, Any]) -> View:
         """The gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
-        passes.backward(builder, given | made, options, given_stats="part", **flags)
+        passes.add(builder, given | made, options, given_stats="part", **flags)
         return made["dq"]
 
     if any(name in views for name in WIDENED):

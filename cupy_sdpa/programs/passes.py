@@ -14,7 +14,6 @@ from ..block_masks.native import is_supported
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
-from ..boundary.conversion import OUTPUTS
 from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
 from ..problem.problem import row_stats_shape
@@ -64,7 +63,7 @@ def attend(
             assert dtype
             shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
             wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
-        build = functools.partial(forward, views=inputs.views, options=inputs.options, native=native, **of_call)
+        build = functools.partial(add, views=inputs.views, options=inputs.options, native=native, **of_call)
         return Reading(inputs, wanted, build)
 
     return call_program(kind, FORWARD[: len(arrays)], arrays, options, read)
@@ -104,7 +103,7 @@ def attend_backward(
         of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
         wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
         of_call |= {"views": inputs.views, "options": inputs.options}
-        return Reading(inputs, wanted, functools.partial(backward, **of_call), gradients)
+        return Reading(inputs, wanted, functools.partial(add, **of_call), gradients)
 
     return call_program(kind, BACKWARD[: len(arrays)], arrays, options, read)
 
@@ -177,7 +176,7 @@ def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
 # Builders
 
 
-def forward(
+def add(
     builder: Builder,
     views: Mapping[str, View],
     options: Mapping[str, Any],
@@ -185,45 +184,27 @@ def forward(
     mask: BlockMask | None = None,
     dtype: str | None = None,
     native: bool = False,
-    return_stats: Any = False,
-    deterministic: bool = False,
-) -> None:
-    """Add the steps of the forward pass.
-
-    ``views`` has q, k, v and out; stats, max and sum_exp if they are computed; and "kept q" and others to keep what is rounded.
-    The options have views in place of arrays.
-    """
-    kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
-    own, finish = rounded(builder, {name: views.get(name) for name in FORWARD}, dtype, ("out",), kept)
-    if mask is None:
-        call = read_forward(**own, options=options, return_stats=return_stats, deterministic=deterministic)
-        call.arrays |= {name: views[name] for name in OUTPUTS[2:] if name in views}
-        builder.call("attention", call)
-    else:
-        block_mask_steps.forward(builder, own, mask, options, deterministic=deterministic, native=native)
-    finish()
-
-
-def backward(
-    builder: Builder,
-    views: Mapping[str, View],
-    options: Mapping[str, Any],
-    *,
-    mask: BlockMask | None = None,
-    dtype: str | None = None,
-    deterministic: bool = False,
     given_stats: GivenStats = "whole",
+    deterministic: bool = False,
     **outputs: Any,
 ) -> None:
-    """Add the steps of the gradients, to the results among the views. The options are as for :func:`forward`."""
-    own, finish = rounded(builder, {name: views[name] for name in BACKWARD}, dtype, ("dq", "dk", "dv"))
+    """Add the steps of a pass: of the gradients if ``dout`` is among the views, otherwise of the forward pass.
+
+    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded. The options have
+    views in place of arrays. ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
+    """
+    backward = "dout" in views
+    kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
+    given = {name: views.get(name) for name in (BACKWARD if backward else FORWARD)}
+    own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
     if mask is None:
-        call = read_backward(**own, options=options, deterministic=deterministic, **outputs)
+        read = read_backward if backward else read_forward
+        call = read(**own, options=options, deterministic=deterministic, **outputs)
         call.given_stats = given_stats
-        call.arrays |= {name: views[name] for name in call.result_names if name not in call.arrays}
-        builder.call("gradients", call)
+        call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
+        builder.call("gradients" if backward else "attention", call)
     else:
-        block_mask_steps.backward(builder, own, mask, options, deterministic=deterministic)
+        block_mask_steps.add(builder, own, mask, options, deterministic=deterministic, native=native)
     finish()
 
 
