@@ -16,7 +16,6 @@ from .boundary.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.describe import OF_FORWARD, program_of, report_of
 from .programs.executor import ProgramCall
-from .replay.call_report import Report
 from .replay.replay_cache import run_cached
 from .replay.views import run_and_cache
 
@@ -106,43 +105,11 @@ def prepare(
     else:
         outputs["return_stats"] = return_stats
         function, arrays = attention, {"q": q, "k": k, "v": v}
-    return prepare_function(function, arrays, given, outputs, autotune=read_flag("autotune", autotune))
-
-
-def prepare_function(
-    function: Callable[..., Any],
-    arrays: Mapping[str, Any],
-    options: dict[str, Any],
-    outputs: dict[str, Any],
-    *,
-    autotune: bool = False,
-) -> Prepared[Any]:
-    """:func:`prepare` of any function of this package.
-
-    ``arrays`` are by name in the order of its arguments; of a backward pass dout, out and stats may be None. The prepared call
-    may replace the ``options``, but not the ``outputs``, which are the other arguments.
-    """
-    missing = OF_FORWARD if "dout" in arrays else None
-    call = program_of(function, **arrays, **options, **outputs, missing=missing)
-    report = report_of(call)
-    if report.reasons:
-        raise report.error("\n".join(report.reasons))
-    tunings: list[Tuning] = []
-    if autotune and call.on_gpu and not report.problem.trivial:
-        own = dict(arrays)
-        if "dout" in own:
-            inputs = [own[name] for name in "qkv"]
-            own["out"], own["stats"] = attention(*inputs, return_stats=True, **options)
-            own["dout"] = own["out"]
-        with in_mode(tunings=tunings):
-            function(**own, **options, **outputs)
-        report = report_of(program_of(function, **arrays, **options, **outputs, missing=missing))
-    tuning = tunings[0] if tunings else None
-    return Prepared(function, tuple(arrays), call, options, outputs, report, tuning, _in_words(arrays, options))
+    return Prepared(function, arrays, given, outputs, autotune=read_flag("autotune", autotune))
 
 
 class Prepared(Generic[ResultT]):
-    """A call that is already planned; returned by :func:`prepare`.
+    """A call of a function of this package that is already planned; returned by :func:`prepare`.
 
     Attributes:
         problem: the problem that it computes.
@@ -153,21 +120,39 @@ class Prepared(Generic[ResultT]):
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: tuple[str, ...],
-        call: ProgramCall,
+        arrays: Mapping[str, Any],
         options: dict[str, Any],
         outputs: dict[str, Any],
-        report: Report,
-        tuning: Tuning | None,
-        given: Mapping[str, str],
+        *,
+        autotune: bool = False,
     ) -> None:
+        """Plan the call.
+
+        ``arrays`` are by name in the order of the function's arguments; of a backward pass dout, out and stats may be None. The
+        prepared call may replace the ``options``, but not the ``outputs``, which are the other arguments.
+        """
+        missing = OF_FORWARD if "dout" in arrays else None
+        call = program_of(function, **arrays, **options, **outputs, missing=missing)
+        report = report_of(call)
+        if report.reasons:
+            raise report.error("\n".join(report.reasons))
+        tunings: list[Tuning] = []
+        if autotune and call.on_gpu and not report.problem.trivial:
+            own = dict(arrays)
+            if "dout" in own:
+                inputs = [own[name] for name in "qkv"]
+                own["out"], own["stats"] = attention(*inputs, return_stats=True, **options)
+                own["dout"] = own["out"]
+            with in_mode(tunings=tunings):
+                function(**own, **options, **outputs)
+            report = report_of(program_of(function, **arrays, **options, **outputs, missing=missing))
         self.problem = _problem(call) or report.problem
-        self.report, self.tuning = report, tuning
-        self._function, self._inputs, self._options, self._outputs = function, inputs, options, outputs
-        self._problems, self._given = _problems(call), given
+        self.report, self.tuning = report, tunings[0] if tunings else None
+        self._function, self._inputs, self._options, self._outputs = function, tuple(arrays), options, outputs
+        self._problems, self._given = _problems(call), _in_words(arrays, options)
         self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
         self._key = object()  # in the replay cache: every call with it has been compared with the problem
-        self._results = _RESULTS[2:] if "dout" in inputs else _RESULTS[:2]
+        self._results = _RESULTS[2:] if "dout" in arrays else _RESULTS[:2]
 
     @has_own_axes
     def __call__(

@@ -26,7 +26,7 @@ from cupy_sdpa import (
 )  # fmt: skip
 from cupy_sdpa.boundary.call import Mode
 from cupy_sdpa.composed import explain_function
-from cupy_sdpa.preparation import prepare_function
+from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.programs.calls import call_program
 from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, Reading
@@ -403,7 +403,7 @@ def test_a_feature_is_one_builder(engine):
         assert report.problem.k.shape == k.shape
         assert [line.split()[1] for line in report.steps].count("add") == 2 * PAGE
         assert "bytes of temporary arrays" in str(report)
-    call = prepare_function(attention_mean, dict(zip("qkv", x, strict=True)), {}, {})
+    call = Prepared(attention_mean, dict(zip("qkv", x, strict=True)), {}, {})
     np.testing.assert_allclose(engine.get(call(*x)), want, atol=engine.tolerance)
     with pytest.raises(ValueError, match="differs from the prepared one"):
         call(*(engine.normal(n, 16, 2, 32, 1) for n in range(3)))
