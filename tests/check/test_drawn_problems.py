@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_sdpa import check, explain, reference
+from cupy_sdpa import check, explain
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.case import GRADIENTS, Paged, parse
 from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
-from cupy_sdpa.check.data import build, call_options
+from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
 from cupy_sdpa.check.execute import Expected, execute
-from cupy_sdpa.check.oracle import MASKED, Inputs, Results
+from cupy_sdpa.check.oracle import MASKED
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
@@ -202,69 +202,6 @@ def test_the_reference_is_independent(name):
             assert node.module in INDEPENDENT
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("cupy") for alias in node.names)
-
-
-def _known_to_the_reference(case):
-    names = ("score_mod", "mask_mod", "bucket", "max_workspace")
-    finite = "min" not in case.options.get("bias", ("", "", ""))[2]  # the reference does not treat these as masked
-    known = not {"packed", "paged"} <= set(case.options)
-    return finite and known and not any(name in case.options for name in names) and 0 not in (case.hkv, case.dv)
-
-
-def test_the_oracle_agrees_with_the_reference():
-    """Without functions, results and gradients equal those of ``cupy_sdpa.reference``."""
-    drawn = (draw(11, number, "cpu").with_(dtype="float64") for number in range(170))
-    known = [case for case in drawn if _known_to_the_reference(case) and case.b * case.hq * case.sq * case.skv <= 60_000]
-    assert len(known) > 60
-    for case in known:
-        data = build(case, 0)
-        if "dropout" in case.options and data.keep is None:
-            data.keep = np.random.default_rng(0).random((case.skv, case.sq, case.hq, case.b)) < 0.5
-        options = call_options(case, data.arrays, {}, 0)
-        for name in ("seed", "offset", "max_seqlen_q", "max_seqlen_kv", "page_table", "num_splits"):
-            options.pop(name, None)
-        if case.paged or case.cache:
-            options["seq_lens_kv"] = data.lengths[1]
-        if "dropout" in case.options:
-            options["dropout_mask"] = data.keep
-        if data.attends is not None:
-            options["mask"] = data.attends
-        if data.parents is not None:
-            options["mask"] = options.get("mask", True) & Inputs(data).tree()[:, 0].transpose(3, 2, 1, 0)
-        arrays = [{**data.arrays, **data.dense}[name] for name in ("q", "k", "v")]
-        found = Results(Inputs(data)).values
-        wanted = dict(
-            zip(("out", "stats", "max", "sum_exp"), reference.attention(*arrays, **options, max_sumexp=True), strict=True)
-        )
-        if case.backward:
-            more = {f"return_{name}": True for name in ("dbias", "dsinks") if f"return_{name}" in case.options}
-            got = reference.attention_backward(data.arrays["dout"], *arrays, **options, **more)
-            wanted |= dict(zip(("dq", "dk", "dv", *(name[7:] for name in more)), got, strict=True))
-        for name, array in wanted.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-10, err_msg=f"{name} of {case!r}")
-
-
-@pytest.mark.parametrize("name", ["tanh", "square", "gain_h", "slope_h", "bias_kq", "two", "place", "number", "bias_all"])
-def test_the_oracles_gradients_are_differences(name):
-    """With score functions, gradients equal finite differences of the output along random directions."""
-    case = Case(
-        dtype="float64", d=4, dv=3, hq=4, hkv=2, sq=5, skv=6, b=2, backward=True, seed=4,
-        options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
-    )  # fmt: skip
-    data = build(case, 0)
-    found = Results(Inputs(data)).values
-    rng = np.random.default_rng(0)
-    dout = data.arrays["dout"]
-    places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
-    for key, place in places.items():
-        start, direction = place[key], rng.standard_normal(place[key].shape)
-        sums = []
-        for step in (1e-5, -1e-5):
-            place[key] = start + step * direction
-            sums.append((Results(Inputs(data)).values["out"] * dout).sum())
-        place[key] = start
-        gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
-        assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
 
 
 def test_rows_masked_by_finite_values():

@@ -27,6 +27,8 @@ def test_random_problems(names, number, engine):
 
 
 LENGTHS = {"seq_lens_q": "some_zero", "seq_lens_kv": "some_zero"}
+#: Sizes of which cuDNN's kernel on Hopper never ends if some sequences or tiles have no keys: more tiles than multiprocessors.
+EMPTY = {"d": 16, "dv": 16, "hq": 9, "hkv": 9, "sq": 130, "skv": 208, "b": 8}
 #: Sizes and options; the first ones are not slow.
 CORNERS = {
     "lengths of 0": {"options": {**LENGTHS, "fp8": E4M3, "stats": True}},
@@ -40,6 +42,12 @@ CORNERS = {
     "pages of a tile, one row": {"sq": 1, "hq": 2, "skv": 384, "options": {"paged": (128, "heads", "random", 0, "mixed", False, False), "fp8": E4M3}},
     "pages, many rows": {"sq": 64, "skv": 288, "b": 1, "options": {"paged": (16, "heads", "random", 0, "large", False, False), "causal": "bottom_right", "fp8": E5M2}},
     "pages, a window, chunks": {"sq": 4, "skv": 320, "options": {"paged": (64, "pages", "random", 3, "negative", False, False), "window": (100, 0, "bottom_right"), "fp8": E4M3}},
+    "some sequences without keys": {**EMPTY, "skv": 20, "options": {"seq_lens_kv": "some_zero", "fp8": E4M3, "stats": True}},
+    "some paged sequences without keys": {**EMPTY, "options": {"paged": (16, "pages", "some_zero", 0, "large", False, False), "fp8": E4M3, "stats": True}},
+    "chunks of sequences without keys": {**EMPTY, "sq": 4, "b": 24, "options": {"paged": (16, "pages", "some_zero", 3, "large", False, False), "fp8": E4M3, "stats": True}},
+    "a tile without keys, bottom right": {**EMPTY, "sq": 128, "skv": 20, "options": {"seq_lens_kv": "some_zero", "causal": "bottom_right", "fp8": E4M3}},
+    "a tile without keys, window": {**EMPTY, "sq": 128, "skv": 20, "options": {"seq_lens_kv": "some_zero", "window": (5, 3, "top_left"), "fp8": E4M3}},
+    "a tile without keys, no lengths": {**EMPTY, "sq": 128, "skv": 20, "options": {"window": (5, 0, "top_left"), "fp8": E4M3}},
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from planner import plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import explain
-from cupy_sdpa.__main__ import main
 from cupy_sdpa.check.draw import GPUS
 
 
@@ -93,14 +92,3 @@ def test_shapes_of_pages_are_those_of_arrays():
     assert given == cupy_sdpa.problem(q.shape, pages, pages, causal="bottom_right", num_splits=3, **options)
     assert given.settings.split.chunks == 3
     assert cupy_sdpa.problem((64, 8, 140), pages, pages, cu_seqlens_q=(3,), max_seqlen_q=70, **options).packed
-
-
-@pytest.mark.slow
-@pytest.mark.cudnn
-def test_paged_plans_are_stored(tmp_path, capsys):
-    """The command plans one query, several queries, whose keys are split, and packed queries; a second run finds the plans."""
-    shared = ["--gpu", "h200", "-o", str(tmp_path / "plans"), "--keys", "64,2,1024,2", "--pages", "64", "-j", "1"]
-    for words in (["64,8,1,2"], ["64,8,4,2", "--causal", "bottom_right"], ["64,8,70,2", "--packed"]):
-        for outcome in ("planned ", "already stored"):
-            assert main(["plan", *words, *shared]) == 0
-            assert " ".join(capsys.readouterr().out.split()).count(outcome) == 1

@@ -83,17 +83,6 @@ def test_random_rotations(seed, dtype, engine):
         close(engine, found, wanted, dtype)
 
 
-def test_a_position_of_a_million_is_exact(engine):
-    """Angles have no rounding error that grows with the position; scores depend on distances alone."""
-    rope = Rope(64)
-    x = engine.normal(0, 64, 1, 1, 1, dtype=np.float32)
-    near, far = (apply_rope(x, rope, start=n) for n in (3, 1_000_003))
-    close(engine, far[..., 0], turned(engine.get(x)[..., 0], rope, [1_000_003]), np.float32)
-    moved = [engine.get(apply_rope(x, rope, start=n)).ravel() for n in (0, 1_000_000)]
-    near, far = engine.get(near).ravel(), engine.get(far).ravel()
-    np.testing.assert_allclose(near @ moved[0], far @ moved[1], rtol=2e-5)
-
-
 def test_the_gradient_is_the_transposed_rotation(engine):
     """The products of dout with a rotation and of its transpose with x are equal; also with a factor."""
     rope = Rope(6, base=3, factor=1.7, interleaved=True)

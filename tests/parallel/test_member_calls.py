@@ -1,16 +1,12 @@
-"""The calls of a member: their tiles cover the mask, and the real cuDNN plans them. The example, the pictures, the benchmark."""
+"""The calls of a member: the real cuDNN plans them. The example, the pictures, the benchmark."""
 
 import csv
-import itertools
-import os
 import re
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import ROOT, python
 from parallel_cases import METHODS
 from planner import library_version, plan_problem
 
@@ -19,14 +15,11 @@ from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.parallel import Loopback, context_parallel
-from cupy_sdpa.parallel.parts import tiles
-from cupy_sdpa.parallel.shards import Layout
-from cupy_sdpa.problem.band import Band
 from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not
 
-ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples" / "context_parallel.py")
 SIZE = 4
 CASES = {
     "causal": {"causal": True},
@@ -46,46 +39,6 @@ PACKED = {
     "packed, window": {"causal": True, "window": (40, 0)},
     "packed, ALiBi": {"causal": True, "alibi_slopes": cupy_sdpa.alibi_slopes(8)},
 }
-
-
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.sweep) for number in range(1, 8))])
-def test_tiles_cover_the_mask(number):
-    """The tiles of all members and steps include every pair of the mask once, and no other pair, for random bands and lengths."""
-    rng = np.random.default_rng(number)
-    for joined, aligned, cut in itertools.product([False, True], repeat=3):
-        for _ in range(50):
-            size, sq = int(rng.choice([1, 2, 3, 4, 8])), int(rng.integers(0, 30))
-            skv = sq if rng.random() < 0.5 else int(rng.integers(0, 30))
-            left, right = (None if rng.random() < 0.4 else int(rng.integers(0, 10)) for _ in range(2))
-            right = 0 if rng.random() < 0.5 else right
-            diagonal = int(rng.choice([0, skv - sq]))
-            rows, keys = Layout((sq,), size), Layout((skv,), size)
-            i, j = np.arange(sq)[:, None] + diagonal, np.arange(skv)
-            counts = np.zeros((sq, skv), int)
-            for rank, source in itertools.product(range(size), repeat=2):
-                both = rows.intervals(rank)[0], keys.intervals(source)[0]
-                for part in tiles(*both, diagonal, Band(left, right), joined=joined, aligned=aligned, cut=cut):
-                    at = np.ix_(rows.positions(rank)[slice(*part.rows)], keys.positions(source)[slice(*part.keys)])
-                    counts[at] += inside(part.band, *counts[at].shape, aligned)
-            lower = np.ones((sq, skv), bool) if left is None else j >= i - left
-            upper = np.ones((sq, skv), bool) if right is None else j <= i + right
-            assert (counts == (lower & upper)).all()
-
-
-def inside(band, n, m, aligned):
-    """The pairs that a band includes; its bounds are not negative."""
-    i, j = np.arange(n)[:, None], np.arange(m)
-    if band is None:
-        return np.ones((n, m), bool)
-    assert all(side is None or side >= 0 for side in band[:2])
-    assert aligned or not band.bottom_right
-    center = i + (m - n if band.bottom_right else 0)
-    found = np.ones((n, m), bool)
-    if band.left is not None:
-        found &= j >= center - band.left
-    if band.right is not None:
-        found &= j <= center + band.right
-    return found
 
 
 @pytest.mark.cudnn
@@ -115,23 +68,19 @@ def test_the_calls_of_members_are_planned(name, method, planned, fake):
         assert isinstance(plan, PlanInfo), (problem, plan)
 
 
-def test_the_example_runs():
+def test_the_example_runs(tmp_path):
     """The example runs with threads and numpy arrays, and its results are those of one device."""
-    words = [sys.executable, str(ROOT / "examples" / "context_parallel.py"), "--cpu", "3", "--length", "50"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert "method: " in printed
-    assert all(f"member {rank} of 3" in printed for rank in range(3))
-    assert float(re.search(r"error (\S+)", printed)[1]) < 1e-4
+    done = python(EXAMPLE, "--cpu", "3", "--length", "50", cwd=tmp_path)
+    assert "method: " in done.text
+    assert all(f"member {rank} of 3" in done.text for rank in range(3))
+    assert float(re.search(r"error (\S+)", done.text)[1]) < 1e-4
 
 
-def test_the_example_without_a_launcher():
+def test_the_example_without_a_launcher(tmp_path):
     """Without CuPy, a GPU or a launcher one line names the remedy."""
-    words = [sys.executable, str(ROOT / "examples" / "context_parallel.py")]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
-    assert "--cpu 4" in done.stderr.splitlines()[-1]
+    done = python(EXAMPLE, cwd=tmp_path)
+    assert done.status == 2
+    assert "--cpu 4" in done.err.splitlines()[-1]
 
 
 def test_the_pictures_of_groups_are_those_of_the_layouts():
