@@ -170,7 +170,8 @@ CACHE = [
         RuntimeError, "layers [1]", "layer="),
     row("KVCache.cancel_step", "a step whose layers are all appended", stepped(lambda x, c, t: c.cancel_step()), RuntimeError,
         "truncate()"),
-    row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer"),
+    row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer 2 of this step is appended already",
+        "layers [1] are not: pass layer="),
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
     row("KVCache.append", "layers from 1", lambda x: new_cache(layers=2).append(tokens(x), tokens(x), 2), ValueError,
         "layer is 2", "from 0 to 1"),
@@ -245,9 +246,9 @@ CACHE = [
 
 
 def layer_twice(x):
-    """A step of two layers, in which layer 1 is appended twice."""
-    c, t = new_cache(layers=2), tokens(x)
-    for layer in (0, 1, 1):
+    """A step of three layers, in which layer 2 is appended twice."""
+    c, t = new_cache(layers=3), tokens(x)
+    for layer in (0, 2, 2):
         c.append(t, t, layer)
 
 

@@ -185,23 +185,6 @@ def test_a_full_disk_leaves_the_file_as_it_was(path):
     assert path.read_bytes() == before
 
 
-WRONG = {
-    "": "has no problem",
-    "{": "line 1 is not a problem: Expecting",
-    "[]": "line 1 is not a problem",
-    '{"q": 3}': "k, v, out is missing",
-    "[" * 100_000: "line 1 is not a problem",
-}
-
-
-@pytest.mark.parametrize("text", WRONG, ids=["empty", "no JSON", "a list", "incomplete", "nested"])
-def test_wrong_files(text, path):
-    """The message has the line."""
-    path.write_text(text)
-    with pytest.raises(ValueError, match=WRONG[text]):
-        store.read_problems(path)
-
-
 CHANGES = {
     "shape": lambda line: line["q"].update(shape=[64, -8, 100, 2]),
     "dtype": lambda line: line["q"].update(dtype="int7"),

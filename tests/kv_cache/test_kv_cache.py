@@ -75,17 +75,6 @@ def test_calls_within_a_step(name, appended, small, engine):
         cache.append(x, x, 1)
 
 
-def test_a_layer_is_appended_once(engine):
-    """Layers after the first in any order; the layer that is missing is named."""
-    cache = new(engine, 4, 1, pages=4, batch=1, layers=3)
-    x = ones(engine, 4, 1, 2, 1)
-    cache.append(x, x)
-    cache.append(x, x, 2)
-    with pytest.raises(RuntimeError, match=r"layer 2 of this step is appended already; layers \[1\] are not: pass layer="):
-        cache.append(x, x, 2)
-    cache.append(x, x, 1)
-
-
 # Addresses and launches
 
 

@@ -52,20 +52,23 @@ def test_readers_can_copy_it():
     ]  # fmt: skip
 
 
+def check_gradients(gradients, weights, loss):
+    """Compare every gradient with the directional derivative of a loss of the weights, in float64."""
+    rng = np.random.default_rng(0)
+    assert gradients.keys() == weights.keys()
+    for name, gradient in gradients.items():
+        step = rng.standard_normal(gradient.shape)
+        plus, minus = (loss(weights | {name: weights[name] + t * step}) for t in (1e-5, -1e-5))
+        np.testing.assert_allclose((gradient * step).sum(), (plus - minus) / 2e-5, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
 def test_gradients_of_gpt(gpt):
-    """The directional derivative of a random function of the logits, in float64, for every weight."""
+    """Of a random function of the logits, for every weight."""
     rng = np.random.default_rng(0)
     weights = {name: x.astype(np.float64) for name, x in gpt.initial(5, rng).items()}
     words = np.eye(5)[rng.integers(0, 5, (2, 7))]
     dlogits = rng.standard_normal((2, 7, 5))
-    gradients = gpt.gpt(weights, words, None)[1](dlogits)
-    assert gradients.keys() == weights.keys()
-    for name, gradient in gradients.items():
-        step = rng.standard_normal(gradient.shape)
-        plus, minus = (
-            (gpt.gpt(weights | {name: weights[name] + t * step}, words, None)[0] * dlogits).sum() for t in (1e-5, -1e-5)
-        )
-        np.testing.assert_allclose((gradient * step).sum(), (plus - minus) / 2e-5, rtol=1e-4, atol=1e-6, err_msg=name)
+    check_gradients(gpt.gpt(weights, words, None)[1](dlogits), weights, lambda w: (gpt.gpt(w, words, None)[0] * dlogits).sum())
 
 
 @pytest.mark.slow
@@ -146,30 +149,20 @@ def random_noise(model, count, batch, seed=0):
     return np.stack([gumbel(1.0, seed, b, count, len(model.vocabulary)) for b in range(batch)], axis=2)
 
 
-@pytest.mark.slow
-def test_gradients_against_finite_differences():
-    """The gradient of every weight equals the difference quotient of the loss."""
+def test_gradients_of_generation():
+    """Of the loss, for every weight."""
     small = cast(initial(Sizes(2, 2, 4, 8, 6), list("abcde"), np.float32), np.float64)
-    rng = np.random.default_rng(0)
-    tokens, positions = rng.integers(0, 5, (7, 3)), np.arange(6)[:, None]
+    tokens = np.random.default_rng(0).integers(0, 5, (7, 3))
 
-    def loss():
-        logits, pullback = small.forward(tokens[:-1], positions, lambda layer, *qkv: attention_vjp(*qkv, causal=True))
-        value, dlogits = cross_entropy(logits, tokens[1:], np)
-        return value, lambda: pullback(dlogits)
+    def passes(weights):
+        model = GPT(small.sizes, small.vocabulary, weights, small.dtype, np)
+        logits, pullback = model.forward(
+            tokens[:-1], np.arange(6)[:, None], lambda layer, *qkv: attention_vjp(*qkv, causal=True)
+        )
+        loss, dlogits = cross_entropy(logits, tokens[1:], np)
+        return loss, lambda: pullback(dlogits)
 
-    gradients = loss()[1]()
-    assert gradients.keys() == small.weights.keys()
-    step = 1e-5
-    for name, weight in small.weights.items():
-        for place in {tuple(rng.integers(0, weight.shape)) for _ in range(5)}:
-            before, above = weight[place], []
-            for sign in (1, -1):
-                weight[place] = before + sign * step
-                above.append(loss()[0])
-            weight[place] = before
-            quotient = (above[0] - above[1]) / (2 * step)
-            np.testing.assert_allclose(gradients[name][place], quotient, atol=1e-6 * abs(gradients[name]).max(), err_msg=name)
+    check_gradients(passes(small.weights)[1](), small.weights, lambda weights: passes(weights)[0])
 
 
 @pytest.mark.slow
