@@ -14,7 +14,7 @@ from cupy_sdpa.check.case import GRADIENTS, Paged, parse
 from cupy_sdpa.check.combine import LEFT_OUT, SHARES, schedule
 from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
-from cupy_sdpa.check.drawn_memory import Memory, memory_of, named_layout
+from cupy_sdpa.check.drawn_memory import Memory, memory_of
 from cupy_sdpa.check.execute import Expected, execute
 from cupy_sdpa.check.oracle import MASKED
 
@@ -42,13 +42,6 @@ def test_every_feature_has_its_share():
     for number in range(100):
         feature, _ = schedule(7, number)
         assert feature in ("pairs", "few") or feature in draw(7, number, "cpu").options
-
-
-def test_shared_prefixes_need_no_layout():
-    """shared_prefix_attention takes no layout=, so no array is drawn whose layout a call must name."""
-    drawn = [draw_options({"shared_prefix", "paged"}, number, "cpu") for number in range(500)]
-    assert sum(bool(case.layouts) and 1 in (case.d, case.dv) for case in drawn) > 6
-    assert [case for case in drawn if named_layout(case)] == []
 
 
 #: Cases that the self-test reported by mistake: the strides of a head dim of 1 do not tell the order of the axes, so the call

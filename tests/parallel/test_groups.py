@@ -201,31 +201,23 @@ def test_a_causal_gather_joins_neighbors():
     assert parts == ("16 queries, 40 keys, causal from the bottom right",)
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "keys", "options", "method", "reason"),
-    [
-        (2, (128, 32, 65536, 1), 8, {"causal": True}, "ring", "hidden behind calls"),
-        (2, (128, 32, 65536, 1), 32, {"causal": True}, "all_to_all", "in both passes, the ring 3"),
-        (4, (128, 8, 4096, 1), 8, {"window": (512, 0)}, "all_to_all", "window"),
-        (4, (128, 6, 4096, 1), 6, {"window": (512, 0)}, "all_gather", "window"),
-        (4, (128, 6, 4096, 1), 6, {"alibi_slopes": cupy_sdpa.alibi_slopes(6)}, "all_gather", "positions"),
-        (4, (128, 8, 4096, 1), 8, {"alibi_slopes": cupy_sdpa.alibi_slopes(8)}, "all_to_all", "positions"),
-        (8, (128, 32, 65536, 1), 8, {"causal": True, "method": "all_gather"}, "all_gather", "requested"),
-        (1, (128, 32, 4096, 1), 8, {"causal": True}, "ring", "one member"),
-    ],
-    ids=[
-        "causal",
-        "multi-head",
-        "window",
-        "window, heads cannot be shared out",
-        "ALiBi, heads cannot be shared out",
-        "ALiBi",
-        "requested",
-        "one member",
-    ],
-)
-def test_the_choice_of_the_method_is_explained(size, shape, keys, options, method, reason):
+#: The members, the shape, the key/value heads and the options of calls; the method, and words of the reason.
+CHOICES = {
+    "causal": (2, (128, 32, 65536, 1), 8, {"causal": True}, "ring", "hidden behind calls"),
+    "multi-head": (2, (128, 32, 65536, 1), 32, {"causal": True}, "all_to_all", "in both passes, the ring 3"),
+    "window": (4, (128, 8, 4096, 1), 8, {"window": (512, 0)}, "all_to_all", "window"),
+    "window, heads cannot be shared out": (4, (128, 6, 4096, 1), 6, {"window": (512, 0)}, "all_gather", "window"),
+    "ALiBi, heads cannot be shared out": (4, (128, 6, 4096, 1), 6, {"alibi_slopes": cupy_sdpa.alibi_slopes(6)}, "all_gather", "positions"),
+    "ALiBi": (4, (128, 8, 4096, 1), 8, {"alibi_slopes": cupy_sdpa.alibi_slopes(8)}, "all_to_all", "positions"),
+    "requested": (8, (128, 32, 65536, 1), 8, {"causal": True, "method": "all_gather"}, "all_gather", "requested"),
+    "one member": (1, (128, 32, 4096, 1), 8, {"causal": True}, "ring", "one member"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_choice_of_the_method_is_explained(name):
     """The report names the method and why it was chosen."""
+    size, shape, keys, options, method, reason = CHOICES[name]
     report = explained(size, shape, keys, **options)
     assert report.method == method
     assert reason in report.reason

@@ -223,24 +223,19 @@ def test_the_share_of_decoding_is_relative_to_a_copy():
     assert row["share"] == pytest.approx(2 * 128 * (32 + 2 * 8 * 32768 + 32) / 1e-4 / 4000e9, abs=1e-4)
 
 
-def test_means_are_geometric():
-    """For one contender, for the fastest of each preset, and for memory."""
-    rows = two_presets()
-    assert table.ratios(rows, "forward", "torch-cudnn") == [2.0, 0.25]
-    assert table.ratios(rows, "forward") == [2.0, 0.5]
-    assert table.ratios(rows, "forward", "flex", "peak_bytes") == [1.0, 1.0]
-    assert table.ratios(rows, "backward") == []
-    assert table.summary([2.0, 0.25]) == "0.71 (0.25 to 2.00)"
-
-
 def test_the_table(tmp_path):
-    """Of the docs: the fastest other contender and means; reading the file gives the same rows."""
+    """Of the docs: the fastest other contender and geometric means; reading the file gives the same rows."""
     rows, path = two_presets(), tmp_path / "x.csv"
     runner.write_csv(path, rows)
     assert table.read_csv(path) == rows
     lines = run("tables speed", str(path)).lines
     assert f"| {PRESETS[0].name} | 2 | {rows[0]['tflops']:.0f} | 2.00\N{NO-BREAK SPACE}cudnn |" in lines
-    assert "| time | the fastest | 1.00 (0.50 to 2.00) |" in lines
+    for means in (
+        "time | the fastest | 1.00 (0.50 to 2.00)",
+        "time | torch-cudnn | 0.71 (0.25 to 2.00)",
+        "memory | flex | 1.00 (1.00 to 1.00)",
+    ):
+        assert f"| {means} |" in lines
 
 
 # the CPU
