@@ -76,7 +76,7 @@ class Problem:
                 out, stats = cp.attention(q, k, v, return_stats=True, **lengths, **options)
                 found = cp.attention_backward(dout, q, k, v, out, stats, deterministic=True, **lengths, **options)
                 q *= 1 - 2 * (number % 2)
-            stats = cp.unshard(stats, axis=0 if self.starts is None else 1, **whole)
+            stats = cp.unshard(stats, axis=-3 if self.starts is None else -1, **whole)
             results = (cp.unshard(out, **whole), stats, *(cp.unshard(x, **whole) for x in found))
             results = [x if host else x.get() for x in results]
             cp.check()
