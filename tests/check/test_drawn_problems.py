@@ -16,7 +16,7 @@ from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of
 from cupy_sdpa.check.execute import Expected, execute
-from cupy_sdpa.check.oracle import MASKED
+from cupy_sdpa.check.oracle import MASKED, Inputs, Results
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
@@ -195,6 +195,29 @@ def test_the_reference_is_independent(name):
             assert node.module in INDEPENDENT
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("cupy") for alias in node.names)
+
+
+@pytest.mark.parametrize("name", ["tanh", "square", "gain_h", "slope_h", "bias_kq", "two", "place", "number", "bias_all"])
+def test_the_oracles_gradients_are_differences(name):
+    """With score functions, gradients equal finite differences of the output along random directions."""
+    case = Case(
+        dtype="float64", d=4, dv=3, hq=4, hkv=2, sq=5, skv=6, b=2, backward=True, seed=4,
+        options={"score_mod": (name, "float64"), "softcap": 5.0, "causal": "bottom_right", "return_dtensors": True},
+    )  # fmt: skip
+    data = build(case, 0)
+    found = Results(Inputs(data)).values
+    rng = np.random.default_rng(0)
+    dout = data.arrays["dout"]
+    places = {"q": data.arrays, "k": data.arrays, "v": data.arrays} | dict.fromkeys(data.tensors, data.tensors)
+    for key, place in places.items():
+        start, direction = place[key], rng.standard_normal(place[key].shape)
+        sums = []
+        for step in (1e-5, -1e-5):
+            place[key] = start + step * direction
+            sums.append((Results(Inputs(data)).values["out"] * dout).sum())
+        place[key] = start
+        gradient = found[f"d{key}" if key in ("q", "k", "v") else f"tensors[{key!r}]"]
+        assert (gradient * direction).sum() == pytest.approx((sums[0] - sums[1]) / 2e-5, rel=1e-6, abs=1e-7)
 
 
 def test_rows_masked_by_finite_values():
