@@ -177,6 +177,7 @@ def test_a_forgotten_layout_is_refused(name):
         with pytest.raises(ValueError, match=r"axis 0 must be contiguous|negative strides|in C order") as found:
             call()
         assert text in str(found.value).replace("of k", "of q")
+    assert problem(x, x, x, **options).q.shape == x.shape  # its report has the reason
     confirmed = attention(x, x, x, layout="dht" if x.ndim == 3 else "dhsb", **options)
     np.testing.assert_array_equal(confirmed, attention(*[np.asfortranarray(x)] * 3, **options))
 
