@@ -55,12 +55,12 @@ class Agreement:
         self._channel.begin(None)
         try:
             yield
-        except GroupError:
-            raise
-        except Exception as failure:
-            if not self._begun:
+        except BaseException as failure:
+            if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._begun:
                 with contextlib.suppress(ValueError, GroupError):  # its own error is raised
                     self._compare(f"{REFUSED}{type(failure).__name__}: {failure}")
+            with cupy_runtime.device_context(self._like):
+                self._channel.abandon()
             raise
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:

@@ -38,8 +38,12 @@ class Channel:
 
     def begin(self, tag: int | None) -> None:
         """Begin a call; its first exchange compares the tag. None for no tag, also not that of an earlier call that raised."""
-        self._running.clear()
         self._tag = tag
+
+    def abandon(self) -> None:
+        """End a call that raised: later work on the current stream may reuse its arrays, and waits for what it has started."""
+        for label in [*self._running]:
+            self.wait_for_exchange(label)
 
     def check(self) -> None:
         """Raise GroupError if a member failed, or made another call than this one."""
@@ -75,14 +79,18 @@ class Channel:
         if tag is not None:
             for sent, _ in sends:
                 memory.clear(_tag_of(sent), tag)
-        stream = self._stream(arrays[0].data.device_id)
-        stream.wait_event(cupy_runtime.cupy().cuda.get_current_stream().record())
-        with stream:
-            self.exchanger.exchange(sends, receives, label)
-            if tag is not None and receives:
-                if self._failed is None:
-                    self._failed = memory.host_int32()
-                memory.differs(_tag_of(receives[0].array), tag, self._failed)
+        stream, current = self._stream(arrays[0].data.device_id), cupy_runtime.cupy().cuda.get_current_stream()
+        stream.wait_event(current.record())
+        try:
+            with stream:
+                self.exchanger.exchange(sends, receives, label)
+                if tag is not None and receives:
+                    if self._failed is None:
+                        self._failed = memory.host_int32()
+                    memory.differs(_tag_of(receives[0].array), tag, self._failed)
+        except BaseException:
+            current.wait_event(stream.record())  # a part of it may have started, and uses the arrays
+            raise
         self._running[label] = stream.record()
 
     def wait_for_exchange(self, label: str, arrays: Sequence[Any] = ()) -> None:

@@ -291,3 +291,30 @@ def test_a_call_that_raised_before_its_first_exchange_leaves_no_checksum(fake):
         get_plan_cache().clear()  # of this thread
 
     run_threads(Loopback(2, timeout=20).members, member)
+
+
+class Interrupted:
+    """A group of three, from which the message of the last member does not come."""
+
+    rank, size = 0, 3
+
+    def send(self, array, peer):
+        pass
+
+    def receive(self, array, peer):
+        if peer == 2:
+            raise ConnectionError("the connection is lost")
+        array.data.memset_async(0, array.nbytes)
+
+
+@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+def test_an_exchange_that_fails_writes_to_no_memory_of_others(engine):
+    """Messages that come before the failure are written before later work of the stream, which may reuse the memory."""
+    x = engine.normal(0, 16, 2, 8, 1)
+    group = context_parallel(Interrupted())
+    for _ in range(3):
+        with pytest.raises(ConnectionError):
+            group.attention(x, x, x)
+        later = [engine.xp.ones(size, np.uint8) for size in (64, 512, TEXT_BYTES + 4, TEXT_BYTES + 256, 8192) for _ in range(4)]
+        engine.xp.cuda.Device().synchronize()
+        assert all(bool((y == 1).all()) for y in later)
