@@ -395,7 +395,7 @@ def test_a_feature_is_one_builder(engine):
     want = attention(q, k, v)
     for _ in range(5):  # the third is captured
         np.testing.assert_allclose(engine.get(attention_mean(*x)), want, atol=engine.tolerance)
-    assert not engine.on_cudnn or functions_run(lambda: attention_mean(*x)) <= SAME_ADDRESSES
+    assert engine.name != "fake" or functions_run(lambda: attention_mean(*x)) <= SAME_ADDRESSES
     with validate():
         attention_mean(*x)
     for report in explain_function(attention_mean, *x), explain_function(attention_mean, *x, gpu="H200", cudnn="9.20.5"):
