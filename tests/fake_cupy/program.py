@@ -459,7 +459,9 @@ def _subtract(x: Value, b: Value) -> Any:
 
 
 def _divide(x: Value, b: Value) -> Any:
-    """In a fully masked row the sum is 0; cuDNN gives 0."""
+    """In a fully masked row the sum is 0; cuDNN gives 0. It divides integers in float32."""
+    if x.array.dtype.kind == "i":
+        return x.array.astype(np.float32) / b.array.astype(np.float32)
     return x.array / (np.where(b.array == 0, 1, b.array) if b.total else b.array)
 
 
