@@ -38,6 +38,7 @@ TESTS = {
     "cupy_sdpa": ("attention",),
     "cupy_sdpa/block_masks": ("block_masks",),
     "cupy_sdpa/boundary": ("boundary",),
+    "cupy_sdpa/boundary/user_functions.py": ("boundary", "score_fn"),
     "cupy_sdpa/check": ("check",),
     "cupy_sdpa/cli": ("cli",),
     "cupy_sdpa/cudnn": ("plans",),
