@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..boundary.call import for_gpu
 from ..kernels.blocks import BLOCK
-from ..replay.replay_cache import remove_oldest
+from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
@@ -77,17 +77,16 @@ def decide(q: tuple[int, ...], k: tuple[int, ...], options: Mapping[str, Any]) -
 
 
 def _look_up(key: tuple[Any, ...]) -> Decision | None:
-    found = _decisions.pop(key, None)
+    found = _decisions.get(key)
     if found is not None:
-        _decisions[key] = found  # it becomes the most recent
+        keep_recent(_decisions, key, found, MAX_FUNCTIONS)
     return found
 
 
 def _store(key: tuple[Any, ...], found: Decision) -> Decision:
     """Store a decision, unless a function may change in a way that cannot be seen."""
     if None not in key:
-        _decisions[key] = found
-        remove_oldest(_decisions, MAX_FUNCTIONS)
+        keep_recent(_decisions, key, found, MAX_FUNCTIONS)
     return found
 
 

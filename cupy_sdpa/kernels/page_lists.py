@@ -13,8 +13,7 @@ def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, l
     """Write the page table ``(P, B)``, in Fortran order, and the lengths of sequences; one launch.
 
     The list of each sequence begins at ``starts`` among all pages; an index beyond them is not read. Lists are cut after P
-    pages;
-    -1 follows shorter ones. ``last`` are the numbers of tokens in the last pages.
+    pages; -1 follows shorter ones. ``last`` are the numbers of tokens in the last pages.
     """
     width, batch = table.shape
     if batch:

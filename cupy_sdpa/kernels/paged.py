@@ -237,8 +237,7 @@ def split(
     """Write the arrays of a split problem, and compute attention over the boundary keys in float32; one launch.
 
     The pages are aligned to 16 bytes. The chunks may have more queries than q, which are copies of the last one. ``boundary``
-    is
-    None if the keys have no band, and ``factors`` for other dtypes than FP8.
+    is None if the keys have no band, and ``factors`` for other dtypes than FP8.
     """
     d, heads, queries, batch = q.shape
     staged = chunks.rows.shape[1]

@@ -32,8 +32,7 @@ def fill_intervals(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
     """Write the intervals of trees; one launch.
 
     ``parents`` are int32 ``(Sq, B)`` in Fortran order, or ``(Sq, 1)`` for all sequences. A parent that is not an earlier token
-    is
-    the last key before the tree. ``lengths`` and ``counts`` are int32 ``(B,)``, or None for Skv and Sq.
+    is the last key before the tree. ``lengths`` and ``counts`` are int32 ``(B,)``, or None for Skv and Sq.
     """
     if not cupy_runtime.is_array(found.first):
         _fill_on_numpy(parents, lengths, counts, found)

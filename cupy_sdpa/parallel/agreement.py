@@ -15,7 +15,7 @@ from ..boundary.options import is_one_of
 from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ProgramCall
-from ..replay.replay_cache import remove_oldest
+from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
@@ -105,9 +105,7 @@ class Agreement:
             self._compare(text)
         self._begun = True
         if key is not None:
-            self._known.pop(key, None)
-            self._known[key] = found  # it becomes the most recent
-            remove_oldest(self._known, _MAX_CONFIGURATIONS)
+            keep_recent(self._known, key, found, _MAX_CONFIGURATIONS)
 
     def _compare(self, text: str) -> None:
         self._begun = True

@@ -13,7 +13,7 @@ from ..problem.view import View
 from ..programs.executor import Inputs, ProgramCall, Signature
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
-from ..replay.replay_cache import remove_oldest
+from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from .channel import Channel
 from .configuration import Configuration, Request
@@ -54,8 +54,8 @@ class Member:
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, inputs.device)
         if (program := self._programs.get(key)) is None:
             described = {name: new[name] for name in (*of.results, *(("dout", "out", "stats") if of.backward else ()))}
-            program = self._programs[key] = self._build({**described, **inputs.views}, inputs)
-            remove_oldest(self._programs, MAX_PROGRAMS)
+            program = self._build({**described, **inputs.views}, inputs)
+            keep_recent(self._programs, key, program, MAX_PROGRAMS)
         results = {name: new[name] for name in of.results}
         return ProgramCall(program, inputs.arrays, Signature(()), list(results), results)
 

@@ -34,7 +34,7 @@ from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import Storage, View, on_host
 from ..replay.call_key import HOST, read_key
-from ..replay.replay_cache import remove_oldest
+from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
@@ -492,9 +492,7 @@ def composed(kind: Any, options: Mapping[str, Any], reading: Reading) -> Program
     call.check_elements()
     call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
-        _programs.pop(key, None)
-        _programs[key] = program  # it becomes the most recent
-        remove_oldest(_programs, MAX_PROGRAMS)
+        keep_recent(_programs, key, program, MAX_PROGRAMS)
     return call
 
 

@@ -494,6 +494,13 @@ def _view_of(array: Any, whole: Any) -> View:
 _on_host: dict[Any, HostCall] = {}
 
 
+def keep_recent(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Make an item the most recent one of a dictionary that other threads may change, and keep at most this number of items."""
+    kept.pop(key, None)
+    kept[key] = value
+    remove_oldest(kept, most)
+
+
 def remove_oldest(kept: dict[Any, Any], most: int) -> None:
     """Remove the first items of a dictionary that other threads may change, until it has at most this number of items."""
     while len(kept) > most:
@@ -519,8 +526,7 @@ def _cache_on_host(
         return
     if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
         return  # lengths of int64 are copied
-    _on_host[key] = HostCall(call, passed_names, passed, results)
-    remove_oldest(_on_host, MAX_CALLS)
+    keep_recent(_on_host, key, HostCall(call, passed_names, passed, results), MAX_CALLS)
 
 
 def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:

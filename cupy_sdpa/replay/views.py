@@ -15,7 +15,7 @@ from ..boundary.call import in_mode
 from ..boundary.conversion import Conversion, needs_conversion
 from ..boundary.user_functions import function_identities
 from .call_key import Repeatable, array_names, passed_arrays, results_by_name
-from .replay_cache import MAX_CALLS, arguments_of, cache_call, remove_oldest, run_cached
+from .replay_cache import MAX_CALLS, arguments_of, cache_call, keep_recent, run_cached
 
 #: The keys of the latest calls that run no program, several, or one on copies of the arrays. What they call is cached instead.
 _not_views: dict[Any, None] = {}
@@ -84,8 +84,7 @@ def run_and_cache(
     if len(own) == len(noted) == 1 and _is_on_views(own[0], every, passed, results):
         cache_call(kind, names, arrays, options, own[0], results)
     else:
-        _not_views[key] = None
-        remove_oldest(_not_views, MAX_CALLS)
+        keep_recent(_not_views, key, None, MAX_CALLS)
     return found
 
 
