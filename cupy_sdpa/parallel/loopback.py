@@ -95,15 +95,23 @@ class LoopbackMember:
             self.shared.bytes_sent[self.rank] += array.nbytes
             self.shared.post(self.rank, peer, Envelope(label, self._sent[peer], *_copied(array)))
             self._sent[peer] += 1
-        for array, peer in receives:
-            message = self.shared.take(peer, self.rank, label)
-            try:
-                self._verify(message, array, peer, label)
-            except GroupError as error:
-                self.shared.abort(str(error))
-                raise
-            self._received[peer] += 1
-            self.shared.members[peer]._retire(message.array, _write(array, message))
+        try:
+            for array, peer in receives:
+                self._receive(array, peer, label)
+        except BaseException:
+            if cupy_runtime.is_array(receives[0].array):  # what has arrived is copied from memory of members that may end
+                cupy_runtime.cupy().cuda.get_current_stream().synchronize()
+            raise
+
+    def _receive(self, array: Any, peer: int, label: str) -> None:
+        message = self.shared.take(peer, self.rank, label)
+        try:
+            self._verify(message, array, peer, label)
+        except GroupError as error:
+            self.shared.abort(str(error))
+            raise
+        self._received[peer] += 1
+        self.shared.members[peer]._retire(message.array, _write(array, message))
 
     def _verify(self, message: Envelope, array: Any, peer: int, label: str) -> None:
         """Check that a message is the expected one."""

@@ -1,6 +1,8 @@
 """Members that disagree, fail or end, and messages that are lost: every member raises, and none gets a wrong result."""
 
+import gc
 import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +24,13 @@ def ones(length=8, heads=2):
 
 
 # Messages and members
+
+
+class Message(NamedTuple):
+    """What a member sends to another one, or receives from it."""
+
+    array: Any
+    peer: int
 
 
 class Lost(Loopback):
@@ -318,3 +327,18 @@ def test_an_exchange_that_fails_writes_to_no_memory_of_others(engine):
         later = [engine.xp.ones(size, np.uint8) for size in (64, 512, TEXT_BYTES + 4, TEXT_BYTES + 256, 8192) for _ in range(4)]
         engine.xp.cuda.Device().synchronize()
         assert all(bool((y == 1).all()) for y in later)
+
+
+def test_what_a_failed_exchange_received_is_copied_before_its_sender_ends(fake):
+    """The memory of the message belongs to the sender, whose stream and group are destroyed."""
+    group, message, received = Loopback(3, timeout=0.01), fake.ones(64, np.uint8), fake.zeros(64, np.uint8)
+    stream = fake.cuda.Stream(non_blocking=True)  # of the receiver
+    fake.cuda.Device().synchronize()
+    with fake.cuda.Stream(non_blocking=True):
+        group.members[0].exchange([Message(message, 1)], [], "a label")
+    with stream, pytest.raises(GroupError, match="from member 2, which did not send it"):
+        group.members[1].exchange([], [Message(received, 0), Message(received, 2)], "a label")
+    del group
+    gc.collect()
+    fake.cuda.Device().synchronize()
+    assert (received.get() == 1).all()
