@@ -16,7 +16,6 @@ from .errors import CudnnError, Unsupported
 from .graph import graph_of
 from .jvp import attention_jvp
 from .problem.problem import Problem
-from .problem.subproblems import subproblems
 from .programs.block_mask_calls import dense_description, description, reasons_for_dense
 from .programs.calls import parts_of
 from .programs.derivative import TANGENTS
@@ -26,6 +25,7 @@ from .programs.executor import ProgramCall
 from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report
 from .runtime import cupy_runtime, driver
 from .runtime.interpreted_array import InterpretedArray
+from .support.engine_problem import launched_problems
 from .support.why_not import unverified, why_not
 from .version import RELEASES, version_number, version_text
 
@@ -275,7 +275,7 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
     """The report on a problem; refuses other arguments."""
     if extra := [name for name, value in others.items() if value is not None and value is not False]:
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
-    parts = subproblems(problem)
+    parts = launched_problems(problem)
     if gpu or cudnn:
         return joined([_explain_for(part, gpu, cudnn) for part in parts])
     device = cupy_runtime.current_device()

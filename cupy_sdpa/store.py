@@ -22,7 +22,7 @@ from .boundary.options import read_positive
 from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
 from .problem import problem_file
 from .problem.problem import Problem
-from .problem.subproblems import subproblems
+from .support.engine_problem import launched_problems
 from .support.why_not import why_not
 from .version import version_number, version_text
 
@@ -105,7 +105,7 @@ def build(
     library = cudnn if cudnn is not None and "/" in cudnn else None
     required = version_number(cudnn) if cudnn is not None and library is None else None
     DiskCache(Path(folder)).check()
-    parts = dict.fromkeys(part for problem in problems for part in subproblems(problem))
+    parts = dict.fromkeys(part for problem in problems for part in launched_problems(problem))
     jobs = [(problem, target) for target in targets for problem in parts if not problem.trivial]
     with Planner(max(1, min(workers or os.cpu_count() or 1, len(jobs))), library) as planner:
         if required not in (None, planner.version):

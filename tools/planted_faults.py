@@ -69,6 +69,7 @@ TESTS = {
     "cupy_sdpa/parallel": ("parallel",),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
     "cupy_sdpa/problem/problem_file.py": ("check",),
+    "cupy_sdpa/problem/slices.py": ("attention",),
     "cupy_sdpa/programs": ("programs", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/replay": ("replay",),
     "cupy_sdpa/replay/call_key.py": ("replay", "programs"),

@@ -26,6 +26,7 @@ from ..problem.problem import (
     has_ragged_alibi,
     has_score_axes,
 )
+from ..problem.slices import slices
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
 from ..problem.varlen import ragged_offsets
@@ -34,7 +35,7 @@ from ..runtime import memory
 from ..support.engine_problem import engine_problem, without_sinks
 from ..support.padding import masked_inputs
 from ..support.why_not import disabled_names, staging_guards
-from . import split_steps
+from . import slice_steps, split_steps
 from .steps import Attend, Steps
 
 #: The row statistics that are -inf where there is nothing to compute; all other results are 0.
@@ -63,6 +64,20 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}
     values: dict[str, Any] = {"scalars": call.scalars, "source_lines": call.functions.source_lines} if with_values else {}
+    engine = engine_problem(problem, call.bucket, steps.on_gpu)
+    if steps.on_gpu and "slices" in staging_guards(engine):
+        for part, own in slice_steps.parts(steps, problem, slices(engine), arrays):
+            _add_launches(steps, name, call, part, own, values)
+    else:
+        _add_launches(steps, name, call, problem, arrays, values)
+    if call.gradients:
+        _collect(steps, call.gradients, call.functions.table_reads, arrays)
+
+
+def _add_launches(
+    steps: Steps, name: str, call: Call, problem: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
+) -> None:
+    """Add the launches of a problem: one, and in the backward pass one for each further reduction of dS."""
     inputs = {name: view for name, view in arrays.items() if name not in {spec.name for spec in problem.results}}
     first, *others = subproblems(problem)
     _add_launch(steps, name, call, first, arrays, values)
@@ -70,8 +85,6 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
         reductions = {spec.name: arrays[spec.name] for spec in part.ds_reductions}
         own = {spec.name: _temporary(steps, spec) for spec in part.results if spec.name not in reductions}
         _add_launch(steps, name, call, part, {**inputs, **own, **reductions}, values)
-    if call.gradients:
-        _collect(steps, call.gradients, call.functions.table_reads, arrays)
 
 
 def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:

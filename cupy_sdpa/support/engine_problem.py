@@ -11,7 +11,9 @@ from typing import Any
 
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
+from ..problem.slices import launches
 from ..problem.split import split_of, split_problem, with_whole_tiles
+from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
 from .padding import has_padding, masked_inputs, obstacle
@@ -59,6 +61,12 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
             specs["rng_dump"] = dense_spec("rng_dump", dump.dtype, (dump.shape[0], 2, *dump.shape[2:]))
     problem = replace(problem, **specs) if specs else problem
     return round_up_totals(problem) if problem.packed else problem
+
+
+def launched_problems(problem: Problem) -> tuple[Problem, ...]:
+    """Return the problems of all launches that compute a problem of the engine, each once."""
+    parts = launches(problem) if "slices" in staging_guards(problem) else (problem,)
+    return tuple(dict.fromkeys(launch for part in parts for launch in subproblems(part)))
 
 
 def without_sinks(problem: Problem) -> Problem:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
 from ..problem.problem import Problem, writes_dq_directly
+from ..problem.slices import is_too_large, slices
 from ..problem.split import obstacle
 from ..version import version_text
 from .rules import ALL_GPUS, BLACKWELL, FRONTEND, HOPPER, PYTORCH
@@ -42,11 +43,12 @@ GUARDS = {
     "one-key": "sequences without keys get one key, and their results are cleared after the kernel",
     "dense-queries": "the queries are copied to a dense array",
     "dense-gradients": "dq, dk and dv are computed in dense arrays and copied",
+    "slices": "each launch computes a slice of the batch or of the heads",
     "finite-bias": "-inf is replaced by -1e30 in a float32 copy of the bias",
 }
 #: The guards that change arrays. They apply to every version and GPU, because arrays are prepared before these are known.
 STAGING_GUARDS = frozenset(
-    {"clear-last", "two-rows", "merged-sinks", "one-key", "dense-queries", "dense-gradients", "finite-bias"}
+    {"clear-last", "two-rows", "merged-sinks", "one-key", "dense-queries", "dense-gradients", "slices", "finite-bias"}
 )
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
@@ -300,6 +302,23 @@ BUGS: tuple[Bug, ...] = (
         remedy="pass the batch twice",
         link=f"{FRONTEND}/issues/1071",
         planned=False,
+    ),
+    Bug(
+        name="backward-large",
+        condition=lambda p: is_too_large(p) and bool(slices(p)),
+        when="gradients where out or dout reaches beyond 2^31 elements",
+        effect="wrong dq and dk (measured with 9.19.0; 9.28.0 is right)",
+        guards=frozenset({"slices"}),
+    ),
+    Bug(
+        name="backward-large-group",
+        last=92700,
+        condition=lambda p: is_too_large(p) and not slices(p),
+        when="gradients where out or dout reaches beyond 2^31 elements within the query heads of one key/value head, or in "
+        "packed sequences with dropout",
+        effect="wrong dq and dk",
+        remedy="use cuDNN 9.28.0, or call attention_backward for slices of the queries and add up dk and dv; with dropout, "
+        "pack fewer sequences",
     ),
     _SINGLE_KEY_DIFFERENCE,
     replace(_SINGLE_KEY_DIFFERENCE, capabilities=range(100, 130), condition=_single_key_difference),

@@ -434,12 +434,20 @@ def _largest(array: Any, rows: Any) -> Any:
 
 
 def _rng(operation: Operation, given: dict[str, Value]) -> Value:
-    """Random numbers that depend on the seed, the offset and the index of the element."""
+    """Random numbers that depend on the seed, the offset and the index of the element.
+
+    As measured with cuDNN, the heads of all batch entries, counted together, are 32 apart in units of the offset.
+    """
     seed, offset = (int(given[name].array.ravel()[0]) for name in ("SEED", "OFFSET_DESC"))
-    b, h, i, j = np.ogrid[tuple(slice(n) for n in operation.tensors["YDESC"].dims)]
+    dims = operation.tensors["YDESC"].dims
+    b, h, i, j = np.ogrid[tuple(slice(n) for n in dims)]
     with np.errstate(over="ignore"):
-        x = (b << 50 | h << 40 | i << 20 | j).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x ^= np.uint64(seed % 2**64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(offset % 2**64)
+        x = (i << 20 | j).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x = x ^ (
+            np.uint64(seed % 2**64) * np.uint64(0xBF58476D1CE4E5B9)
+            + np.uint64(offset % 2**64)
+            + 32 * (b * dims[1] + h).astype(np.uint64)
+        )
         for shift in (30, 27, 31):  # splitmix64
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(0x94D049BB133111EB)
     kept = (x >> np.uint64(40)) < round(operation.settings["BERNOULLI_DIST_PROBABILITY"] * 2**24)

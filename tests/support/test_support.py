@@ -287,6 +287,10 @@ AFFECTED = {
         [backward(skv=128), backward(skv=200), backward(skv=192, causal=True), asked(skv=192)]),
     "backward-query-tail": (backward(sq=1, skv=128), [(91900, 90), (92800, 90)], [(92800, 80)],
         [backward(sq=2, skv=128), backward(sq=1, skv=129), backward(sq=1, skv=128, causal=True), asked(sq=1, skv=128)]),
+    "backward-large": (backward(sq=2**17, b=128), [(91900, 90), (92800, 80)], [],
+        [asked(sq=2**17, b=128), backward(sq=2**16, b=128), backward(sq=2**17, skv=8, b=64), backward(skv=2**17, b=1024)]),
+    "backward-large-group": (backward(hq=64, hkv=1, sq=2**20, b=1), [(91900, 90), (92700, 80)], [(92800, 90)],
+        [backward(hq=64, hkv=2, sq=2**20, b=1), backward(hq=64, hkv=1, sq=2**19, b=1)]),
     "backward-scale": (backward(skv=100, scale=-1.0), [(91900, 90), (92800, 90)], [(91900, 80)],
         [backward(skv=100), asked(skv=100)]),
 }  # fmt: skip

@@ -1,0 +1,102 @@
+"""Gradients whose output reaches beyond the limit of cuDNN's kernel are computed in slices, with the results of one launch.
+
+A lower limit stands in for 2^31 elements, so that small problems need several slices.
+"""
+
+import numpy as np
+import pytest
+from engines import numbers, on_cudnn
+
+from cupy_sdpa import attention, attention_backward, explain, reference
+from cupy_sdpa.problem import slices
+
+#: Options that are drawn with gradients; each concerns arrays with other axes.
+OPTIONS = (
+    "causal", "window", "mask", "bias", "seq_lens_q", "packed", "alibi_slopes", "softcap", "sinks", "dropout", "score_mod",
+    "mask_mod", "return_dbias", "return_dsinks", "return_dtensors", "preallocated", "bucket", "block_mask", "deterministic",
+)  # fmt: skip
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    """Set the limit; collect the slices that are made since."""
+    made = []
+    monkeypatch.setattr(slices, "Slice", lambda *ranges, own=slices.Slice: made.append(own(*ranges)) or made[-1])
+
+    def set_limit(elements):
+        monkeypatch.setattr(slices, "LIMIT", elements)
+        return made
+
+    return set_limit
+
+
+@on_cudnn
+@pytest.mark.parametrize("number", numbers(10, quick=2))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_random_slices(name, number, engine, limit):
+    """Random gradients in slices of a few heads or of a few batch entries have the results of the definition."""
+    drawn = engine.draw({name}, number, others=OPTIONS)
+    case = drawn.with_(backward=True, b=max(3, drawn.b))
+    rows = max(case.sq, 1) * (case.b if case.packed else 1)
+    of_head = max(case.dv, 1) * (case.hq // case.hkv) * rows
+    made = limit((of_head, of_head * case.hkv, min(2, case.hkv) * of_head)[number % 3])
+    outcome = engine.agrees(case, refused=True)
+    assert number > 1 or len(set(made)) > 1 or outcome.kind == "refused"
+
+
+def forward(engine, q_shape, kv_shape, **options):
+    """dout, q, k, v, and the output and the log-sum-exp."""
+    dout, q, k, v = (engine.normal(n, *shape) for n, shape in enumerate((q_shape, q_shape, kv_shape, kv_shape)))
+    return dout, q, k, v, *attention(q, k, v, return_stats=True, **options)
+
+
+def assert_right(engine, arrays, **options):
+    """The gradients are those of the definition."""
+    truth = reference.attention_backward(*engine.get(arrays[:4]), **options)
+    for one, wanted in zip(engine.get(attention_backward(*arrays, **options)), truth, strict=True):
+        np.testing.assert_allclose(one.astype(float), wanted, atol=3 * engine.tolerance)
+
+
+@on_cudnn
+def test_slices_of_the_batch_are_views(engine, limit):
+    """Dense gradients need no copy: each launch computes some batch entries, and explain shows the launches."""
+    arrays = forward(engine, (16, 4, 24, 5), (16, 4, 24, 5))
+    limit(2 * 16 * 4 * 24)
+    report = explain(*arrays[1:4], backward=True)
+    assert [launch.problem.q.shape[3] for launch in report.launches] == [2, 2, 1]
+    assert report.temporary_bytes == 0
+    assert "slice of the batch" in str(report)
+    assert_right(engine, arrays)
+
+
+@on_cudnn
+def test_only_the_extent_counts(engine, limit):
+    """Heads of a larger array are computed in slices, although they have few elements."""
+    dout, *others = forward(engine, (16, 8, 25, 3), (16, 8, 25, 3))
+    arrays = [x[:, :2] for x in (dout, *others[:4])] + [engine.xp.asfortranarray(others[4][:, :2])]
+    made = limit(16 * 8 * 25)
+    assert_right(engine, arrays)
+    assert [part.batch for part in dict.fromkeys(made)] == [range(1), range(1, 2), range(2, 3)]
+
+
+@on_cudnn
+def test_one_long_sequence_is_computed_by_heads(engine, limit):
+    """Where one batch entry is too large, each launch computes some key/value heads, with copies of out and dout."""
+    arrays = forward(engine, (16, 6, 32, 2), (16, 3, 32, 2), causal=True)
+    made = limit(2 * 2 * 16 * 32)
+    assert_right(engine, arrays, causal=True)
+    assert [(part.heads, part.batch.start) for part in dict.fromkeys(made)] == [
+        (range(2), 0),
+        (range(2, 3), 0),
+        (range(2), 1),
+        (range(2, 3), 1),
+    ]
+
+
+@on_cudnn
+def test_too_large_for_slices(engine, limit):
+    """The query heads of one key/value head that reach too far raise Unsupported, with the limit and what to do."""
+    arrays = forward(engine, (16, 2, 40, 1), (16, 1, 40, 1))
+    limit(2 * 16 * 40 - 1)
+    with pytest.raises(NotImplementedError, match=r"beyond 2\^31 elements .* slices of the queries"):
+        attention_backward(*arrays)
