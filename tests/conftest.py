@@ -1,4 +1,5 @@
-"""The test tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two.
+"""The test tiers: unmarked tests need numpy only, ``cudnn`` the library and a C compiler, ``gpu`` a GPU, ``multi_gpu`` two;
+``large`` a GPU with much memory, and runs only with ``-m large``.
 
 Tests with the fixture ``fake`` also need a C++ compiler. A test with the fixture ``engine`` runs on all engines, see :mod:`engines`.
 
@@ -23,8 +24,14 @@ from tiers import missing
 
 #: Importing it, as the search for doctests does, replaces the public functions by faulty ones.
 collect_ignore = ["planted_errors.py"]
-TIERS = ("cudnn", "gpu", "multi_gpu")
-REQUIRES = {"": (), "cudnn": ("cudnn",), "gpu": ("gpu",), "multi_gpu": ("gpu", "multi_gpu"), "all": TIERS}
+TIERS = ("cudnn", "gpu", "multi_gpu", "large")
+REQUIRES = {
+    "": (),
+    "cudnn": ("cudnn",),
+    "gpu": ("gpu",),
+    "multi_gpu": ("gpu", "multi_gpu"),
+    "all": ("cudnn", "gpu", "multi_gpu"),
+}
 #: Why a test fails: its tier is required but not available.
 REQUIRED = pytest.StashKey[str]()
 #: Whether this is the nightly run, which may take hours.
@@ -51,7 +58,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # a worker process of pytest-xdist inherits it
         os.environ["FAKE_CUPY_FOLDER"] = str(folder_of_kernels(config))
     if not config.option.markexpr:
-        config.option.markexpr = "not sweep"
+        config.option.markexpr = "not sweep and not large"
 
 
 def folder_of_kernels(config):
@@ -75,7 +82,9 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_itemcollected(item):
     """Put tests that must run in one process into one group of pytest-xdist, and combinations out of turn into the sweep."""
-    if any(item.get_closest_marker(tier) for tier in ("gpu", "multi_gpu")):
+    if item.get_closest_marker("large"):
+        item.add_marker(pytest.mark.slow)
+    if any(item.get_closest_marker(tier) for tier in ("gpu", "multi_gpu", "large")):
         item.add_marker(pytest.mark.xdist_group("gpu"))
         return
     if item.path.stem in TOGETHER:

@@ -7,7 +7,7 @@ import importlib.util
 @functools.cache
 def missing(tier: str) -> str | None:
     """The reason why a tier cannot run here, or None."""
-    return {"cudnn": _cudnn, "gpu": _gpu, "multi_gpu": _multi_gpu}[tier]()
+    return {"cudnn": _cudnn, "gpu": _gpu, "multi_gpu": _multi_gpu, "large": _gpu}[tier]()
 
 
 def _cudnn() -> str | None:

@@ -38,6 +38,7 @@ examples:
   python -m cupy_sdpa check --minutes 20 --json report.json
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
   python -m cupy_sdpa check --saved problems.jsonl
+  python -m cupy_sdpa check --large             arrays beyond 2^31 elements, on a GPU
 
 exit status: 0 no findings; 1 findings; 2 no problem could run; 130 Ctrl-C,
 after the result of the finished problems.
@@ -79,6 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--saved", type=Path, metavar="FILE", help="verify the problems of a program (CUPY_SDPA_TRACE), not random ones"
     )
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help="run problems beyond 2^31 elements and near the largest grids instead of random ones; the GPU needs up to 92 GiB",
+    )
     parser.add_argument("--case", metavar="LITERAL", help="run the case of a finding")
     parser.add_argument("--first", action="store_true", help="end at the first finding, and do not shrink it")
 
@@ -94,6 +100,8 @@ def command(arguments: argparse.Namespace) -> int:
     """Run ``check``; returns 1 if there are findings."""
     from ..check.run import cases, run
 
+    if arguments.large:
+        return _large(arguments)
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
     if arguments.saved and case:
         raise CommandError("--saved and --case are given: pass one of them")
@@ -132,6 +140,42 @@ def command(arguments: argparse.Namespace) -> int:
     if not summary.problems:
         raise CommandError("no problem was run: increase --minutes")
     return 1 if summary.findings else 0
+
+
+def _large(arguments: argparse.Namespace) -> int:
+    """Run the problems beyond 2^31 elements that fit into the free memory; returns 1 if there are findings."""
+    given = [
+        f"--{name}"
+        for name in ("minutes", "problems", "seed", "engine", "lengths", "saved", "case")
+        if getattr(arguments, name)
+    ]
+    if given:
+        raise CommandError(f"--large and {given[0]} are given: pass one of them")
+    _engines(["gpu"])
+    from ..check import large
+
+    cases: list[dict[str, Any]] = []
+    for case in large.CASES:
+        free, began = large.free_gib(), time.perf_counter()
+        errors: list[str] = []
+        if case.gib > free:
+            outcome = f"skipped: it needs {case.gib} GiB, and {free:.0f} GiB are free"
+        else:
+            try:
+                errors = large.run(case)
+            except Exception as error:  # a call that is refused or fails is a finding: these problems must run
+                errors = [f"{type(error).__name__}: {error}"]
+            outcome = f"{len(errors)} wrong" if errors else "passed"
+        seconds = time.perf_counter() - began
+        cases.append({"case": case.name, "gib": case.gib, "outcome": outcome, "errors": errors, "seconds": round(seconds, 1)})
+        print(f"{case.name}: {outcome}, {seconds:.1f} s", *errors[:_MAX_PRINTED], sep="\n  ", flush=True)
+    if arguments.json is not None:
+        facts = {"versions": versions(), "large": cases}
+        arguments.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print_labeled("report", str(arguments.json))
+    if all(case["outcome"].startswith("skipped") for case in cases):
+        raise CommandError("no problem could run: the GPU has too little free memory")
+    return 1 if any(case["errors"] for case in cases) else 0
 
 
 def _seed(arguments: argparse.Namespace) -> int:
