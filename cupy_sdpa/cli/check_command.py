@@ -38,7 +38,7 @@ examples:
   python -m cupy_sdpa check --minutes 20 --json report.json
   python -m cupy_sdpa check --engine cpu --seed 7 --problems 500
   python -m cupy_sdpa check --saved problems.jsonl
-  python -m cupy_sdpa check --large             arrays beyond 2^31 elements, on a GPU
+  python -m cupy_sdpa check --large             arrays beyond 2^31 elements
 
 exit status: 0 no findings; 1 findings; 2 no problem could run; 130 Ctrl-C,
 after the result of the finished problems.

@@ -94,6 +94,26 @@ def test_one_long_sequence_is_computed_by_heads(engine, limit):
 
 
 @on_cudnn
+@pytest.mark.parametrize("of_heads", [False, True], ids=["batch", "heads"])
+def test_functions_count_heads_and_entries_of_the_whole_call(of_heads, engine, limit):
+    """A score function gets the number of the head and of the batch entry in the call, not in the slice."""
+    arrays = forward(engine, (16, 4, 20, 3), (16, 2, 20, 3), score_mod=of_head_and_entry)
+    made = limit(2 * 16 * 20 if of_heads else 4 * 16 * 20)
+    given = engine.get(arrays[:4])
+    number = (np.arange(4)[:, None] + 10.0 * np.arange(3)) / 8
+    bias = number * (np.arange(20)[:, None, None, None] > 9)
+    truth = reference.attention_backward(*given, bias=bias)
+    for one, wanted in zip(engine.get(attention_backward(*arrays, score_mod=of_head_and_entry)), truth, strict=True):
+        np.testing.assert_allclose(one.astype(float), wanted, atol=3 * engine.tolerance)
+    assert len(dict.fromkeys(made)) == (6 if of_heads else 3)
+
+
+def of_head_and_entry(s, b, h, i, j):
+    """The scores of the last keys grow with the head and the batch entry."""
+    return s + np.where(j > 9, (h + 10 * b) / 8, 0)
+
+
+@on_cudnn
 def test_too_large_for_slices(engine, limit):
     """The query heads of one key/value head that reach too far raise Unsupported, with the limit and what to do."""
     arrays = forward(engine, (16, 2, 40, 1), (16, 1, 40, 1))

@@ -165,21 +165,3 @@ def test_cudnn_can_read_the_arrays_of_the_training_step():
     weights, _ = found.train(2)
     looked = found.attention_map(weights, *found.questions(np.random.default_rng(1)))
     assert looked.shape == (found.PAIRS, 1, found.HEADS, found.BATCH)
-
-
-# the size
-
-#: The most words of the README and the docs, without code and what scripts write. Shorten a page before another one grows.
-WORDS = 25_000
-#: The pages that scripts write.
-WRITTEN = {"support.md", *(path.name for path in DOCS if path.stem.endswith("_table"))}
-
-
-def test_the_documents_are_short():
-    """They can be read in a day."""
-    words = {}
-    for path in (ROOT / "README.md", *DOCS):
-        if path.name not in WRITTEN:
-            text = re.sub(r"^(```|~~~).*?^\1\s*$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-            words[path.name] = len(re.findall(r"\S*[A-Za-z0-9]\S*", text))
-    assert sum(words.values()) <= WORDS, words
