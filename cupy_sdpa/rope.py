@@ -13,7 +13,7 @@ from ._typing import Array, ArrayT, Layout
 from .boundary.argument import Argument, arrays_on_gpu, as_int32, read_array
 from .boundary.arguments import check_counts, check_offsets
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
-from .boundary.options import as_float, read_count, read_flag
+from .boundary.options import as_float, other_names, read_count, read_flag
 from .kernels import rope_kernel as kernels
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, stride_obstacle
 from .runtime import cupy_runtime
@@ -123,6 +123,17 @@ class Rope:
         return dataclasses.replace(self, base=None, frequencies=[-float(x) for x in self.frequencies])  # type: ignore[union-attr]
 
 
+Rope.__init__ = other_names(  # type: ignore[method-assign]
+    {
+        "pass base=": "rope_base rope_theta rotary_base theta",
+        "pass frequencies=, dim/2 numbers in radians per position": "freqs inv_freq inv_freqs",
+        "pass dim=, the number of channels that are rotated": "head_dim rotary_dim rotary_ndims",
+        "pass interleaved=; True if the channels of a pair are neighbours": "interleave is_neox is_neox_style traditional",
+        "pass factor=, by which rotated channels are multiplied": "attention_factor attention_scaling mscale",
+    }
+)(Rope.__init__)
+
+
 def _number(name: str, value: Any) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -145,6 +156,15 @@ def read_rope(rope: Any, head_dim: int) -> Any:
     return rope._record  # type: ignore[attr-defined]
 
 
+@other_names(
+    {
+        "pass start=, the position of the first token of each sequence, a number or int32 (B,); or end=": (
+            "input_positions offset offsets pos position position_ids positions seqlen_offset seqlen_offsets"
+        ),
+        "pass it to Rope, as base=, frequencies= or interleaved=": "base frequencies inv_freq interleave interleaved theta",
+        "pass rope=, a cupy_sdpa.Rope": "cos cos_sin_cache freqs freqs_cis rotary sin",
+    }
+)
 @takes_default
 def apply_rope(
     x: ArrayT,
@@ -155,13 +175,20 @@ def apply_rope(
     seq_lens: Array | None = None,
     cu_seqlens: Array | None = None,
     layout: Layout | None = None,
+    k: Any = None,
+    v: Any = None,
+    page_table: Any = None,
+    seq_lens_kv: Array | None = None,
+    seq_lens_q: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    max_seqlen_q: int | None = None,
 ) -> ArrayT:
     """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
 
     The positions of a sequence count from ``start``, or up to ``end``, which is the alignment of
-    ``attention(..., causal="bottom_right")``. With ``end=cache.lengths`` after the append to a :class:`KVCache`, queries have
-    the positions of the appended tokens; nothing is read by the host, so that the call can be captured in a CUDA graph. Its
-    kernel is compiled by the first call for a dtype, which must be before the capture.
+    ``attention(..., causal="bottom_right")``. After the append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())``
+    gives queries the positions of the appended tokens; nothing is read by the host, so that the call can be captured in a CUDA
+    graph. Its kernel is compiled by the first call for a dtype, which must be before the capture.
 
     Args:
         x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens``; float16, bfloat16, float32 or float64, with unit
@@ -173,6 +200,9 @@ def apply_rope(
             :func:`attention`. Default None: S.
         cu_seqlens: int32 or int64 ``(B+1,)``, where each packed sequence begins; as ``cu_seqlens_q`` of :func:`attention`.
         layout: the order of x's axes, as for :func:`attention`. Default None: the shapes above.
+        seq_lens_kv, seq_lens_q, cu_seqlens_q: ``end``, ``seq_lens`` and ``cu_seqlens``, as ``**cache.view()`` passes them.
+        max_seqlen_q: the maximum of ``seq_lens_q``, which must be at most S.
+        k, v, page_table: not used, so that ``**cache.view()`` can be passed.
 
     Returns:
         A new array of the shape and dtype of x; in memory it is dense in the order (D, H, S, B). Tokens beyond a sequence have
@@ -190,14 +220,18 @@ def apply_rope(
     >>> q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, 3, 2)).astype(np.float32)) for heads in (4, 2, 2))
     >>> cache, rope = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True), Rope(8)
     >>> cache.append(k, v, rope=rope)
-    >>> rotated = apply_rope(q, rope, end=cache.lengths)
-    >>> out = attention(rotated, cache.keys(), cache.values(), page_table=cache.table, seq_lens_kv=cache.lengths)
+    >>> rotated = apply_rope(q, rope, **cache.view())
+    >>> out = attention(rotated, **cache.view())
     >>> bool(np.allclose(out, attention(rotated, apply_rope(k, rope), v), atol=1e-6))
     True
     """
     check_layout(layout)
+    end = _either("end", end, "seq_lens_kv", seq_lens_kv)
+    seq_lens = _either("seq_lens", seq_lens, "seq_lens_q", seq_lens_q)
+    cu_seqlens = _either("cu_seqlens", cu_seqlens, "cu_seqlens_q", cu_seqlens_q)
     if other := other_layout({"layout": layout}):
-        own = apply_rope(to_own("q", x, other), rope, start=start, end=end, seq_lens=seq_lens, cu_seqlens=cu_seqlens)
+        given: dict[str, Any] = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
+        own = apply_rope(to_own("q", x, other), rope, **given, max_seqlen_q=max_seqlen_q)
         return from_own("q", own, other)  # type: ignore[no-any-return]
     end, seq_lens, cu_seqlens = as_int32("end", end), as_int32("seq_lens", seq_lens), as_int32("cu_seqlens", cu_seqlens)
     start = as_int32("start", start)
@@ -217,6 +251,11 @@ def apply_rope(
     others = {name: read_array(name, y) for name, y in given.items() if y is not None}
     on_gpu = arrays_on_gpu([array, *others.values()])
     _check(array, others)
+    if max_seqlen_q is not None and seq_lens is not None and max_seqlen_q > x.shape[2]:
+        raise ValueError(
+            f"max_seqlen_q is {max_seqlen_q}, the maximum of seq_lens_q, but x has {x.shape[2]} tokens: pass all tokens of the "
+            "last append, or end=cache.lengths for the newest tokens of every sequence"
+        )
     record = read_rope(rope, x.shape[0])
     positions: tuple[Any, ...] = (given["start"], end, seq_lens, cu_seqlens)
     if not on_gpu:
@@ -229,6 +268,13 @@ def apply_rope(
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
         kernels.apply(x, out, record, kernels.Positions(first, *dense), array.spec.dtype)
     return out  # type: ignore[no-any-return]
+
+
+def _either(name: str, value: Any, of_view: str, other: Any) -> Any:
+    """One of two parameters with the same meaning."""
+    if value is not None and other is not None:
+        raise ValueError(f"{name} and {of_view} are both passed, which have the same meaning: pass one of them")
+    return other if value is None else value
 
 
 def _check(x: Argument, others: dict[str, Argument]) -> None:

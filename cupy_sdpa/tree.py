@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Any
 
 import numpy as np
 
 from ._typing import Array
 from .boundary.argument import as_int32, check_arrays, read_array
+from .boundary.cache_lengths import cache_of
 from .boundary.layouts import in_own_layout, other_layout
 from .errors import in_words
 from .fp8.array import Fp8Array
@@ -26,6 +28,8 @@ def tree_mask(
     page_table: Array | None = None,
     seq_lens_kv: Array | None = None,
     seq_lens_q: Array | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_q: Any = None,
     layout: str | None = None,
 ) -> dict[str, Any]:
     r"""Make the mask of a tree of draft tokens, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
@@ -39,7 +43,8 @@ def tree_mask(
     is the condition: the tokens are numbered in depth-first order, and the descendants of a token have the numbers from
     ``first`` to ``last``. The mask takes 8 bytes for each key, whatever Sq is. On the GPU one kernel runs on CuPy's current
     stream, without synchronization. It reads lengths and parents on the device, so it can be captured; keep the mask as long as
-    the graph. Make the mask after the append of layer 0, once for all layers.
+    the graph. Make the mask after the append of layer 0, once for all layers of a step. A call with a mask that was made for
+    other lengths of a cache raises ValueError.
 
     Args:
         parents: ``(Sq,)``, or ``(Sq, B)`` with a tree for each sequence: integers, for each token the index of its parent,
@@ -47,17 +52,21 @@ def tree_mask(
             queries: whether a key is visible to a query. Sq is at most 2048. A list or a numpy array. Beside CuPy arrays also
             an int32 CuPy array, of which a parent that is not smaller counts as -1.
         k, page_table, seq_lens_kv, seq_lens_q: as for :func:`cupy_sdpa.attention`; ``**cache.view()`` passes them. With
-            ``seq_lens_q``, the tree of a sequence consists of its first ``seq_lens_q[b]`` tokens. No packed sequences.
+            ``seq_lens_q``, the tree of a sequence consists of its first ``seq_lens_q[b]`` tokens.
+        max_seqlen_q: the maximum of ``seq_lens_q``, at most Sq. Both are then those of ``cache.view()``, which also passes them
+            to the call.
+        cu_seqlens_q: None: packed sequences are not supported.
         v: not used, so that ``**cache.view()`` can be passed.
         layout: as for :func:`cupy_sdpa.attention`. With one in C order ``parents`` is ``(B, Sq)``, or bool
             ``(B, Sq, Sq)``, queries before keys.
 
     Returns:
         A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
-        ``tensors``, and ``seq_lens_q`` if it is passed. Other functions and ``tensors`` can be added.
+        ``tensors``, and ``seq_lens_q`` if it is passed without ``max_seqlen_q``. Other functions and ``tensors`` can be added.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape; or on the host parents do not form a tree.
+        RuntimeError: a step of the cache is announced and not appended.
 
     Source: Miao et al. 2024, "SpecInfer", section 4.2; Cai et al. 2024, "Medusa", section 2.1.2.
 
@@ -71,6 +80,13 @@ def tree_mask(
     (8, 2, 4, 1)
     >>> cache.keep(0, [0, 2, 3])              # the accepted path
     """
+    if cu_seqlens_q is not None:
+        raise ValueError(
+            "cu_seqlens_q is passed; trees of packed queries are not supported: append the draft as (D, Hkv, S, B)"
+        )
+    cache = cache_of(seq_lens_kv)
+    if cache is not None:
+        cache._check_appended("tree_mask")
     arrays, options = in_own_layout(
         {"k": k.data if isinstance(k, Fp8Array) else k}, {"page_table": page_table, "layout": layout}
     )
@@ -89,12 +105,41 @@ def tree_mask(
     on_gpu = cupy_runtime.is_array(like)
     with cupy_runtime.device_context(like):
         trees = _parents(parents, batch, on_gpu, reverse=other_layout({"layout": layout}) is not None)
+        if max_seqlen_q is not None and max_seqlen_q > trees.shape[0]:
+            raise ValueError(
+                f"max_seqlen_q is {max_seqlen_q}, the tokens of the last append, but the tree has {trees.shape[0]}: make the "
+                "mask after the append of the draft"
+            )
         shapes = Intervals(number=(batch, trees.shape[0]), first=(batch, keys), last=(batch, keys))
         found = Intervals(*(cupy_runtime.new_result(like, shape, np.dtype(np.int32)) for shape in shapes))
         fill_intervals(trees, seq_lens_kv, seq_lens_q, found)
     tensors = {f"tree_{name}": x for name, x in found._asdict().items()}
-    more = {} if seq_lens_q is None else {"seq_lens_q": seq_lens_q}
-    return {"mask_mod": tree, "tensors": tensors, **more}
+    more = {} if seq_lens_q is None or max_seqlen_q is not None else {"seq_lens_q": seq_lens_q}
+    mask = {"mask_mod": tree, "tensors": tensors, **more}
+    return mask if cache is None else _MaskOfCache(mask, cache)
+
+
+class _MaskOfCache(dict[str, Any]):
+    """A mask for the present lengths of a cache. A call that takes it as ``**mask`` reads its keys: they are compared then."""
+
+    def __init__(self, mask: dict[str, Any], cache: Any) -> None:
+        super().__init__(mask)
+        self._cache, self._lengths = weakref.ref(cache), cache.host_lengths
+
+    def __iter__(self) -> Iterator[str]:  # without it ** would not call keys()
+        return iter(self.keys())
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        cache = self._cache()
+        if cache is not None and (cache.host_lengths != self._lengths).any():
+            raise ValueError(
+                f"the tree_mask was made for lengths {self._lengths.tolist()} of the cache, which now has "
+                f"{cache.host_lengths.tolist()}: make it after the append of layer 0, and a new one in every step"
+            )
+        return super().keys()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return dict, ([*self.items()],)
 
 
 def _parents(given: Any, batch: int, on_gpu: bool, *, reverse: bool) -> Any:

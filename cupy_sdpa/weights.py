@@ -188,6 +188,8 @@ def _swapped(builder: Builder, options: Mapping[str, Any], own: slice, count: in
         found.pop("bucket", None)  # the bias has the size of the longest sequences
     for name, other in _PAIRS.items():
         found |= {new: options[old] for new, old in ((name, other), (other, name)) if old in options}
+    if options.get("cu_seqlens_q") is None:
+        found.pop("max_seqlen_kv", None)  # the maximum of seq_lens_q, which is checked
     if (band := read_band(options.get("causal"), options.get("window"))) is not None:
         found["window"] = (band.right, band.left, "bottom_right" if band.bottom_right else "top_left")
     if (mask := options.get("mask")) is not None:

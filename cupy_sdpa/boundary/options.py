@@ -146,6 +146,22 @@ _ANSWERS = {
 OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
 
 
+def other_names(answers: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Raise TypeError in calls with parameters of other libraries: what to write, by the names in its place."""
+    known = {name: answer for answer, names in answers.items() for name in names.split()}
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() & known.keys():
+                raise TypeError(f"there is no parameter {name}: {known[name]}")
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
 class _Annotation(str):
     """The text of an annotation, which ``help`` shows without quotes."""
 
@@ -277,8 +293,15 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
         num_splits=_optional_count(options, "num_splits", "a number of chunks", least=1),
     )
     for name in ("max_seqlen_q", "max_seqlen_kv"):
-        if options.get(name) is not None and options.get("cu_seqlens_q") is None:
+        if options.get(name) is None or options.get("cu_seqlens_q") is not None:
+            continue
+        if name == "max_seqlen_kv":
             raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: {name} is for packed sequences only")
+        if options.get("seq_lens_q") is None:
+            raise ValueError(
+                f"{name} is {options[name]}, and cu_seqlens_q and seq_lens_q are None: {name} is for packed sequences, and the "
+                "maximum of seq_lens_q; omit it, or pass one of these"
+            )
     return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
 
 

@@ -27,12 +27,14 @@ class State(NamedTuple):
         lengths: ``(B,)``, the tokens in the cache.
         counts: ``(B,)``, the new tokens of the present step.
         finished: ``(B,)``, zeros; used within the kernel.
+        starts: ``(B + 1,)``, where the new tokens of each sequence begin in packed arrays; the last one is their number.
     """
 
     table: Any
     lengths: Any
     counts: Any
     finished: Any
+    starts: Any
 
 
 #: The maximum number of pairs in a launch. They are passed by value: kernels take arguments of at most 4 KiB in total.
@@ -154,6 +156,39 @@ def _copy_rows_kernel(unit: str) -> str:
         }}"""
 
 
+def clear_rows(storages: Sequence[Any], spans: Sequence[tuple[int, int]]) -> None:
+    """Write 0 to rows of all layers and heads; spans of rows of one page, as pairs of the first row and the number of rows.
+
+    Row r of page p is number ``p * page_size + r``. One launch for each storage.
+    """
+    if not cupy_runtime.is_array(storages[0]):
+        for storage, (row, count) in itertools.product(storages, spans):
+            page, first = divmod(row, storage.shape[1])
+            storage[:, first : first + count, :, page] = 0
+        return
+    for storage, batch in itertools.product(storages, _batches(spans)):
+        unit = math.gcd(storage.strides[1], 16)
+        units = storage.strides[1] // unit
+        numbers = (np.int32(units), np.int32(storage.shape[1]), np.int64(storage.strides[4] // unit))
+        grid = (int(batch["count"]), storage.shape[2], storage.shape[4])
+        _clear_rows_kernel(UNITS[unit])(grid, (128,), (storage, batch, *numbers))
+
+
+@cuda_kernel
+def _clear_rows_kernel(unit: str) -> str:
+    """The kernel of :func:`clear_rows`; a block clears a span of a head of a layer, which is contiguous."""
+    return f"""{_PAIRS_DECLARATION}
+        extern "C" __global__ void cupy_sdpa_clear_rows(
+            {unit}* storage, const Pairs spans, int units, int size, long long layer
+        ) {{
+            const long long row = spans.first[blockIdx.x], page = row / size, head = blockIdx.y, heads = gridDim.y;
+            {unit}* const span = storage + blockIdx.z * layer + ((page * heads + head) * size + row % size) * units;
+            const long long count = (long long)spans.second[blockIdx.x] * units;
+            const {unit} zero = {{}};
+            for (long long i = threadIdx.x; i < count; i += blockDim.x) span[i] = zero;
+        }}"""
+
+
 class Factors(NamedTuple):
     """How new keys or values become FP8 while they are written. Values beyond the largest number saturate.
 
@@ -170,7 +205,7 @@ class Factors(NamedTuple):
 
 #: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, strides in bytes, and :class:`Factors`.
 _SIDE = Struct("Side", f"tokens pages unit row head_stride token_stride batch_stride {' '.join(Factors._fields)}")
-_ARGUMENTS = Struct("Arguments", "table lengths counts finished width page_size heads tokens packed advance", sides=(_SIDE, 2))
+_ARGUMENTS = Struct("Arguments", f"{' '.join(State._fields)} width page_size heads tokens packed advance", sides=(_SIDE, 2))
 #: The threads of a block; and the elements of a row that a thread converts to FP8, which are as many bytes.
 _THREADS, _UNIT = 256, 8
 
@@ -189,7 +224,8 @@ def append(
 ) -> None:
     """Write the new tokens of one layer to their pages; one launch.
 
-    The other rows of a page that the new tokens begin become 0: cuDNN multiplies them by 0, and NaN would spread.
+    cuDNN multiplies the rows after the last token by 0, so NaN there would spread: they are 0. An append clears the rest of a
+    page that its tokens begin, and :func:`clear_rows` the rows of tokens that are removed.
 
     Args:
         k, v: ``(D, Hkv, S, B)`` and ``(Dv, Hkv, S, B)``, or packed ``(D, Hkv, T)`` and ``(Dv, Hkv, T)``, with unit stride along
@@ -229,15 +265,13 @@ def _elements(x: Any, factors: Factors, dtype: str) -> Any:
 
 
 def _append_on_numpy(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any) -> None:
-    first = 0
-    for b, count in enumerate(state.counts.tolist()):
+    for b, (count, first) in enumerate(zip(state.counts.tolist(), state.starts[:-1].tolist(), strict=True)):
         begin = int(state.lengths[b]) - (0 if advance else count)
         new_k, new_v = (x[:, :, first : first + count] if x.ndim == 3 else x[:, :, :count, b] for x in (k, v))
         if rotation is not None:
             new_k = rotated(new_k, rotation, np.arange(begin, begin + count))
         _write(new_k, keys, state.table[:, b], begin)
         _write(new_v, values, state.table[:, b], begin)
-        first += count
     if advance:
         state.lengths[...] += state.counts
 
@@ -358,11 +392,9 @@ def _append_kernel(source: str, dtype: str) -> str:
         extern "C" __global__ void cupy_sdpa_append(const Arguments a{", const Rope rope" if source and not dtype else ""}) {{
             // the sequence b of a block, its new tokens from the position begin, and the first of them in a packed array
             const int b = blockIdx.y;
-            const int* const counts = (const int*)a.counts;
             int* const length = (int*)a.lengths + b;
-            const int count = counts[b], begin = max(0, *length - (a.advance ? 0 : count));
-            int first = 0;
-            if (a.packed) for (int i = 0; i < b; ++i) first += counts[i];
+            const int count = ((const int*)a.counts)[b], begin = max(0, *length - (a.advance ? 0 : count));
+            const int first = a.packed ? ((const int*)a.starts)[b] : 0;
             const Side& s = a.sides[blockIdx.z];
             {write}
             // the last block of a sequence advances its length: every block has read it then

@@ -69,7 +69,8 @@ def rotated(x: Any, record: Any, positions: Any) -> Any:
     first = slice(0, 2 * pairs, 2) if record["interleaved"] else slice(pairs)
     second = slice(1, 2 * pairs, 2) if record["interleaved"] else slice(pairs, 2 * pairs)
     a, b = x[first].astype(dtype), x[second].astype(dtype)
-    out[first], out[second] = a * cosine - b * sine, a * sine + b * cosine
+    with np.errstate(invalid="ignore"):  # infinities become NaN, as on a GPU: padding may be anything
+        out[first], out[second] = a * cosine - b * sine, a * sine + b * cosine
     return out
 
 

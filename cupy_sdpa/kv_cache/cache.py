@@ -178,22 +178,36 @@ class KVCache(CacheState):
 
         Those of an FP8 cache are a :class:`cupy_sdpa.fp8.Fp8Array`.
         """
-        return self._arrays(self._keys, 0, layer)
+        return self._arrays(self._keys, 0, layer, self.layout)
 
     def values(self, layer: int = 0) -> Any:
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
-        return self._arrays(self._values, 1, layer)
+        return self._arrays(self._values, 1, layer, self.layout)
 
     def view(self, layer: int = 0) -> dict[str, Any]:
         """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
 
+        :func:`cupy_sdpa.apply_rope` and :func:`cupy_sdpa.tree_mask` take the same dictionary.
+
         Returns:
             A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
-            ``lengths``; and of ``layout``, if the cache has one. Make it after every append, as the table may have grown. For
-            a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
+            ``lengths``; and of ``layout``, if the cache has one.
+
+            The queries are those of the last append. After one of packed arrays the dictionary also has ``cu_seqlens_q`` and
+            ``max_seqlen_q``: pass packed queries. If some of S tokens were padding, it has ``seq_lens_q``, the counts, and
+            ``max_seqlen_q``, the largest count: pass as many queries or more. It also has them in the capture of an append
+            with S > 1, as the counts may differ in every launch; ``max_seqlen_q`` is then S, or T if the arrays are packed.
+            Otherwise it has no lengths, and any number of queries are the newest
+            tokens of every sequence.
+
+            The arrays are at constant addresses, and follow later appends. But make a new dictionary after every append, as
+            the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``. For
+            other queries, replace what differs: ``cache.view(layer) | {"seq_lens_q": None, "max_seqlen_q": None}``.
 
         Raises:
             TypeError, ValueError: the cache has no such layer.
+            RuntimeError: the last append had padding, and tokens were removed or a sequence was forked since; or a step with
+                padding is announced and not appended. It is then unknown which queries are padding.
 
         >>> import cupy_sdpa
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
@@ -202,14 +216,48 @@ class KVCache(CacheState):
         >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
         (8, 2, 3, 2)
         """
-        of_layout = {} if self.layout is None else {"layout": self.layout}
-        found = {"k": self.keys(layer), "v": self.values(layer), "page_table": self.table, "seq_lens_kv": self.lengths}
-        return found | of_layout
+        queries = self._of_queries()
+        layout = self.layout and ("thd" if "cu_seqlens_q" in queries else self.layout)
+        k, v = (self._arrays(layers, side, layer, layout) for side, layers in enumerate((self._keys, self._values)))
+        of_layout = {} if layout is None else {"layout": layout}
+        return {"k": k, "v": v, "page_table": self.table, "seq_lens_kv": self.lengths, **queries, **of_layout}
 
-    def _arrays(self, layers: list[Any], side: int, layer: int) -> Any:
+    def _of_queries(self) -> dict[str, Any]:
+        """The lengths or the offsets of the queries of the last append, as options of :func:`cupy_sdpa.attention`."""
+        step, (counts, starts) = self._step, self._queries
+        captured = 0 in step.missing & self._captured
+        tokens, packed = self._captured_tokens if captured else (step.tokens, step.packed)
+        most = max(1, step.needed[0])
+        if packed:  # rounded up, because a plan depends on the maximum
+            longest = tokens if captured else 1 << (most - 1).bit_length()
+            return {} if step.changed else {"cu_seqlens_q": starts, "max_seqlen_q": longest}
+        full = tokens or most
+        if captured:
+            return {"seq_lens_q": counts, "max_seqlen_q": tokens} if full > 1 else {}
+        if full == 1 or (step.counts == full).all():
+            return {}
+        self._check_appended("view()")
+        if step.changed and ((step.counts > 0) & (step.counts < full) & (step.present > 0)).any():
+            raise RuntimeError(
+                f"the last append had counts {step.counts.tolist()}, and tokens were removed or a sequence was forked since: "
+                "it is unknown which queries are padding; call view() before, or pass keys(), values(), table and lengths with "
+                "your own seq_lens_q="
+            )
+        return {} if step.changed else {"seq_lens_q": counts, "max_seqlen_q": most}
+
+    def _check_appended(self, name: str) -> None:
+        """Check that the lengths on the device include the announced tokens; ``name`` is what reads them."""
+        step = self._step
+        if 0 in step.missing - self._captured:
+            raise RuntimeError(
+                f"a step with counts {step.counts.tolist()} is announced and not appended; append its layer 0 before {name}, "
+                "or call cancel_step()"
+            )
+
+    def _arrays(self, layers: list[Any], side: int, layer: int, layout: str | None) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
         pages = self._fp8.array(pages, side, layer) if self._fp8 else pages
-        return pages if self.layout is None else from_own("kv"[side], pages, self.layout)
+        return pages if layout is None else from_own("kv"[side], pages, layout)
 
     def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
         """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
@@ -254,9 +302,9 @@ class KVCache(CacheState):
             layer: the layer.
             counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
                 every sequence; packed arrays need counts.
-            rope: rotates the keys by their positions in the cache while they are written; :func:`cupy_sdpa.apply_rope` with
-                ``end=cache.lengths`` then rotates the queries. Not for FP8 caches. Default None: keys are written as they are,
-                also after others that were rotated: rotate them by their positions before, as those of a tree of drafts.
+            rope: rotates the keys by their positions in the cache while they are written;
+                ``apply_rope(q, rope, **cache.view(layer))`` then rotates the queries. Not for FP8 caches. Default None: keys
+                are written unchanged, also after rotated ones: rotate the keys of a tree of drafts by their positions before.
 
         Raises:
             TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; ``rope`` is not that of
@@ -303,7 +351,7 @@ class KVCache(CacheState):
                 f"counts are {given.tolist()}, but the step was announced with {step.counts.tolist()}; leave counts out"
             )
         check_tokens(k, given, step.needed if begun else tokens_of(given), capturing)
-        if counts is None and layer and k.ndim == 4 and step.tokens not in (None, k.shape[2]):
+        if counts is None and layer and k.ndim == 4 and not step.packed and step.tokens not in (None, k.shape[2]):
             raise ValueError(
                 f"k has S = {k.shape[2]} tokens in layer {layer}, but {step.tokens} in layer 0 of this step; pass the tokens "
                 "of one step, or counts="
@@ -316,6 +364,8 @@ class KVCache(CacheState):
             with self._device():
                 self._write(k, v, layer, rotation)
             self._captured |= {layer}
+            if layer == 0:
+                self._captured_tokens = k.shape[2], k.ndim == 3
             return
         change, begin = self._pages.unchanged(), None
         if not begun:
@@ -328,9 +378,17 @@ class KVCache(CacheState):
                 self._fp8.set_scales(k, v, layer, self._parts.counts)
             self._write(k, v, layer, rotation)
 
-        lengths = self._lengths_of(self._pages.lengths - given if begun else self._pages.lengths) if layer == 0 else []
-        tokens = k.shape[2] if k.ndim == 4 and layer == 0 else step.tokens
-        self._perform(change, step._replace(missing=step.missing - {layer}, tokens=tokens), work, lengths)
+        before = self._pages.lengths - given if begun else self._pages.lengths
+
+        def clear() -> None:
+            pages = self._pages
+            cache_kernels.clear_rows(self._storage, pages.rest(before, before + given, pages.unchanged()))
+
+        step = step._replace(missing=step.missing - {layer})
+        if layer == 0:
+            step = step._replace(tokens=k.shape[2], packed=k.ndim == 3)
+        of_first = (self._lengths_of(before), clear) if layer == 0 else ()
+        self._perform(change, step, work, *of_first)
         if rope is not None:
             self._rope_compiled, self._ropes = True, {**self._ropes, layer: rope}
 
@@ -414,6 +472,8 @@ class KVCache(CacheState):
 
         Raises:
             TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
+            OutOfPages: the sequence would keep a part of a page that it shares, and no page is free to copy it. The cache is
+                unchanged.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
         """
         sequence = index(sequence, self.batch, "sequence")
@@ -426,9 +486,8 @@ class KVCache(CacheState):
                 f"length is {length}, but sequence {sequence} has {present} tokens; it must be from 0 to {present}"
             )
         self._check_no_step("truncate()")
-        lengths = self._pages.lengths.copy()
-        lengths[sequence] = length
-        self._set(self._pages.shorten(lengths), [(self._starts[1] + sequence, present)])
+        change, copies, _ = self._pages.keep(sequence, length, [], "truncate()")
+        self._set(change, [(self._starts[1] + sequence, present)], copies)
 
     def keep(self, sequence: int, path: Sequence[int] | NDArray[Any]) -> None:
         """Keep some of the tokens that the last step added to a sequence, such as the accepted tokens of a draft.

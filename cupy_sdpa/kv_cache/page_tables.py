@@ -43,7 +43,8 @@ class Change(NamedTuple):
 class Pages:
     """The pages of each sequence. A page may have several owners; only pages with one owner are written.
 
-    A sequence of ``n`` tokens owns ``ceil(n / size)`` pages. Methods compute a :class:`Change`, and :meth:`make` makes it.
+    A sequence of ``n`` tokens owns ``ceil(n / size)`` pages. All owners of a page have the same rows of it: a sequence gets a
+    copy before it adds or removes some of them. Methods compute a :class:`Change`, and :meth:`make` makes it.
 
     Attributes:
         free: the free pages; the last one is taken first.
@@ -147,7 +148,10 @@ class Pages:
         return Change(lengths, room, {target: list(pages)}, owners, len(self.free), [])
 
     def shorten(self, lengths: NDArray[np.int64]) -> Change:
-        """Give sequences the lengths, which are at most the present ones, and free the pages without owners."""
+        """Give sequences the lengths, which are at most the present ones, and free the pages without owners.
+
+        No page that loses only some of its rows is shared; :meth:`keep` copies these.
+        """
         shorter, room = np.flatnonzero(lengths < self.lengths).tolist(), self.room.copy()
         by_sequence: dict[int, list[int]] = {}
         owners: dict[int, int] = {}
@@ -159,42 +163,54 @@ class Pages:
                 owners[page] = owners.get(page, self.owners[page]) - 1
                 if not owners[page]:
                     freed.append(page)
-        for b, pages in by_sequence.items():
-            length = int(lengths[b])
-            shared = length % self.size and owners.get(pages[-1], self.owners[pages[-1]]) > 1
-            room[b] = length if shared else min(len(pages) * self.size, self.max_length)
+            room[b] = min(kept * self.size, self.max_length)
         return Change(lengths, room, by_sequence, owners, len(self.free), freed)
 
-    def keep(self, b: int, start: int, path: list[int]) -> tuple[Change, list[Entry], list[tuple[int, int]]]:
+    def keep(
+        self, b: int, start: int, path: list[int], name: str = "keep()"
+    ) -> tuple[Change, list[Entry], list[tuple[int, int]]]:
         """Keep the tokens ``path`` of a sequence, counted from the position ``start``, ascending; they become contiguous.
 
         With the change, the copies of shared pages that will be written, as new entries of the table; and the moved tokens as
-        pairs of rows (from, to). Row r of page p is number ``p * size + r``. OutOfPages if not enough pages are free.
+        pairs of rows (from, to). Row r of page p is number ``p * size + r``. OutOfPages, which names the caller, if not enough
+        pages are free.
         """
         lengths = self.lengths.copy()
         lengths[b] = start + len(path)
         change = self.shorten(lengths)
-        moved = [(start + old, start + new) for new, old in enumerate(path) if old != new]
-        if not moved:
+        if not change.by_sequence:
             return change, [], []
+        moved = [(start + old, start + new) for new, old in enumerate(path) if old != new]
         size, before, after, owners = self.size, self.by_sequence[b], list(change.by_sequence[b]), dict(change.owners)
+        first = moved[0][1] if moved else int(lengths[b])  # the first row that is written, also with 0
         copied = [
-            place for place in range(moved[0][1] // size, len(after)) if owners.get(after[place], self.owners[after[place]]) > 1
+            place for place in range(first // size, len(after)) if owners.get(after[place], self.owners[after[place]]) > 1
         ]
         if len(copied) > len(self.free):
             raise OutOfPages(
-                f"keep() moves tokens to {len(copied)} pages that sequence {b} shares, but {len(self.free)} of "
-                f"{len(self.owners)} are free to copy them; release sequences, or create the cache with more pages="
+                f"{name} writes to {len(copied)} pages that sequence {b} shares, but {len(self.free)} of {len(self.owners)} "
+                f"are free to copy them; release sequences, keep a multiple of {size} tokens, or create the cache with more "
+                "pages="
             )
         kept = len(self.free) - len(copied)
         for place, own in zip(copied, self.free[kept:], strict=True):
             owners[after[place]] = owners.get(after[place], self.owners[after[place]]) - 1
             owners[own], after[place] = 1, own
-        room = change.room.copy()
-        room[b] = min(len(after) * size, self.max_length)
         rows = [(before[old // size] * size + old % size, after[new // size] * size + new % size) for old, new in moved]
-        change = change._replace(room=room, by_sequence={b: after}, owners=owners, kept=kept)
+        change = change._replace(by_sequence={b: after}, owners=owners, kept=kept)
         return change, [Entry(b, place, after[place]) for place in copied], rows
+
+    def rest(self, lengths: NDArray[np.int64], ends: NDArray[np.int64], change: Change) -> list[tuple[int, int]]:
+        """The rows for the positions from ``lengths`` to ``ends`` in the last pages of sequences after a change.
+
+        As pairs of the first row and the number of rows.
+        """
+        spans = []
+        for b in np.flatnonzero((lengths < ends) & (lengths % self.size > 0)).tolist():
+            place, row = divmod(int(lengths[b]), self.size)
+            page = change.by_sequence.get(b, self.by_sequence[b])[place]
+            spans.append((page * self.size + row, min(self.size - row, int(ends[b] - lengths[b]))))
+        return spans
 
     def shared_prefix(self) -> int:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""

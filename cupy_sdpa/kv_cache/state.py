@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..boundary.cache_lengths import register
 from ..kernels import cache_kernels
 from ..rope import Rope
 from ..runtime import cupy_runtime, memory
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 #: The alignment of the parts of the state array, in elements of 4 bytes.
 _UNIT = 64
 #: The attributes that are views of others, or follow from them.
-_DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled")
+_DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled", "_queries")
 
 
 class Step(NamedTuple):
@@ -32,7 +34,9 @@ class Step(NamedTuple):
         present: those of them that no call has removed; not to be modified.
         needed: :func:`tokens_of` the counts.
         missing: the layers that are not appended; in a graph they may be.
-        tokens: S of the arrays of layer 0; None if they are packed, or not known.
+        tokens: S of the arrays of layer 0, or T if they are packed; None before its append.
+        packed: whether the arrays of layer 0 are packed.
+        changed: whether tokens were removed, or sequences forked, since.
     """
 
     counts: NDArray[np.int64]
@@ -40,16 +44,18 @@ class Step(NamedTuple):
     needed: tuple[int, int]
     missing: frozenset[int]
     tokens: int | None = None
+    packed: bool = False
+    changed: bool = False
 
 
 class _Undo(NamedTuple):
-    """What restores a cache: the pages, the step, the known FP8 scales, places and values of the state array, and tokens."""
+    """What restores a cache: the pages, the step, the known FP8 scales, places and values of the state array, and rows."""
 
     change: Change
     step: Step
     known: frozenset[tuple[int, int]]
     values: list[tuple[int, int]]
-    tokens: Callable[[], None]
+    rows: Callable[[], None]
 
 
 class CacheState:
@@ -77,14 +83,16 @@ class CacheState:
         self._storage = [self._zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)]
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
         self._width = min(-(-self.max_length // self.page_size), self.pages)
-        sizes = self._width * self.batch, self.batch, self.batch, self.batch
-        #: Where the table, the lengths, the counts and the numbers of the kernel begin in the state array.
+        sizes = self._width * self.batch, self.batch, self.batch, self.batch, self.batch + 1
+        #: Where the table, the lengths, the counts, the numbers of the kernel and the offsets begin in the state array.
         self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
         self._state = self._zeros((self._starts[-1],), np.dtype(np.int32))
         self._step = Step(uniform(0, self.batch), uniform(0, self.batch), (0, 0), frozenset())
         self._every = frozenset(range(self.layers))
         #: The layers whose append was captured.
         self._captured: frozenset[int] = frozenset()
+        #: S or T of the arrays of layer 0 in the capture, and whether they are packed.
+        self._captured_tokens = 0, False
         self._undo: _Undo | None = None
         self._create_views()
 
@@ -100,19 +108,24 @@ class CacheState:
         return dim, self.page_size, self.heads_kv, self.pages
 
     def _create_views(self) -> None:
-        """Create the views of the pages, and those of the state array: table, lengths and counts, which one kernel updates."""
+        """Create the views of the pages, and those of the state array: table, lengths and counts, which kernels update."""
         self._keys, self._values = (
             [storage[..., layer].transpose(0, 2, 1, 3) for layer in range(self.layers)] for storage in self._storage
         )
         self.full_table = self._state[: self._width * self.batch].reshape((self._width, self.batch), order="F")
-        self.lengths, counts, finished = (self._state[start : start + self.batch] for start in self._starts[1:-1])
-        self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished)
+        self.lengths, counts, finished = (self._state[start : start + self.batch] for start in self._starts[1:4])
+        starts = self._state[self._starts[4] :][: self.batch + 1]
+        self._parts = cache_kernels.State(self.full_table, self.lengths, counts, finished, starts)
         self._device_id = None if self._numpy else self._state.data.device_id
         if self._numpy:  # the caller reads these views; writing to them would change the state
-            self.full_table, self.lengths = self.full_table[:], self.lengths[:]
-            self.full_table.flags.writeable = self.lengths.flags.writeable = False
+            self.full_table, self.lengths, counts, starts = self.full_table[:], self.lengths[:], counts[:], starts[:]
+            for view in (self.full_table, self.lengths, counts, starts):
+                view.flags.writeable = False
+        #: The lengths and the offsets of the queries of the last append.
+        self._queries = counts, starts
         if self.layout is not None:
             self.full_table = self.full_table.T
+        register(self)
         self._fit_table()
 
     def _fit_table(self) -> None:
@@ -146,8 +159,8 @@ class CacheState:
         before, updates = self._step, self._entries(change)
         step = Step(counts, counts, before.needed, self._every)
         if counts is not before.counts:
-            changed = np.flatnonzero(counts != before.counts).tolist()
-            updates += [(self._starts[2] + b, int(counts[b])) for b in changed]
+            both = zip(self._counts_of(counts), self._counts_of(before.counts), strict=True)
+            updates += [new for new, old in both if new != old]
             step = Step(counts, counts, tokens_of(counts), self._every)
 
         def work() -> None:
@@ -157,6 +170,11 @@ class CacheState:
                 cache_kernels.store(self._state, updates)
 
         return change, step, work
+
+    def _counts_of(self, counts: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Counts, and the offsets of packed arrays, as places and values of the state array."""
+        starts = np.cumsum([0, *counts]).tolist()
+        return [*enumerate(counts.tolist(), self._starts[2]), *enumerate(starts, self._starts[4])]
 
     def _lengths_of(self, lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Lengths as places and values of the state array."""
@@ -200,7 +218,8 @@ class CacheState:
 
         present = self._step.present
         present = np.clip(present - (self._pages.lengths - change.lengths), 0, present)
-        self._perform(change, self._step._replace(missing=frozenset(), present=present), work, before, restore)
+        step = self._step._replace(missing=frozenset(), present=present, changed=True)
+        self._perform(change, step, work, before, restore, self._pages.rest(change.lengths, self._pages.lengths, change))
 
     def _perform(
         self,
@@ -209,13 +228,15 @@ class CacheState:
         work: Callable[[], None],
         lengths: Sequence[tuple[int, int]] = (),
         restore: Callable[[], None] = lambda: None,
+        removed: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Change the device and the host, or neither if an exception is raised.
 
-        ``work`` enqueues the work of the device, and ``restore`` what restores tokens that it moves. It changes ``lengths``,
-        the present values as places and values of the state array.
+        ``work`` enqueues the work of the device, and ``restore`` what restores the pages. It changes ``lengths``, the present
+        values as places and values of the state array. The rows of ``removed`` tokens are cleared after the change: what is
+        left to do is then in the place of what undoes it.
         """
-        counts = list(enumerate(self._step.counts.tolist(), self._starts[2])) if step.counts is not self._step.counts else []
+        counts = self._counts_of(self._step.counts) if step.counts is not self._step.counts else []
         known = self._fp8.known if self._fp8 else frozenset()
         undo = _Undo(self._pages.inverse(change), self._step, known, [*lengths, *counts], restore)
         try:
@@ -226,13 +247,21 @@ class CacheState:
             self._step = step
             if change.by_sequence:
                 self._fit_table()
-            self._undo = None
+            self._undo = self._clearing(removed) if removed else None
+            self._recover()
         except BaseException:
             self._recover()
             raise
 
+    def _clearing(self, rows: Sequence[tuple[int, int]]) -> _Undo:
+        """What clears rows, and changes nothing else."""
+        known = self._fp8.known if self._fp8 else frozenset()
+        return _Undo(
+            self._pages.unchanged(), self._step, known, [], functools.partial(cache_kernels.clear_rows, self._storage, rows)
+        )
+
     def _recover(self) -> None:
-        """Undo a change that was not completed. If this is interrupted, the next call begins with it."""
+        """Undo a change that was not completed, or clear removed rows. If this is interrupted, the next call begins with it."""
         if self._undo is None:
             return
         if self._capturing():
@@ -240,7 +269,7 @@ class CacheState:
                 "the stream is being captured, and an earlier call was interrupted; end the capture: the next call restores "
                 "the cache"
             )
-        change, self._step, known, values, tokens = self._undo
+        change, self._step, known, values, rows = self._undo
         self._pages.make(change)
         self._fit_table()
         for b, pages in change.by_sequence.items():
@@ -249,7 +278,7 @@ class CacheState:
         with self._device():
             if values:
                 cache_kernels.store(self._state, values)
-            tokens()
+            rows()
             if self._fp8:
                 self._fp8.restore(known)
         self._undo = None

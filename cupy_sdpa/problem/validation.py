@@ -144,6 +144,14 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"), page_table=arrays.get("page_table"))
     _check_options(arrays, problem)
     *_, sq, skv, _ = problem.sizes
+    if not packed and (maximum := settings.max_seqlen_q) is not None:
+        if maximum > sq:
+            raise ValueError(
+                f"max_seqlen_q is {maximum}, the maximum of seq_lens_q, but Sq is {sq}: pass {maximum} or more queries. "
+                "KVCache.view() returns both for the queries of the last append; for other queries replace them, with None for "
+                "the newest tokens of every sequence: cache.view() | {'seq_lens_q': None, 'max_seqlen_q': None}"
+            )
+        settings = settings._replace(max_seqlen_q=None)  # no plan depends on it
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)

@@ -120,7 +120,7 @@ class Decoder:
                     counts[b] = len(tokens)
                     given[: len(tokens), b] = tokens
                 self.cache.begin_step(counts)
-                logits = self.compute(xp.asarray(given), seq_lens_q=xp.asarray(counts))
+                logits = self.compute(xp.asarray(given))
                 for b, tokens in chunk.items():
                     if len(tokens) and start + len(tokens) == len(prompts[b]):
                         last = self.to_host(logits[:, len(tokens) - 1, b])

@@ -78,7 +78,10 @@ class Failing:
 
 
 def seen(engine, cache):
-    """What callers see: lengths, pages, scales, and the tokens of every sequence that the lengths on the device include."""
+    """What callers see: lengths, pages, scales, and the tokens of every sequence that the lengths on the device include.
+
+    In layer 0, which the lengths follow, the rest of each last page must be 0.
+    """
     lengths, table, found = engine.get(cache.lengths), engine.get(cache.full_table), []
     for layer in range(cache.layers):
         for pages in (cache.keys(layer), cache.values(layer)):
@@ -88,7 +91,9 @@ def seen(engine, cache):
             stored = engine.get(pages)
             for b, length in enumerate(lengths):
                 rows = stored[..., table[: -(-length // cache.page_size), b]].transpose(0, 1, 3, 2)
-                found.append(bits(rows.reshape(*stored.shape[:2], -1)[..., :length]))
+                rows = bits(rows.reshape(*stored.shape[:2], -1))
+                found.append(rows[..., :length])
+                assert layer or not rows[..., length:].any()
     return [cache.host_lengths, lengths.copy(), table.copy(), cache.table.shape, cache.free_pages, repr(cache), *found]
 
 
@@ -146,6 +151,8 @@ class Model:
             pair = []
             for dim in (cache.head_dim, cache.head_dim_v):
                 each = [rng.standard_normal((dim, cache.heads_kv, n)).astype(cache.dtype) for n in counts]
+                for own in each:  # removed tokens must leave nothing behind
+                    own[:, :, rng.integers(4, size=own.shape[2]) == 0] = rng.choice([np.nan, np.inf])
                 for b, i in ((b, i) for b, n in enumerate(counts) for i in range(n)):
                     tokens[b][i].append(each[b][..., i])
                 if form == "packed":
@@ -235,11 +242,10 @@ class Model:
         else:
             present = len(self.tokens[b])
             self.refused(ValueError, f"has {present} tokens", cache.truncate, b, present + 1)
-            length = int(rng.integers(max(0, present - 3), present + 1)) if kind == "truncate" else 0
-            del self.tokens[b][length:]
             if kind == "truncate":
-                cache.truncate(b, length)
+                self.remove(b, int(rng.integers(max(0, present - 3), present + 1)), [], cache.truncate)
             else:
+                self.tokens[b] = []
                 cache.release(b)
 
     def keep(self, b, count):
@@ -260,16 +266,24 @@ class Model:
 
     def keep_path(self, b, before, path):
         """Keep a path of the tokens of a sequence from the position ``before``."""
+        self.remove(b, before, path, self.cache.keep)
+
+    def remove(self, b, before, path, function):
+        """Remove the tokens of a sequence from the position ``before``, except a path; shared pages that are written are copied."""
         cache, size, columns = self.cache, self.cache.page_size, self.columns()
         owners = np.bincount([page for own in columns for page in own], minlength=cache.pages)
+        kept = before + len(path)
         moved = [new for new, old in enumerate(path) if new != old]
-        written = range((before + moved[0]) // size, -(-(before + len(path)) // size)) if moved else ()
+        first = before + moved[0] if moved else kept
+        written = range(first // size, -(-kept // size)) if kept < len(self.tokens[b]) else ()
         copied = [place for place in written if owners[columns[b][place]] > 1]
+        given = before if function == cache.truncate else path
         if len(copied) > cache.free_pages:
-            self.refused(OutOfPages, f"{len(copied)} pages that sequence {b} shares", cache.keep, b, path)
+            self.refused(OutOfPages, f"writes to {len(copied)} pages that sequence {b} shares", function, b, given)
             return
+        self.poison_free_pages()
         self.tokens[b][before:] = [self.tokens[b][before + i] for i in path]
-        cache.keep(b, path)
+        function(b, given)
 
     def counts(self):
         """Counts of 0, 1 and 2 as often as large ones."""
@@ -305,7 +319,7 @@ class Model:
                 stored = get(pages)
                 for own, tokens in zip(columns, self.tokens, strict=True):
                     rows = stored[..., own].transpose(0, 1, 3, 2).reshape(*stored.shape[:2], -1)
-                    assert np.isfinite(rows.astype(float)).all()
+                    assert not rows[..., len(tokens) :].astype(float).any()  # also not NaN
                     if tokens:
                         wanted = np.stack([token[layer][side] for token in tokens], axis=-1)
                         np.testing.assert_array_equal(bits(rows[..., : len(tokens)]), bits(wanted))
