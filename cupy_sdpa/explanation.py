@@ -22,11 +22,11 @@ from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import OF_FORWARD, program_of, report_of
 from .programs.executor import ProgramCall
-from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report
+from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report, unplanned_report
 from .runtime import cupy_runtime, driver
 from .runtime.interpreted_array import InterpretedArray
 from .support.engine_problem import launched_problems
-from .support.why_not import unverified, why_not
+from .support.why_not import why_not
 from .version import RELEASES, version_number, version_text
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are needed
@@ -234,10 +234,13 @@ def _described(
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
+    def target() -> tuple[int, int]:
+        return _version_and_capability(gpu, cudnn)
+
     call = program_of(function, *arguments, for_gpu=True, is_supported=explain_for, missing=missing, **options)
     if isinstance(call.arrays["q"], InterpretedArray):
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
-    return call, report_of(call, explain_for)
+    return call, report_of(call, explain_for, target)
 
 
 def _notes(
@@ -290,10 +293,10 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
 
     if gpu is None:
         raise ValueError(f"cudnn is {cudnn!r} and gpu is None: name a GPU, explain(problem, gpu='H200', cudnn={cudnn!r})")
-    target, graph = load_target(gpu), graph_of(problem)
+    target = load_target(gpu)
     version = None if cudnn is None else version_number(cudnn)
     if problem.trivial:
-        return Report("cuDNN", problem, graph)
+        return Report("cuDNN", problem, graph_of(problem))
     if version is not None and (reasons := why_not(problem, version, target.capability)):
         return refusal_report(problem, reasons, _target_text(target.model, version))
     try:
@@ -308,7 +311,15 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
     assert version is not None
     newest = f" (which ends with {version_text(RELEASES[-1])})" if version > RELEASES[-1] else ""
     note = f"{_target_text(target.model, version)}; from the support table{newest} alone, not planned: {cause}"
-    return Report("cuDNN", problem, graph, note=note, unverified=unverified(problem, version, target.capability))
+    return unplanned_report(problem, version, target.capability, note)
+
+
+def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, int]:
+    """The version of cuDNN and the compute capability that a report is for."""
+    from .offline.remote_planner import kept_planner, load_target
+
+    assert gpu
+    return kept_planner().version if cudnn is None else version_number(cudnn), load_target(gpu).capability
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:

@@ -12,10 +12,10 @@ from ..cudnn.descriptor import Descriptor
 from ..cudnn.library import library
 from ..cudnn.nvrtc import nvrtc
 from ..errors import CudnnError, Unsupported
+from ..graph import graph_of
 from ..graph.attention_backward import backward
-from ..graph.attention_forward import forward
 from ..graph.nodes import Graph
-from ..problem.problem import Problem, writes_dq_directly
+from ..problem.problem import Problem
 from ..support.why_not import guards
 from ..version import version_text
 from .disk_cache import DiskCache, current
@@ -43,14 +43,11 @@ def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = No
     """
     limit = problem.settings.max_workspace
     workarounds = guards(problem, library().version, target.capability)
-    if not problem.backward:
-        return load_or_build(forward(problem, workarounds), target, limit=limit, disk_cache=disk_cache)
-    direct = problem.deterministic or writes_dq_directly(problem)
     try:
-        return load_or_build(backward(problem, direct, workarounds), target, limit=limit, disk_cache=disk_cache)
+        return load_or_build(graph_of(problem, workarounds), target, limit=limit, disk_cache=disk_cache)
     except Unsupported as error:
         # cuDNN writes the reductions of dS only if dQ is written directly
-        if not problem.deterministic or problem.ds_reductions:
+        if not problem.backward or not problem.deterministic or problem.ds_reductions:
             raise
         version = library().version
         if version < ORDERED_SINCE or not 90 <= target.capability < 100:

@@ -8,8 +8,8 @@ from .attention_forward import forward
 from .nodes import Graph
 
 
-def graph_of(problem: Problem) -> Graph:
-    """The graph of a problem: the one that the interpreter evaluates, and the first that cuDNN plans."""
+def graph_of(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
+    """The graph of a problem: the one that the interpreter evaluates, or with ``guards`` the first that cuDNN plans."""
     if not problem.backward:
-        return forward(problem)
-    return backward(problem, direct=writes_dq_directly(problem))
+        return forward(problem, guards)
+    return backward(problem, writes_dq_directly(problem), guards)

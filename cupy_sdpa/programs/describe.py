@@ -48,10 +48,15 @@ def program_of(
     raise TypeError(f"{getattr(function, '__name__', function)} runs no program with these arguments")
 
 
-def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = None) -> Report:
+def report_of(
+    call: ProgramCall,
+    explain: Callable[[Problem], Report] | None = None,
+    target: Callable[[], tuple[int, int]] | None = None,
+) -> Report:
     """Whether and how a call would run: the steps of its program, and the plan of each launch.
 
-    ``explain`` returns the report on a problem. Default: that on the engine of the arrays; plans are built and cached.
+    ``explain`` returns the report on a problem, and ``target`` the version of cuDNN and the compute capability that it is for.
+    Default: the report on the engine of the arrays; plans are built and cached.
     """
     problems = problems_of(call)
     if explain is not None:
@@ -62,11 +67,15 @@ def report_of(call: ProgramCall, explain: Callable[[Problem], Report] | None = N
     else:
         with cupy_runtime.on_device_of(call.arrays["q"]) as device:
             report = joined([explain_on_device(problem, device) for problem in problems])
-            if report.plan:  # the engine's problems may no longer have the bugs of the caller's
-                of = dict.fromkeys(attend.of for attend in call.program.launches)
-                of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
-                bugs = [bug for one in of for bug in workarounds(one, report.plan.cudnn, cupy_runtime.capability(device))]
-                report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
+            if report.plan:
+                here = report.plan.cudnn, cupy_runtime.capability(device)
+                target = lambda: here  # noqa: E731
+    if target and not report.reasons and not report.problem.trivial:
+        # the engine's problems may no longer have the bugs of the caller's
+        of = dict.fromkeys(attend.of for attend in call.program.launches)
+        of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
+        bugs = [bug for one in of for bug in workarounds(one, *target())]
+        report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
     # unknown for a call of several parts, or one that cannot run
     dependence = None
     if isinstance(call.problem, Problem) and not report.reasons:

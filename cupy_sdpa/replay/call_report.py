@@ -18,7 +18,7 @@ from ..problem.problem import Problem
 from ..runtime import cupy_runtime
 from ..support.batch import MEASURED
 from ..support.padding import description as padding_of
-from ..support.why_not import Reason, unverified, workarounds
+from ..support.why_not import Reason, guards, unverified, workarounds
 
 if TYPE_CHECKING:
     from ..cudnn_engine.plan import PlanInfo
@@ -237,6 +237,13 @@ def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "
     target = problem, info.cudnn, capability
     bugs, doubts = workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
+
+
+def unplanned_report(problem: Problem, cudnn: int, capability: int, note: str) -> Report:
+    """The report on a problem of which the support table knows no reason against it, without a plan."""
+    target = problem, cudnn, capability
+    graph, bugs, doubts = graph_of(problem, guards(*target)), workarounds(*target), unverified(*target)
+    return Report("cuDNN", problem, graph, note=note, workarounds=bugs, unverified=doubts)
 
 
 def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:

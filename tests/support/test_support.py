@@ -17,6 +17,7 @@ from cupy_sdpa import zoo
 from cupy_sdpa.cli.support_problems import PROBES
 from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.graph import graph_of
 from cupy_sdpa.offline import remote_planner
 from cupy_sdpa.problem.tensor_spec import dense_spec
 from cupy_sdpa.support import gpus
@@ -294,6 +295,28 @@ AFFECTED = {
     "backward-scale": (backward(skv=100, scale=-1.0), [(91900, 90), (92800, 90)], [(91900, 80)],
         [backward(skv=100), asked(skv=100)]),
 }  # fmt: skip
+
+
+#: A described GPU of each generation.
+GPUS = {80: "A100", 90: "H200", 100: "B200"}
+
+
+#: The bugs with a guard, and a problem, a version and a GPU that each affects; without arrays that a call copies first.
+GUARDED = {bug.name: (AFFECTED[bug.name][0], AFFECTED[bug.name][1][0]) for bug in BUGS if bug.guards}
+GUARDED = {name: (problem, target) for name, (problem, target) in GUARDED.items() if not why_not(problem, *target)}
+
+
+@pytest.mark.parametrize("bug", GUARDED)
+def test_reports_on_another_version_have_its_workarounds(bug):
+    """The report on a version that is not installed lists the bugs that it works around, and has the graph that would run."""
+    problem, (cudnn, capability) = GUARDED[bug]
+    report = cupy_sdpa.explain(problem, gpu=GPUS[capability], cudnn=version_text(cudnn))
+    assert report, report
+    own = [launch.problem for launch in report.launches or (report,)]
+    assert report.workarounds == workarounds(own[0], cudnn, capability)
+    assert any(text.startswith(f"{bug} ") for one in own for text in workarounds(one, cudnn, capability))
+    if report.plan is None:
+        assert report.graph == graph_of(own[0], guards(own[0], cudnn, capability))
 
 
 def test_entries_are_complete():
