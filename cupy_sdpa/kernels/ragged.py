@@ -73,6 +73,8 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
+    The written offsets never decrease and stay inside the array, whatever the cumulative lengths are: an offset below an
+    earlier one becomes the earlier one, because cuDNN accesses other memory if offsets decrease.
 
     Args:
         queries, keys: the lengths of the queries and of the keys.
@@ -98,7 +100,7 @@ def _prepare_on_numpy(sides: Sequence[Lengths], offsets: Sequence[Offsets], resu
     starts, ranges = [], []  # of each sequence: where it begins and ends, and its length
     for array, most, total, packed, made in sides:
         given = on_host(array).astype(np.int64)
-        starts.append(given.clip(0, total) if packed else np.zeros(len(given) + 1, np.int64))
+        starts.append(np.maximum.accumulate(given.clip(0, total)) if packed else np.zeros(len(given) + 1, np.int64))
         begin, end = starts[-1][:-1], starts[-1][1:] if packed else np.full(len(given), most)
         ranges.append((begin, end, (end - begin if packed else given).clip(0, most)))
         if made is not None:
@@ -152,6 +154,23 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
         __device__ long long at(const Sequences& s, long long i) {{
             return s.itemsize == 4 ? ((const int*)s.array)[i * s.stride] : ((const long long*)s.array)[i * s.stride];
         }}
+        // a block writes the offsets, each of which is at least the earlier ones, and their differences, the lengths
+        __device__ void write_offsets(const Arguments& arguments, int side) {{
+            const Sequences& s = arguments.sequences[side];
+            const long long count = arguments.batch / blockDim.x + 1, first = threadIdx.x * count;
+            const long long last = min(first + count, (long long)arguments.batch + 1);
+            long long highest = 0;
+            for (long long i = 0; i < first && first < last; ++i) highest = max(highest, clamped(at(s, i), s.total));
+            for (long long i = first; i < last; ++i) {{
+                const long long before = highest;
+                highest = max(highest, clamped(at(s, i), s.total));
+                for (int n = 0; n < arguments.offset_count; ++n) {{
+                    const Offsets& o = arguments.offsets[n];
+                    if (o.of_keys == side) ((long long*)o.out)[i] = highest * o.factor;
+                }}
+                if (i && s.lengths) ((int*)s.lengths)[i - 1] = clamped(highest - before, s.max_length);
+            }}
+        }}
         extern "C" __global__ void cupy_sdpa_prepare_sequences(const Arguments arguments) {{
             const long long batch = arguments.batch, b = blockIdx.y;
             const bool packed[2] = {{{int(packed[0])}, {int(packed[1])}}};
@@ -162,18 +181,14 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
                     begin[side] = clamped(at(s, b), s.total);
                     end[side] = clamped(at(s, b + 1), s.total);
                     length[side] = clamped(end[side] - begin[side], s.max_length);
-                    if (s.lengths && blockIdx.x == 0 && threadIdx.x == 0) ((int*)s.lengths)[b] = length[side];
                 }} else {{
                     begin[side] = 0;
                     length[side] = clamped(at(s, b), s.max_length);
                     end[side] = s.max_length;
                 }}
             }}
-            if (blockIdx.x == 0 && threadIdx.x < arguments.offset_count) {{
-                const Offsets& o = arguments.offsets[threadIdx.x];
-                const Sequences& s = arguments.sequences[o.of_keys];
-                ((long long*)o.out)[b] = begin[o.of_keys] * o.factor;
-                if (b + 1 == batch) ((long long*)o.out)[batch] = clamped(at(s, batch), s.total) * o.factor;
+            if (blockIdx.x == 0 && b == 0) {{
+                for (int side = 0; side < 2; ++side) if (packed[side]) write_offsets(arguments, side);
             }}
             for (int r = 0; r < arguments.result_count; ++r) {{
                 const Result& result = arguments.results[r];

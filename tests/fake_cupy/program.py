@@ -22,7 +22,7 @@ import numpy as np
 
 from cupy_sdpa.cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
 
-from .device import Device
+from .device import ILLEGAL_ADDRESS, CUDARuntimeError, Device
 
 #: The number of keys that the kernels for several queries load at once.
 TILE = 128
@@ -108,6 +108,8 @@ class Read(NamedTuple):
             return self.device.view(self.pointers[t.uid], t.dims, t.steps, t.dtype).copy()
         found = np.zeros(t.dims, t.dtype)
         begins = self(t.ragged).ravel().tolist()
+        if sorted(begins) != begins:
+            raise CUDARuntimeError(ILLEGAL_ADDRESS, f"the ragged offsets of {t.name} decrease: {begins}")
         for b, (begin, end) in enumerate(itertools.pairwise(begins)):
             length = min((end - begin) // t.strides[t.sequence], t.dims[t.sequence])
             if t.uid in self.lengths:
