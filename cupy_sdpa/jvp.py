@@ -135,6 +135,7 @@ def _run(
     def read(arrays: dict[str, Any]) -> Reading:
         q, v = arrays["q"], arrays["v"]
         mask, dtype, others = parts_of(of_call)
+        inputs = Inputs(arrays, kept_options(q, others))
         own = {name: arrays[name] for name in ARRAYS}
         if dtype is not None:
             check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
@@ -148,7 +149,6 @@ def _run(
         wanted["dout"] = wanted["out"]
         if return_stats or arrays["stats"] is not None:
             wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
-        inputs = Inputs(arrays, kept_options(q, others))
         of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
         return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
 

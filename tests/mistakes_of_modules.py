@@ -37,7 +37,10 @@ FP8 = [
     row("fp8.quantize", "an FP8 array", lambda x: fp8.quantize(fp8.quantize(x.q)), TypeError, "Fp8Array"),
     row("fp8.quantize", "a dtype of ml_dtypes", lambda x: fp8.quantize(x.q, ml_dtypes.float8_e4m3fn), TypeError, "float8_e4m3fn"),
     row("fp8.quantize", "two axes", lambda x: fp8.quantize(x.q[:, 0, :, 0]), ValueError, "(head_dim, heads, seq, batch)"),
-    row("fp8.quantize", "lengths in a list", lambda x: fp8.quantize(x.q, lengths=[1, 2, 3]), TypeError, "[1, 2, 3]", "int32"),
+    row("fp8.quantize", "lengths in a list", lambda x: fp8.quantize(x.q, lengths=[1, 2, 3]).dequantize(),
+        lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2, 3)).dequantize()),
+    row("fp8.quantize", "lengths of floats in a list", lambda x: fp8.quantize(x.q, lengths=[1.0, 2.0, 3.0]), TypeError, "lengths is a list",
+        "integers"),
     row("fp8.quantize", "lengths of another batch", lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2)), ValueError, "(2,)"),
     row("fp8.quantize", "a length beyond the array", lambda x: fp8.quantize(x.q, lengths=x.integers(6, 9, -2)), ValueError, "9",
         "from 0 to 6"),
@@ -418,7 +421,7 @@ def written(x, out):
 
 OF_FP8 = [
     row("fp8.quantize", "an unknown layout", lambda x: fp8.quantize(x.q, layout="bdhs"), ValueError, "layout is 'bdhs'"),
-    row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "x is a list", "numpy and CuPy arrays"),
+    row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "q is a list", "numpy and CuPy arrays"),
     row("fp8.DelayedScaling", "a negative amax", lambda x: fp8.DelayedScaling(x.q, amax=-1.0), ValueError, "amax is -1.0", "above 0"),
     row("fp8.DelayedScaling", "an amax beyond float32", lambda x: fp8.DelayedScaling(x.q, amax=1e42), ValueError, "amax is 1e+42", "float32"),
     row("fp8.DelayedScaling", "an unknown dtype", lambda x: fp8.DelayedScaling(x.q, dtype="fp8"), TypeError, "dtype is 'fp8'", "float8_e5m2"),

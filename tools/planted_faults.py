@@ -73,6 +73,7 @@ TESTS = {
     "cupy_sdpa/programs": ("programs", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/replay": ("replay",),
     "cupy_sdpa/replay/call_key.py": ("replay", "programs"),
+    "cupy_sdpa/replay/call_report.py": ("support", "plans"),
     "cupy_sdpa/replay/replay_cache.py": ("replay", "score_fn", "boundary"),
     "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/runtime": ("kernels", "attention"),

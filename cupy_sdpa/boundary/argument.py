@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import in_words
-from ..problem.problem import CU_SEQLENS, LENGTHS
+from ..problem.problem import CU_SEQLENS, LENGTHS, OPTION_ARRAYS, SEEDS
 from ..problem.tensor_spec import Expected, TensorSpec, alignment_of, byte_range, check_spec, dtype_name, make_spec
 from ..problem.view import Elements, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
-from .libraries import library_of
+from .libraries import check_one_library, library_of
 
 #: The arguments that are int32.
 INT32 = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
@@ -89,6 +89,37 @@ def read_array(name: str, array: Any) -> Argument:
     return Argument(name, array, array.data.ptr, array.data.device_id)
 
 
+def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Argument], dict[str, Argument], bool]:
+    """Read all arrays of a call: its arguments and the arrays among its options, by name; those in ``tensors``; and the engine.
+
+    Every call reads its arrays here, before anything is allocated, so that no engine gets an array of another one. The third
+    result tells whether the arrays are CuPy's. A seed or an offset that is an integer is not an array.
+
+    Raises:
+        TypeError: q, k or v is None, an array is none, or arrays of several libraries are mixed.
+        ValueError: arrays are on different devices.
+    """
+    passed = {**arrays, **{name: options.get(name) for name in OPTION_ARRAYS}}
+    passed = {name: x for name, x in passed.items() if not (name in SEEDS and _is_integer(name, x))}
+    check_one_library(passed)
+    found = {name: read_array(name, x) for name, x in passed.items() if x is not None or name in ("q", "k", "v")}
+    tensors = {name: read_array(f"tensors[{name!r}]", x) for name, x in (options.get("tensors") or {}).items()}
+    return found, tensors, arrays_on_gpu([*found.values(), *tensors.values()])
+
+
+def _is_integer(name: str, value: Any) -> bool:
+    """Whether a seed or an offset is an integer; False for arrays and None."""
+    if isinstance(value, (bool, np.bool_, str)) or (
+        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    ):
+        raise TypeError(f"{name} is {value!r}; it must be an integer, or an int64 array of one element")
+    if not isinstance(value, numbers.Integral):
+        return False
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
+    return True
+
+
 def as_int32(name: str, array: Any) -> Any:
     """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
 
@@ -120,17 +151,29 @@ def spec_of(name: str, array: Any, address: int = 0) -> TensorSpec:
 
 def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
     """Whether the arrays are CuPy's, all on one device."""
-    devices = {argument.name: argument.device for argument in arguments}
-    different = set(devices.values())
+    given = list(arguments)
+    different = {argument.device for argument in given}
     if len(different) == 1:
         return different != {None}
+    own, *others = given
+    others = [own, *(argument for argument in others if argument.device != own.device)]
     if None in different:
-        listed = ", ".join(f"{name} is a {'numpy' if device is None else 'CuPy'} array" for name, device in devices.items())
-        raise TypeError(f"arrays are mixed: {listed}. Move them to one side with cupy.asarray(...) or cupy.asnumpy(...)")
-    listed = ", ".join(f"{name} on device {device}" for name, device in devices.items())
+        on_host, on_gpu = (next(x.name for x in others if (x.device is None) is host) for host in (True, False))
+        listed = ", ".join(f"{x.name} is {_kind_of(x)}" for x in others)
+        raise TypeError(
+            f"arrays are mixed: {listed}. Move them to one side with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
+        )
+    listed = ", ".join(f"{x.name} on device {x.device}" for x in others)
     raise ValueError(
         f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
     )
+
+
+def _kind_of(argument: Argument) -> str:
+    """What an array is, for messages; integers may have been passed as a list."""
+    if argument.device is not None:
+        return "a CuPy array"
+    return "a numpy array or a list" if getattr(argument.array, "dtype", None) == np.int32 else "a numpy array"
 
 
 def share_elements(a: Argument, b: Argument) -> bool:

@@ -26,9 +26,8 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import INT32, Argument, arrays_on_gpu, check_separate, read_array, spec_of
+from .argument import INT32, Argument, check_separate, read_array, read_arrays, spec_of
 from .call import Call, Fill, for_gpu
-from .libraries import check_one_library
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
@@ -114,20 +113,14 @@ def _read(
     deterministic = read_flag("deterministic", deterministic)
     check_names(options)
     user_functions.check_tensors(options)
-    seeds = {name: value for name in SEEDS if _is_integer(name, value := options.get(name))}
-    passed = {**arrays, **{name: options.get(name) for name in OPTION_ARRAYS if name not in seeds}}
-    check_one_library(passed)
-    arguments = {
-        name: read_array(name, array) for name, array in passed.items() if array is not None or name in ("q", "k", "v")
-    }
-    tensors = [read_array(f"tensors[{name!r}]", array) for name, array in (options.get("tensors") or {}).items()]
-    on_gpu = arrays_on_gpu([*arguments.values(), *tensors])
+    arguments, tensors, on_gpu = read_arrays(arrays, options)
     if options.get("layout") is None and not has_callers_axes():
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
             layouts.check_strides_of(name, arguments[name].array)
     head_dim, *_ = arguments["q"].array.shape or (0,)
     tau = read_scale(options.get("scale"), head_dim)
     settings, scalars = read_settings(options, tau, deterministic=deterministic)
+    seeds = {name: options[name] for name in SEEDS if name not in arguments and options.get(name) is not None}
     fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
     specs = {name: argument.spec for name, argument in arguments.items()}
     fills |= _missing_lengths(specs)
@@ -151,25 +144,12 @@ def _read(
         if not on_gpu:
             check_lengths(problem, found)
         results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
-        check_separate(results, [*tensors, *arguments.values()])  # those of tensors by the caller's names
+        check_separate(results, [*tensors.values(), *arguments.values()])  # those of tensors by the caller's names
     bucket = _rounding(options.get("bucket"), problem)
     if read_flag("batch_invariant", options.get("batch_invariant", False)):
         check_batch_invariant(problem, on_cudnn=on_gpu or for_gpu(found["q"]))
     layouts.check_strides(problem, options, on_gpu=on_gpu)
     return Call(problem, found, scalars, on_gpu, bucket, functions, gradients, fills)
-
-
-def _is_integer(name: str, value: Any) -> bool:
-    """Whether a seed or an offset is an integer; False for arrays and None."""
-    if isinstance(value, (bool, np.bool_, str)) or (
-        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-    ):
-        raise TypeError(f"{name} is {value!r}; it must be an integer, or an int64 array of one element")
-    if not isinstance(value, numbers.Integral):
-        return False
-    if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{name} is {value}; it must be a 64-bit integer")
-    return True
 
 
 def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:

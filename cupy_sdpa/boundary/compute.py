@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..problem.tensor_spec import dtype_name, numpy_dtype
-from .argument import arrays_on_gpu, read_array
+from .argument import read_arrays
 from .layouts import VECTORS, check_strides_of
-from .libraries import check_one_library
 
 #: The dtypes to compute in.
 COMPUTE_DTYPES = ("float16", "bfloat16")
@@ -32,7 +31,9 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
             f"compute_dtype is {value!r}; it must be {' or '.join(map(repr, COMPUTE_DTYPES))}, or None for q's dtype"
             f"{fp8 if 'fp8' in name or 'float8' in name else ''}"
         )
-    dtype = dtype_name(q.dtype) if isinstance(getattr(q, "dtype", None), np.dtype) else str(getattr(q, "dtype", None))
+    if not hasattr(q, "dtype"):
+        return name  # the call refuses q
+    dtype = dtype_name(q.dtype) if isinstance(q.dtype, np.dtype) else str(q.dtype)
     if dtype == name:
         return None
     if dtype not in CONVERTED:
@@ -48,8 +49,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
 
     ``dtype`` is that of dout, dq, dk and dv, if the others are converted already; ``results`` are the arrays that are written.
     """
-    check_one_library(arrays)
-    arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in ("q", "k", "v")])
+    read_arrays(arrays, {})
     own = arrays["q"].dtype if dtype is None else dtype
     for name, x in arrays.items():
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):

@@ -19,7 +19,7 @@ from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
-from .argument import INT32, as_int32
+from .argument import INT32
 from .conversion import Conversion, needs_conversion
 
 #: The options that are functions.
@@ -77,11 +77,9 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Functions that were recorded before are recognized by their identities, as in a repeated call.
     """
     kept = dict(options)
-    if isinstance(kept.get("window"), list):
-        kept["window"] = tuple(kept["window"])
-    for name in INT32:
+    for name in ("window", *INT32):
         if isinstance(kept.get(name), list):
-            kept[name] = as_int32(name, kept[name])
+            kept[name] = as_tuple(kept[name])
     if kept.get("score_mod") is None and kept.get("mask_mod") is None:
         return kept
     check_tensors(options)
@@ -101,6 +99,11 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
                 _recorded.clear()
             _recorded[key] = found
     return {**kept, **found}
+
+
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple, also the lists in it; anything else is returned unchanged."""
+    return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:

@@ -9,12 +9,10 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from .._typing import Array
-from ..boundary.argument import arrays_on_gpu, read_array
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.engine import refuse_fp8
 from ..boundary.layouts import other_layout
-from ..boundary.libraries import check_one_library
 from ..boundary.options import Options, check_names, read_flag, special_call, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import in_words
@@ -190,8 +188,6 @@ Fp8Array._attend = staticmethod(attend)
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
     """The arrays and options of a call."""
-    check_one_library(named)
-    arrays_on_gpu([read_array(name, x) for name, x in named.items() if x is not None])
     return Inputs(named, kept_options(named["q"], options))
 
 
@@ -254,7 +250,6 @@ def gradients_in_fp8(
         out = named["out"]
         if named["dout"] is None:
             raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-        arrays_on_gpu([read_array(name, named[name]) for name in names[:6] if named[name] is not None])
         inputs = Inputs(named, kept_options(out, options))
         views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
         for name in ("q", "k", "v"):

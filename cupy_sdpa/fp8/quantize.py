@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._typing import Array, Layout
+from ..boundary.argument import arrays_on_gpu, as_int32, read_array
 from ..boundary.arguments import check_counts
 from ..boundary.layouts import (
     check_layout,
@@ -92,6 +93,7 @@ def quantize_all(
     if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
+    lengths = [as_int32("lengths", x) for x in lengths]
     if layout is not None:
         return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths), arrays, layout)
 
@@ -154,18 +156,20 @@ def quantize_qkv(
     (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
 <Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
     """
-    check_alike(q, k, v)
+    of_q, of_k = as_int32("seq_lens_q", seq_lens_q), as_int32("seq_lens_kv", seq_lens_kv)
+    check_alike(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_k)
     rotate = read_flag("rotate", rotate)
-    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [seq_lens_q, seq_lens_kv, seq_lens_kv], layout)
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [of_q, of_k, of_k], layout)
     return results[0], results[1], results[2]
 
 
-def check_alike(q: Any, k: Any, v: Any) -> None:
-    """Raise TypeError if arrays are of several kinds or dtypes."""
-    for name, x in (("k", k), ("v", v)):
-        if type(x) is not type(q) or getattr(x, "dtype", None) != getattr(q, "dtype", None):
-            kinds = [f"{type(y).__module__} {getattr(y, 'dtype', '')}" for y in (x, q)]
-            raise TypeError(f"{name} is {kinds[0]} and q is {kinds[1]}; q, k and v must be arrays of one kind and dtype")
+def check_alike(q: Any, k: Any, v: Any, **lengths: Any) -> None:
+    """Raise TypeError if arrays are on several engines, or q, k and v of several dtypes."""
+    arrays = {"q": q, "k": k, "v": v}
+    arrays_on_gpu([read_array(name, x) for name, x in {**arrays, **lengths}.items() if x is not None or name in arrays])
+    for name, x in arrays.items():
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
 
 
 class DelayedScaling:
@@ -235,6 +239,7 @@ class DelayedScaling:
         if layout is not None:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
+        lengths = as_int32("lengths", lengths)
         check_source(x, lengths)
         if isinstance(lengths, np.ndarray):
             check_counts("lengths", lengths, x.shape[2])
@@ -297,12 +302,9 @@ def check_source(x: Any, lengths: Any) -> None:
     check_strides_of("x", x, required=on_gpu)
     if lengths is None:
         return
-    if not hasattr(lengths, "shape"):
-        raise TypeError(f"lengths is {lengths!r}; it must be an int32 array (B,)")
+    arrays_on_gpu([read_array("x", x), read_array("lengths", lengths)])
     if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
         raise ValueError(
             f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "
             "and x (head_dim, heads, seq, B)"
         )
-    if cupy_runtime.is_array(lengths) != on_gpu:
-        raise TypeError("x and lengths are not both numpy or both CuPy arrays: convert one of them")

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..boundary.argument import as_int32, read_array
+from ..boundary.argument import read_array, read_arrays
 from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.options import Options, check_names, is_one_of, takes_options
@@ -97,8 +97,13 @@ def shared_prefix_attention(
 
 def _read(options: Mapping[str, Any], shared_prefix: int, own: dict[str, Any], *, return_stats: bool) -> Reading:
     """Read the arguments of :func:`shared_prefix_attention`, whose arrays are ``own``, in the form of this package."""
-    rest = {**options}
-    rest |= {name: as_int32(name, rest[name]) for name in ("page_table", "seq_lens_kv") if rest.get(name) is not None}
+    if isinstance(own["k"], Fp8Array):
+        raise TypeError(
+            "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
+            "pages once for each sequence"
+        )
+    arguments, *_ = read_arrays(own, options)
+    rest = dict(options) | {name: arguments[name].array for name in ("page_table", "seq_lens_kv") if name in arguments}
     _check(own["q"], own["k"], shared_prefix, rest)
     call = read_forward(**own, options=rest, return_stats=return_stats)
     inputs, page = Inputs(own, rest), call.problem.k.shape[2]
@@ -167,11 +172,6 @@ def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
 
 def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -> None:
     """Check the prefix and the options."""
-    if isinstance(k, Fp8Array):
-        raise TypeError(
-            "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
-            "pages once for each sequence"
-        )
     check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")

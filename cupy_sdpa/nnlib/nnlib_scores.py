@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..boundary.argument import arrays_on_gpu, read_array
 from ..problem.tensor_spec import FLOAT_DTYPES
 from ..runtime import cupy_runtime
 from .masks import Mask
@@ -76,6 +77,8 @@ def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
             _check_broadcast(name, array.shape, full)
     if isinstance(mask, Mask):
         mask = mask.array
+    arrays = {"q": q, "k": k, "bias": bias, "mask": mask}
+    arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None])
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask is {mask.dtype}; it must be bool: convert with .astype(bool)")
     return bias, mask

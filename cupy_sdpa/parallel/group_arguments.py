@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_arrays, read_array
+from ..boundary.argument import check_arrays, read_array, read_arrays
 from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
 from ..boundary.options import check_names
@@ -47,6 +47,7 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
     for name, reason in _EXCLUDED.items():
         if (value := options.get(name)) is not None and value is not False:
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
+    read_arrays(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})  # checks all; these are on the host
     given = {name: read_array(name, x) for name, x in arrays.items()}
     q, k, _ = (given[name].array for name in "qkv")
     if isinstance(q, InterpretedArray):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.argument import INT32, as_int32, check_separate, read_array
+from ..boundary.argument import check_separate, read_array, read_arrays
 from ..boundary.call import (
     Call,
     Fill,
@@ -400,14 +400,9 @@ class Inputs:
     """The arrays of a call that are not None, with those of its options, and their views."""
 
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.arrays = {name: array for name, array in arrays.items() if array is not None}
+        passed, tensors, _ = read_arrays(arrays, options)
         self.options = {name: value for name, value in options.items() if value is not None}
-        self.options |= {name: as_int32(name, self.options[name]) for name in INT32 if name in self.options}
-        for name, value in self.options.items():
-            if is_any_array(value):
-                self.arrays[name] = value
-        tensors = dict(self.options.get("tensors") or {})
-        self.arrays |= {tensor_name(name): array for name, array in tensors.items()}
+        self.arrays = {argument.name: argument.array for argument in (*passed.values(), *tensors.values())}
         self.views = {name: self._view(name, array) for name, array in self.arrays.items()}
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:

@@ -117,16 +117,15 @@ def _inputs(
     result: Any,
 ) -> Inputs:
     """The arrays and options of a call; what can be checked without a problem is checked."""
+    inputs = Inputs(arrays, kept_options(arrays["q"], options))
     if dtype is not None:
         check_converted(arrays, dtype=result, results=results)
     if mask is not None:
         q, k, v = (arrays[name] for name in "qkv")
         check(q, k, v, mask)
         check_arrays(arrays, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
-    kept = kept_options(arrays["q"], options)
-    if mask is not None:
-        score_function(q.shape, k.shape, kept)  # checks it
-    return Inputs(arrays, kept)
+        score_function(q.shape, k.shape, inputs.options)  # checks it
+    return inputs
 
 
 def results_of(
