@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cupy_sdpa.cli.console import CommandError
+from cupy_sdpa.errors import pip_install
 
 from . import figures, table
 from .runner import parser
@@ -316,7 +317,7 @@ def main(words: Sequence[str]) -> int:
         else:
             print("\n".join(TABLES[given.table](*given.csv)).rstrip())
     except ImportError as error:
-        raise CommandError("figures need matplotlib: pip install 'cupy-sdpa[plot]'") from error
+        raise CommandError(f"figures need matplotlib: {pip_install('plot')}") from error
     except ValueError as error:  # a file of another command
         raise CommandError(str(error)) from error
     return 0

@@ -93,6 +93,8 @@ class Rope:
         elif cupy_runtime.is_array(given):
             raise TypeError("frequencies are a CuPy array; pass numbers on the host, for example frequencies.get()")
         else:
+            if np.asarray(given).dtype.kind not in "iufV":  # V: bfloat16
+                raise TypeError(f"frequencies are {given!r}; pass {dim // 2} numbers")
             array = np.asarray(given, np.float64)
             if array.shape != (dim // 2,):
                 raise ValueError(f"frequencies have shape {array.shape}; dim is {dim}, so pass {dim // 2} numbers")
@@ -143,6 +145,11 @@ def _number(name: str, value: Any) -> float:
     return found
 
 
+def _most_channels(head_dim: int) -> int:
+    """The largest number of channels of a head dim that can be rotated."""
+    return min(head_dim // 2, kernels.MAX_PAIRS) * 2
+
+
 def read_rope(rope: Any, head_dim: int) -> Any:
     """The record of a rotation of arrays with a head dim.
 
@@ -150,9 +157,11 @@ def read_rope(rope: Any, head_dim: int) -> Any:
         TypeError, ValueError: it is not a :class:`Rope`, or it rotates more channels.
     """
     if not isinstance(rope, Rope):
-        raise TypeError(f"rope is {rope!r}; pass a cupy_sdpa.Rope, for example Rope({head_dim // 2 * 2})")
+        raise TypeError(f"rope is {rope!r}; pass a cupy_sdpa.Rope, for example Rope({max(2, _most_channels(head_dim))})")
     if rope.dim > head_dim:
-        raise ValueError(f"rope.dim is {rope.dim}, but the head dim is {head_dim}; pass Rope({head_dim // 2 * 2}) or less")
+        most = _most_channels(head_dim)
+        remedy = f"pass Rope({most}) or less" if most else "a rotation needs 2 channels or more"
+        raise ValueError(f"rope.dim is {rope.dim}, but the head dim is {head_dim}; {remedy}")
     return rope._record  # type: ignore[attr-defined]
 
 

@@ -39,8 +39,8 @@ class Built:
     Attributes:
         problem: the problem.
         gpu: the GPU model.
-        plan: the properties of the plan; None if the problem has no plan.
-        reason: why there is no plan; empty if there is a plan.
+        plan: the properties of the plan; None if the problem has no plan, or if the plan cannot be stored.
+        reason: why there is no plan, or why it cannot be stored; empty if there is a plan.
     """
 
     problem: Problem

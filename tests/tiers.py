@@ -18,7 +18,7 @@ def _cudnn() -> str | None:
 
 def _gpu() -> str | None:
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed: pip install 'cupy-sdpa[cuda12]'"
+        return "CuPy is not installed: pip install -e '.[cuda12]'"
     import cupy
 
     if not cupy.cuda.is_available():

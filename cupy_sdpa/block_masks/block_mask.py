@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .. import _html
 from .._typing import Array
+from ..boundary.argument import NoArray
 from ..boundary.options import read_count
 from ..kernels.blocks import BLOCK
 from ..score_fn.recorded import Recorded
@@ -107,7 +108,7 @@ def block_mask(
     return BlockMask(lengths[0], lengths[1], kinds, bits, segments_of(rows, kinds), constant, size)
 
 
-class BlockMask:
+class BlockMask(NoArray):
     """Which blocks of keys each block of queries attends to: empty, partial or full.
 
     :func:`block_mask` creates it from a mask function, :meth:`from_blocks` and :meth:`from_kv_blocks` from blocks. It is
@@ -118,6 +119,12 @@ class BlockMask:
         heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
         block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
     """
+
+    #: The end of the error message of a call that takes arrays only.
+    not_an_array = (
+        "pass it as block_mask=; its method to_dense() returns a bool array (Skv, Sq, heads, batch). Combine conditions in "
+        "the function from which cupy_sdpa.block_mask creates it"
+    )
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -47,6 +47,28 @@ class Argument(NamedTuple):
         if isinstance(self.array, View):
             return self.array.spec(self.name)
         return spec_of(self.name, self.array, 0 if self.device is None else self.address)
+
+
+class NoArray:
+    """Base of masks that are not arrays: operators and attributes of arrays raise an error that names the array of the mask.
+
+    Attributes:
+        not_an_array: what to use instead; the end of the message.
+    """
+
+    not_an_array: str
+    __array_ufunc__: Any
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{in_words(self)} is not an array: {self.not_an_array}")
+
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __getitem__ = _refuse
+    __iter__ = __contains__ = __array_ufunc__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self.not_an_array}")
 
 
 def read_array(name: str, array: Any) -> Argument:

@@ -90,12 +90,10 @@ class Conversion:
         if result and self._library is not None and not self._library.writable:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
         array = self._shared(name, array)
+        self._shapes |= layouts.shapes_of({name: array}, {})
         if self._is_unbatched:
             array = layouts.with_batch(name, array, self._layout)
-        if self._layout is None:
-            return array
-        self._shapes |= layouts.shapes_of({name: array}, {})
-        return layouts.to_own(name, array, self._layout)
+        return array if self._layout is None else layouts.to_own(name, array, self._layout)
 
     def _back(self, name: str, array: Any, target: Any) -> Any:
         """A result in the caller's form; if the caller passed an array for it, that array."""
@@ -118,7 +116,7 @@ class Conversion:
                 stack.enter_context(on_stream_of(self._library, self._device))
             elif self._engine == "cupy":
                 stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
-            stack.enter_context(layouts.of_caller(self._named, self._shapes))
+            stack.enter_context(layouts.of_caller(self._named, self._shapes, unbatched=self._is_unbatched))
             yield
 
     def _option(self, name: str, value: Any) -> Any:

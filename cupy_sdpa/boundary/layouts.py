@@ -197,20 +197,22 @@ is_named = _is_named.get
 
 
 @contextlib.contextmanager
-def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]], *, unbatched: bool = False) -> Iterator[None]:
     """A context in which arrays of the caller's layout are checked after they were permuted.
 
-    Errors show the axes and the ``shapes`` of the caller's arrays, and name the layout. Arrays may have any strides if it is
-    named, also with the axes of this package.
+    Errors show the axes and the ``shapes`` of the caller's arrays, if ``unbatched`` without the batch axis that was added, and
+    name the layout. Arrays may have any strides if it is named, also with the axes of this package.
     """
     other = other_layout({"layout": layout})
-    caller = CallersAxes(functools.partial(_axes_from_own, other), shapes) if other else callers_axes.get()
+    caller = callers_axes.get()
+    if other or unbatched:
+        caller = CallersAxes(functools.partial(_axes_from_own, other, unbatched), shapes, other is not None)
     axes, named = callers_axes.set(caller), _is_named.set(layout is not None or is_named())
     try:
         yield
     except ValueError as error:
         text, name = str(error), f"[layout={other!r}]"
-        if other and caller and caller.shown and not text.endswith(name):  # another member of a group may have named it
+        if other and not text.endswith(name):  # another member of a group may have named it
             error.args = (f"{text} {name}", *error.args[1:])
         raise
     finally:
@@ -266,14 +268,16 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
             raise ValueError(f"{obstacle}{remedy or confirm}")
 
 
-def _axes_from_own(layout: str, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
-    """Axes in the layout of this package in the order of the caller's array."""
+def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Axes in the layout of this package in the order of the caller's array, if ``unbatched`` without the batch axis."""
+    places: Sequence[int] = range(len(axes))
     if name in ("sinks", "alibi_slopes", *LENGTHS, *CU_SEQLENS):  # of one axis; any other shape is a mistake, shown as it is
         return tuple(axes)
-    if name not in VECTORS:
-        return tuple(axes)[::-1]
-    letters = layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd"
-    return tuple(axes[axis] for axis in order(_own(len(axes)), letters))
+    if layout and name not in VECTORS:
+        places = places[::-1]
+    elif layout:
+        places = order(_own(len(axes)), layout if len(layout) == len(axes) else "thd" if len(axes) == 3 else "bshd")
+    return tuple(axes[place] for place in places if not (unbatched and place == len(axes) - 1))
 
 
 def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:

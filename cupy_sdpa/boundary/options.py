@@ -107,12 +107,15 @@ _ANSWERS = {
         "bottom_right bottom_right_causal bottom_right_diagonal",
     "pass return_stats='max_sumexp', which also returns the largest score of each row": "return_max_logit",
     "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
+    "pass dropout_p= and seed=; a function of the weights is fdrop= of cupy_sdpa.nnlib.dot_product_attention": "fdrop",
     "pass dropout_p= and seed=":
         "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
     "omit dropout_p= and seed= where nothing is dropped": "is_training training",
     "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
     "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups num_key_value_heads",
     "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
+    "no option is needed: axis 1 of q, k and v is heads; arrays (features, len, batch) are for "
+    "cupy_sdpa.nnlib.dot_product_attention, which takes nheads=": "nheads",
     "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
     "pass return_stats=True":
         "generate_stats lse return_lse return_residual return_residuals return_softmax_lse save_residuals",
@@ -139,7 +142,8 @@ _ANSWERS = {
         "pos_encoding_mode rope_scale rope_theta rotary_cos rotary_sin",
     "append the new keys to a cupy_sdpa.KVCache, and pass its keys and values with page_table= and seq_lens_kv=":
         "inference_params k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
-    "remove it: the kernel is chosen by cuDNN": "attn_implementation backend implementation pack_gqa use_fp16_qk_reduction",
+    "remove it: the kernel is chosen by cuDNN":
+        "attn_implementation backend implementation math_mode pack_gqa use_fp16_qk_reduction",
     "remove it: the backward pass stores no weights, and results are written whole": "checkpoint_core_attention fast_zero_fill",
 }  # fmt: skip
 #: The answers by the names of the options.
@@ -273,7 +277,7 @@ def check_spelling(options: Iterable[str]) -> None:
             raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}") from None
         import difflib  # slow to import
 
-        near = difflib.get_close_matches(name, Options.__annotations__, 1)
+        near = difflib.get_close_matches(name, Options.__annotations__, 1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
         raise TypeError(f"there is no option {name}{hint}") from None
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import reference
 from ..attention_functions import attention
 from ..cudnn.library import library
+from ..errors import pip_install
 from ..explanation import explain
 from ..problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
 from ..runtime import cupy_runtime
@@ -123,7 +124,7 @@ def _input(arguments: argparse.Namespace) -> tuple[list[str], tuple[Array, Array
     if query_heads % key_heads:
         raise CommandError(f"--heads {query_heads} is not a multiple of --kv-heads {key_heads}")
     if arguments.plot and isinstance(machine.imported("matplotlib.figure"), str):
-        raise CommandError("--plot needs matplotlib: pip install 'cupy-sdpa[plot]'")
+        raise CommandError(f"--plot needs matplotlib: {pip_install('plot')}")
     tokens = demo_text.tokens()
     count = arguments.seq or len(tokens)
     dtype = numpy_dtype(arguments.dtype)

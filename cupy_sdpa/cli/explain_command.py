@@ -49,10 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Run ``explain``; returns 1 if the problem cannot run."""
-    if arguments.gpu is None and cupy_runtime.current_device() is None:
-        raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
     with command_errors():
         described = problem_options.problem_of(arguments, arguments.queries, backward=arguments.backward)
+        if arguments.gpu is None and cupy_runtime.current_device() is None:
+            raise CommandError("this machine has no GPU: name one with --gpu, for example --gpu h200")
         with working("planning"):
             report = _explained(described, arguments.gpu, arguments.cudnn)
     scale = "scale", max(described.sizes[0], 1) ** -0.5  # which the problem does not contain

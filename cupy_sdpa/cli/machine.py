@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..cudnn.library import OVERRIDE, library
-from ..errors import CudnnError
+from ..errors import INSTALL_FOR_GPU, CudnnError, pip_install
 from ..runtime import cupy_runtime
 from ..support.rules import MINIMUM_CAPABILITY
 from ..version import MINIMUM_CUDNN, version_text
@@ -52,8 +52,8 @@ def pip() -> str:
     elif version and version != "unknown":
         extra = "cuda13" if int(version.split(".")[0]) >= _DRIVER_OF_CUDA13 else "cuda12"
     else:
-        return "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
-    return f"pip install 'cupy-sdpa[{extra}]'"
+        return INSTALL_FOR_GPU
+    return pip_install(extra)
 
 
 def no_gpu() -> str | None:

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Run ``plan``; returns 1 if a problem has no plan."""
+    """Run ``plan``; returns 1 if a problem has no plan, or one that cannot be stored."""
     from .. import store
 
     if arguments.cudnn and "/" in arguments.cudnn and not Path(arguments.cudnn).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from ..explanation import problem
@@ -93,7 +94,13 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     sizes = [_sizes(arguments, queries)]
     keys = arguments.keys and _sizes(arguments, arguments.keys)
     if keys is None:
-        keys = {**sizes[0], "h": arguments.kv_heads or sizes[0]["h"]}
+        heads, of_keys = sizes[0]["h"], arguments.kv_heads or sizes[0]["h"]
+        if of_keys and heads % of_keys:
+            near = max(n for n in range(1, of_keys) if heads % n == 0)
+            raise CommandError(
+                f"--kv-heads is {of_keys}, and q has {heads} heads: {heads} must be a multiple of it, such as --kv-heads {near}"
+            )
+        keys = {**sizes[0], "h": of_keys}
     elif arguments.kv_heads:
         raise CommandError("--kv-heads and --keys are given: the heads are in the shape of --keys")
     sizes += [keys, _sizes(arguments, arguments.values) if arguments.values else keys]
@@ -108,7 +115,20 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     shapes = [tuple(x[axis] for axis in _axes(arguments, name)) for name, x in zip("qkv", sizes, strict=True)]
     if arguments.layout != "dhsb":
         options["layout"] = "thd" if arguments.packed else arguments.layout
-    return problem(*shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options)
+    try:
+        return problem(*shapes, dtype=arguments.dtype, backward=backward, deterministic=arguments.deterministic, **options)
+    except ValueError as error:
+        raise CommandError(_on_the_command_line(str(error))) from error
+
+
+#: What messages of :func:`cupy_sdpa.problem` say of other axes, in code.
+_CODE = re.compile(r"\. (Arrays in C order|Heads and seq may be exchanged).*|; omit layout for arrays.*| \[layout='\w+'\]$")
+
+
+def _on_the_command_line(message: str) -> str:
+    """The message of an error of :func:`cupy_sdpa.problem`, with ``--layout`` instead of code."""
+    text = _CODE.sub("", message)
+    return message if text == message else f"{text}. --layout is the order of the axes"
 
 
 def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
-from ..errors import CudnnError, Unsupported
+from ..errors import INSTALL_FOR_GPU, CudnnError, Unsupported
 from ..version import version_text
 
 SONAME = "libcudnn.so.9"
@@ -229,13 +229,23 @@ def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
         lines.append(f"  {place}: {' '.join(text.split())}")
     places = "\n".join(lines)
     return CudnnError(
-        f"{SONAME} was not found. Install it with pip install 'cupy-sdpa[cuda12]' (or [cuda13]), or set {OVERRIDE} to its "
+        f"{SONAME} was not found. Install it with {INSTALL_FOR_GPU}, or set {OVERRIDE} to its "
         f"path, or pass engine='cupy', which computes without cuDNN, but slower. Searched:\n{places}"
     )
 
 
 _library: Library | None = None
 _loading = threading.Lock()
+
+
+def _reset_after_fork() -> None:
+    """Replace the lock in a forked child: a thread of the parent may have held it, and never releases it here."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def library() -> Library:

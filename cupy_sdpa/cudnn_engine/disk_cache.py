@@ -43,20 +43,25 @@ _ABANDONED = 3600
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
+class NotStored(OSError):
+    """A plan cannot be stored in the folder."""
+
+
 class DiskCache:
     """Serialized plans in a folder; the least recently used are deleted first. Without a folder, in memory only.
 
     Args:
         folder: the folder; created with the first entry, accessible to its owner only. None stores nothing on disk.
         limit: the maximum number of bytes in the folder.
+        required: whether a plan that cannot be stored raises :class:`NotStored`. Default False: a warning is issued.
 
     Attributes:
         hits: number of look-ups that found an entry.
         misses: number of look-ups that did not.
     """
 
-    def __init__(self, folder: Path | None, limit: int = DISK_LIMIT) -> None:
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path | None, limit: int = DISK_LIMIT, *, required: bool = False) -> None:
+        self.folder, self.limit, self._required = folder, limit, required
         self.hits = self.misses = 0
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -93,7 +98,10 @@ class DiskCache:
             self._write(self.folder, key, content)
             self._prune(self.folder)
         except OSError as error:
-            self._warn(f"plans cannot be stored in {self.folder}: {error}")
+            text = f"plans cannot be stored in {self.folder}: {error}"
+            if self._required:
+                raise NotStored(text) from error
+            self._warn(text)
 
     def reject(self, key: str, reason: str) -> None:
         """Delete an entry that cannot be used."""

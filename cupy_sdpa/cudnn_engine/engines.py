@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..cudnn.constants import AttributeType, CudaGraphRetention, HeurMode, KnobType, NumericalNote, Status, name_of
 from ..cudnn.descriptor import Descriptor
 from ..cudnn.library import library
-from ..errors import CudnnError, Unsupported
+from ..errors import INSTALL_FOR_GPU, CudnnError, Unsupported
 from ..graph.nodes import Graph
 from ..version import version_text
 from .lowering import OperationGraph
@@ -61,7 +61,7 @@ class EngineSearch:
         if candidate:
             return candidate
         reasons = "\n".join(f"  {reason}" for reason in self.refused)
-        light = " in its light configuration; pip install 'cupy-sdpa[cuda12]' (or [cuda13]) has all engines"
+        light = f" in its light configuration; all engines: {INSTALL_FOR_GPU}"
         where = light if library().is_light else ""
         raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph{where}:\n{reasons}")
 

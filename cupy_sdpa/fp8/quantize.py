@@ -207,6 +207,7 @@ class DelayedScaling:
     def __init__(
         self, like: Array, history: int = 16, dtype: str = "float8_e4m3fn", *, amax: float | None = None, rotate: bool = False
     ) -> None:
+        read_array("like", like)
         if dtype not in FP8_LARGEST:
             raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
         if not isinstance(history, int) or history < 1:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..boundary.argument import NoArray
 from ..boundary.options import read_count
 from ..runtime import cupy_runtime
 from .nnlib_arrays import check_array, to_four_axes
 
 
-class Mask:
+class Mask(NoArray):
     """A mask defined by a causal flag and key lengths. The Boolean array is computed when it is used.
 
     ``mask & other`` is a :class:`Mask` if ``other`` is one, otherwise an array, broadcast from the first axis on. ``~mask`` and
@@ -29,6 +30,7 @@ class Mask:
         shape: ``(keys, queries)``, or ``(keys, queries, 1, B)`` with lengths.
     """
 
+    not_an_array = "its attribute .array is a bool array"
     __array_ufunc__ = None  # numpy and CuPy leave ``array & mask`` to :meth:`__rand__`
 
     def __init__(self, xp: Any, keys: int, queries: int, *, causal: bool = False, lengths: Any = None) -> None:

@@ -73,7 +73,8 @@ def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:
-            check_array(name, array)
+            if not isinstance(array, Mask):
+                check_array(name, array)
             _check_broadcast(name, array.shape, full)
     if isinstance(mask, Mask):
         mask = mask.array

@@ -14,7 +14,7 @@ from typing import Any
 from .._workers import serve
 from ..cudnn.deviceless import load_driver_or_stub
 from ..cudnn.library import library
-from ..cudnn_engine.disk_cache import DiskCache
+from ..cudnn_engine.disk_cache import DiskCache, NotStored
 from ..cudnn_engine.planner import plan_for
 from ..errors import CudnnError, Unsupported
 
@@ -32,10 +32,10 @@ def _handle(request: Any) -> Any:
         if request is None:
             return version
         problem, target, folder = request
-        plan = plan_for(problem, target, DiskCache(folder) if folder else None)
+        plan = plan_for(problem, target, DiskCache(folder, required=True) if folder else None)
         plan.close()
         return plan.info
-    except Unsupported as error:
+    except (Unsupported, NotStored) as error:
         return str(error)
     except CudnnError as error:
         return error

@@ -65,7 +65,8 @@ class Planner(_workers.Pool):
     def plan(self, problem: Problem, target: Target, disk_cache: Path | None = None) -> PlanInfo | str:
         """Plan a problem; the support table is not consulted, and the plan is stored only in ``disk_cache``, a folder.
 
-        Returns its properties, or the reason why there is no plan: cuDNN's refusal, or a crash of the process.
+        Returns its properties, or the reason why there is no plan: cuDNN's refusal, a crash of the process, or a folder in
+        which it cannot be stored.
 
         Raises:
             CudnnError: cuDNN failed, or a worker cannot be started.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -138,6 +139,12 @@ class LoopbackMember:
             retired, self._retired = self._retired, []
         for _, event in retired:
             cupy_runtime.cupy().cuda.get_current_stream().wait_event(event)
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # at exit the module's names are None
+        """Wait until the copies of the last exchange are read; their memory is then reused."""
+        if not finalizing():
+            for _, event in self._retired:
+                event.synchronize()
 
     def check(self) -> None:
         """Raise GroupError if a member failed."""

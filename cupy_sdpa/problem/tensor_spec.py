@@ -114,19 +114,18 @@ def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int,
 # Comparison with what a call needs
 
 
-@dataclass
-class CallersAxes:
-    """The axes of the arrays of a call with another layout, for messages.
+class CallersAxes(NamedTuple):
+    """The axes of the arrays of a call with another layout, or without a batch axis, for messages.
 
     Attributes:
-        permute: the axes of an argument from the layout of this package to the caller's.
+        permute: the axes of an argument from those of this package to the caller's.
         shapes: the shapes of the caller's arrays.
-        shown: whether a message contains such axes.
+        has_layout: whether the layout is another one.
     """
 
     permute: Callable[[str, Sequence[Any]], tuple[Any, ...]]
     shapes: Mapping[str, tuple[int, ...]]
-    shown: bool = False
+    has_layout: bool
 
 
 #: The axes of the current call; None if they are those of this package.
@@ -135,16 +134,14 @@ callers_axes: ContextVar[CallersAxes | None] = ContextVar("callers_axes", defaul
 
 def has_callers_axes() -> bool:
     """Whether messages show the axes of another layout."""
-    return callers_axes.get() is not None
+    caller = callers_axes.get()
+    return caller is not None and caller.has_layout
 
 
 def in_callers_axes(name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes of an argument, such as a shape, in the order of the caller's array."""
     caller = callers_axes.get()
-    if caller is None or len(axes) < 2:
-        return tuple(axes)
-    caller.shown = True
-    return caller.permute(name, axes)
+    return tuple(axes) if caller is None or len(axes) < 2 else caller.permute(name, axes)
 
 
 def shown_shape(spec: TensorSpec) -> tuple[int, ...]:
@@ -225,8 +222,8 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
     else:
         remedy = f"add axes with {name}[..., None], and permute them with .transpose"
     raise ValueError(
-        f"{name} has shape {spec.shape}; it must have the four axes {wanted}, {letters}, each of full length or length 1, keys "
-        f"first: {remedy}"
+        f"{name} has shape {shown_shape(spec)}; it must have the {len(wanted)} axes {wanted}, {letters}, each of full length "
+        f"or length 1, keys first: {remedy}"
     )
 
 

@@ -249,9 +249,16 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
     if table.dtype != "int32":
         raise TypeError(f"page_table is {table.dtype}; it must be int32: convert with .astype('int32')")
     if len(table.shape) != 2 or table.shape[1] != batch:
+        lengths = arrays.get("seq_lens_kv")
+        remedy = ": pass page_table.T" if table.shape[:1] == (batch,) else ""
+        if len(table.shape) == 2 and lengths is not None and lengths.shape == table.shape[1:]:
+            remedy = (
+                f", and page_table and seq_lens_kv have {table.shape[1]}: pass the queries of all of these sequences, or the "
+                f"table and the lengths of {batch}"
+            )
         raise ValueError(
             f"page_table has shape {shown_shape(table)}; it must be {legend} with {batch} sequences, as {source.name} "
-            f"{shown_shape(source)}{': pass page_table.T' if table.shape[:1] == (batch,) else ''}"
+            f"{shown_shape(source)}{remedy}"
         )
     if "seq_lens_kv" not in arrays:
         raise ValueError("page_table is passed and seq_lens_kv is None: pass the number of keys of each sequence, int32 (B,)")

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import INSTALL_FOR_GPU
+
 
 def is_array(x: object) -> bool:
     """Whether ``x`` is a CuPy array."""
@@ -34,7 +36,7 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as error:
-        raise RuntimeError("CuPy is required for the GPU: pip install 'cupy-sdpa[cuda12]' (or [cuda13])") from error
+        raise RuntimeError(f"CuPy is required for the GPU: {INSTALL_FOR_GPU}") from error
     return module
 
 

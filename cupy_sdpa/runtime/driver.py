@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..errors import INSTALL_FOR_GPU
 from .cupy_runtime import cupy
 
 
@@ -18,7 +19,7 @@ def bindings() -> Any:
     try:
         from cuda.bindings import driver as module
     except ImportError as error:
-        raise RuntimeError("cuda-python is required for the GPU: pip install 'cupy-sdpa[cuda12]' (or [cuda13])") from error
+        raise RuntimeError(f"cuda-python is required for the GPU: {INSTALL_FOR_GPU}") from error
     return module
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Unsupported
+from ..errors import INSTALL_FOR_GPU, Unsupported
 from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
@@ -76,10 +76,7 @@ class Rule:
 
 def _version(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if cudnn < MINIMUM_CUDNN:
-        yield (
-            f"cuDNN is {version_text(cudnn)}; {version_text(MINIMUM_CUDNN)} or newer is required: "
-            "pip install 'cupy-sdpa[cuda12]' (or [cuda13])"
-        )
+        yield (f"cuDNN is {version_text(cudnn)}; {version_text(MINIMUM_CUDNN)} or newer is required: {INSTALL_FOR_GPU}")
 
 
 def _head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:

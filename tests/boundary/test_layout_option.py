@@ -228,6 +228,19 @@ def test_arrays_with_a_contiguous_head_dim_need_no_layout(name):
     np.testing.assert_array_equal(found, want)
 
 
+def test_a_repeated_refusal_has_the_same_message():
+    """It shows the caller's axes and names the layout, although the problem is known."""
+    x = np.ones((2, 3, 9, 8))
+    texts = []
+    for _ in range(3):
+        with pytest.raises(
+            ValueError, match=r"seq_lens_kv has lengths from 4 to 10; they must be from 0 to 9 \[layout='bhsd'\]$"
+        ) as raised:
+            cupy_sdpa.attention(x, x, x, layout="bhsd", seq_lens_kv=np.array([4, 10], np.int32))
+        texts.append(str(raised.value))
+    assert len({*texts}) == 1
+
+
 def test_every_layout_is_tested():
     """A new layout needs tests."""
     assert {*DENSE, "thd", "dhsb", "dht"} == set(layout.LAYOUTS)

@@ -73,6 +73,9 @@ WRONG = {
     "support --cudnn new": "'new' is not a cuDNN version",
     "explain 64,8,100,2 --gpu abacus": "abacus",
     "explain 64,8,100,2 --gpu h200 --dtype int8": "int8",
+    "explain 64,8,100": "64,8,100 has 3 numbers; a shape has 4: D,H,S,B",
+    "explain 64,8,100,2 --kv-heads 5 --gpu h200": "--kv-heads is 5, and q has 8 heads: 8 must be a multiple of it, such as --kv-heads 4",
+    "explain 64,8,100,2 --keys 32,8,100,2 --gpu h200": "shapes are (head_dim, heads, seq, batch). --layout is the order of the axes",
     "explain 64,8,100 --gpu h200": "64,8,100 has 3 numbers; a shape has 4: D,H,S,B",
     "explain 1,32,4096,128 --gpu h200": "write 128,32,4096,1, or add --layout bhsd",
     "explain 64,8,100,2 --gpu h200 --kv-heads 2 --keys 64,2,9,2": "--kv-heads and --keys are given",
@@ -114,6 +117,20 @@ def test_wrong_command_lines(command, folder):
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     assert WRONG[command] in run(command).complaint
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
+@pytest.mark.cudnn
+def test_a_plan_that_cannot_be_stored(folder):
+    """It counts as refused, with the reason, and the exit status says so."""
+    command = "plan 64,4,128,1 --gpu h200 -o plans"
+    assert run(command).status == 0
+    (stored,) = (folder / "plans").glob("*.plan")
+    stored.write_text("of another program")
+    done = run(command)
+    assert done.status == 1
+    assert "0 plans, 1 refused" in done.text
+    assert "plans cannot be stored in" in done.text
+    assert stored.read_text() == "of another program"
 
 
 #: Command lines that the parser refuses, and the end of its error.

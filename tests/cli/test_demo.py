@@ -118,7 +118,7 @@ def test_a_figure_needs_matplotlib(folder):
     """--plot without matplotlib is an error with the remedy."""
     (folder / "matplotlib.py").write_text("raise ModuleNotFoundError('no matplotlib', name='matplotlib')")
     done = python("-m", "cupy_sdpa", "demo", "--plot", "map.png", cwd=folder, path=[folder])
-    assert "pip install 'cupy-sdpa[plot]'" in done.complaint
+    assert "pip install -e '.[plot]' in a clone" in done.complaint
 
 
 @pytest.mark.parametrize("words", one_in(4, ["--plot map.svg", "--plot", "--causal --heads 1 --plot", "--seq 1 --plot"]))

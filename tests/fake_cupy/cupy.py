@@ -294,7 +294,8 @@ class Event:
                 DEVICE.run_next(self.stream)
 
     def synchronize(self) -> None:
-        DEVICE.wait(self.stream)
+        if not self.done or self.captured:
+            DEVICE.wait(self.stream)
 
 
 def _get_current_stream() -> Any:

@@ -25,6 +25,20 @@ def test_offsets_out_of_range_are_clipped(dtype, step, engine):
     np.testing.assert_array_equal(offsets.made.get(), np.array([0, 4, 10, 10]) * 16)
 
 
+@pytest.mark.parametrize("number", numbers(30, quick=5))
+def test_written_offsets_never_decrease(number, engine):
+    """What the engine gets for random offsets are offsets that rise inside of the array, and their differences."""
+    rng = np.random.default_rng(number)
+    batch, total, most = int(rng.choice([1, 2, 7, 255, 256, 700])), 40, 9
+    given = rng.integers(-20, 60, batch + 1).astype(np.int32)
+    side = ragged.Lengths(engine.put(given), most, total, packed=True, made=engine.xp.empty(batch, np.int32))
+    offsets = ragged.Offsets(engine.xp.empty(batch + 1, np.int64), False, 16)
+    ragged.prepare_sequences(side, side, [offsets], [])
+    wanted = np.maximum.accumulate(given.clip(0, total))
+    np.testing.assert_array_equal(engine.get(offsets.made), wanted * 16)
+    np.testing.assert_array_equal(engine.get(side.made), np.diff(wanted).clip(0, most))
+
+
 def test_equal_integers(engine, monkeypatch):
     """A constant array has one address for one value; too many values, and captures, get new arrays."""
     monkeypatch.setattr(memory, "_constants", {})

@@ -1,5 +1,6 @@
 """Groups of communicators: any object that sends and receives, MPI, NCCL with its watchdog, and processes of launchers."""
 
+import gc
 import queue
 import socket
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from parallel_cases import METHODS, Problem, assert_close
 
-from cupy_sdpa.parallel import Environment, GroupError, MpiGroup, NcclGroup, environment, launchers, nccl, run_threads
+from cupy_sdpa.parallel import Environment, GroupError, Loopback, MpiGroup, NcclGroup, environment, launchers, nccl, run_threads
 from cupy_sdpa.parallel.channel import Channel
 from cupy_sdpa.parallel.convert import as_exchanger
 from cupy_sdpa.parallel.group import Transfer
@@ -311,3 +312,23 @@ def test_missing_processes_are_named():
     own = Environment("test", 0, 3, 0, "127.0.0.1", free_port())
     with pytest.raises(GroupError, match="missing are the ranks 1, 2"):
         launchers.share(own, b"", 0.2)
+
+
+def test_a_group_that_ends_after_its_last_exchange(fake):
+    """What members received is right, although no call waited for it, and other work reuses the memory of the senders."""
+    streams = [fake.cuda.Stream(non_blocking=True) for _ in range(2)]
+
+    def work(member):
+        with streams[member.rank]:
+            mine, other = fake.full(512, member.rank + 1.0), fake.empty(512)
+            member.exchange([Transfer(mine, 1 - member.rank)], [Transfer(other, 1 - member.rank)], "last")
+            return other
+
+    received = run_threads(Loopback(2).members, work)
+    gc.collect()
+    for stream in streams:
+        with stream:
+            fake.full(512, np.nan)
+    streams[1].synchronize()
+    streams[0].synchronize()
+    assert [set(x.get().tolist()) for x in received] == [{2.0}, {1.0}]

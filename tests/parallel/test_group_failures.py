@@ -195,8 +195,7 @@ def test_a_refused_call_names_the_layout_once():
             context_parallel(own).attention(x, x, x[:1] if own.rank == 0 else x, layout="bshd")
         assert str(caught.value).count("[layout='bshd']") == 1
 
-    for _ in range(3):  # whether another member has shown axes when it raises the error depends on the order of the threads
-        run_threads(Loopback(3, timeout=5).members, member)
+    run_threads(Loopback(3, timeout=5).members, member)
 
 
 @pytest.mark.parametrize("options", [{"layout": "foo"}, {"engine": "cudnn"}, {"return_stats": 2}, {"softcap": -1.0}], ids=str)

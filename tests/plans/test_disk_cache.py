@@ -370,6 +370,15 @@ def test_the_environment_sets_the_folder(environment, wanted, monkeypatch):
     assert store.kept().folder == wanted
 
 
+def test_a_plan_that_must_be_stored(folder):
+    """A cache that is required raises where others warn, and changes nothing."""
+    folder.mkdir()
+    (folder / f"{KEY}.plan").write_text("of another program")
+    with pytest.raises(OSError, match=r"plans cannot be stored in .*not written by this package"):
+        DiskCache(folder, required=True).put(KEY, CONTENT)
+    assert (folder / f"{KEY}.plan").read_text() == "of another program"
+
+
 def test_a_forked_child_has_locks_of_its_own():
     """A thread of the parent holds every lock during the fork: the child can still store and find plans."""
     parent = store.kept()

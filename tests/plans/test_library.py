@@ -68,7 +68,7 @@ def test_a_failure_lists_every_place(tmp_path):
     attempts = [("", ""), ("", str(broken)), ("missing.so", ""), ("libc.so.6", ""), (mine, "")]
     nowhere, damaged, missing, another, override = json.loads(python(SEARCH, json.dumps(attempts)))
     for words in (
-        "pip install 'cupy-sdpa[cuda12]'", OVERRIDE, "already loaded in this process: no",
+        "pip install -e '.[cuda12]'", OVERRIDE, "already loaded in this process: no",
         "CUDNN_PATH, CUDA_PATH): RuntimeError: no wheel, no conda",
     ):  # fmt: skip
         assert words in nowhere
@@ -125,7 +125,7 @@ with Planner() as planner:
 def test_a_refusal_of_the_light_configuration():
     """It names the extras that install all engines."""
     refusal = python(REFUSED, CUDNN_LIB_CONFIG="GRAPH_JIT_ONLY")
-    assert "no engine for this graph in its light configuration; pip install 'cupy-sdpa[cuda12]'" in refusal
+    assert "no engine for this graph in its light configuration; all engines: pip install -e '.[cuda12]'" in refusal
 
 
 LOAD = """
@@ -179,6 +179,17 @@ def test_a_forked_child_destroys_nothing(fake):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     made.close()
     assert not library().live
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_can_load_cudnn():
+    """A thread of the parent loads cuDNN during the fork, and holds the lock: the child has its own."""
+    module = sys.modules[library.__module__]
+    with module._loading:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if module._loading.acquire(timeout=20) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_garbage_collection_never_calls_cudnn(fake):

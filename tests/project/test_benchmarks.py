@@ -373,7 +373,7 @@ def test_figures(folder):
     """One for every direction with rows, and one for the host time; equal rows give equal files. Or how to draw them."""
     runner.write_csv("x.csv", [*two_presets(), *rows_of(PRESETS[0], {"ours": 2.0, "flex": 4.0}, "backward")])
     if not importlib.util.find_spec("matplotlib"):
-        assert "pip install 'cupy-sdpa[plot]'" in run("tables figures x.csv --folder a").complaint
+        assert "pip install -e '.[plot]'" in run("tables figures x.csv --folder a").complaint
         return
     for name in "ab":
         assert run(f"tables figures x.csv --folder {name}").status == 0
