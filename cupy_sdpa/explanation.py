@@ -22,7 +22,15 @@ from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import OF_FORWARD, program_of, report_of
 from .programs.executor import ProgramCall
-from .replay.call_report import Report, explain_on_device, joined, plan_report, refusal_report, unplanned_report
+from .replay.call_report import (
+    Report,
+    explain_on_device,
+    joined,
+    plan_report,
+    refusal_report,
+    unplanned_report,
+    with_workarounds,
+)
 from .runtime import cupy_runtime, driver
 from .runtime.interpreted_array import InterpretedArray
 from .support.engine_problem import launched_problems
@@ -234,13 +242,10 @@ def _described(
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
-    def target() -> tuple[int, int]:
-        return _version_and_capability(gpu, cudnn)
-
     call = program_of(function, *arguments, for_gpu=True, is_supported=explain_for, missing=missing, **options)
     if isinstance(call.arrays["q"], InterpretedArray):
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
-    return call, report_of(call, explain_for, target)
+    return call, report_of(call, explain_for, lambda: _version_and_capability(gpu, cudnn))
 
 
 def _notes(
@@ -280,11 +285,15 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
     parts = launched_problems(problem)
     if gpu or cudnn:
-        return joined([_explain_for(part, gpu, cudnn) for part in parts])
+        report = joined([_explain_for(part, gpu, cudnn) for part in parts])
+        return with_workarounds(report, [problem], lambda: _version_and_capability(gpu, cudnn))
     device = cupy_runtime.current_device()
     if device is None:
         raise ValueError("there is no GPU here: name one, explain(problem, gpu='H200')")
-    return joined([explain_on_device(part, device) for part in parts])
+    report = joined([explain_on_device(part, device) for part in parts])
+    if (plan := report.plan) is None:
+        return report
+    return with_workarounds(report, [problem], lambda: (plan.cudnn, cupy_runtime.capability(device)))
 
 
 def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:

@@ -14,11 +14,10 @@ from ..boundary.call import Description, Found, in_mode
 from ..graph import graph_of
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
-from ..replay.call_report import Report, explain_on_device, joined
+from ..replay.call_report import Report, explain_on_device, joined, with_workarounds
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
-from ..support.why_not import workarounds
 from .executor import ProgramCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
@@ -70,12 +69,10 @@ def report_of(
             if report.plan:
                 here = report.plan.cudnn, cupy_runtime.capability(device)
                 target = lambda: here  # noqa: E731
-    if target and not report.reasons and not report.problem.trivial:
-        # the engine's problems may no longer have the bugs of the caller's
+    if target:
         of = dict.fromkeys(attend.of for attend in call.program.launches)
         of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
-        bugs = [bug for one in of for bug in workarounds(one, *target())]
-        report = dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
+        report = with_workarounds(report, of, target)
     # unknown for a call of several parts, or one that cannot run
     dependence = None
     if isinstance(call.problem, Problem) and not report.reasons:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -237,6 +237,17 @@ def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "
     target = problem, info.cudnn, capability
     bugs, doubts = workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
+
+
+def with_workarounds(report: Report, problems: Iterable[Problem], target: Callable[[], tuple[int, int]]) -> Report:
+    """The report with the bugs that the caller's problems work around; the engine's problems may no longer have them.
+
+    ``target`` returns the version of cuDNN and the compute capability, of a report on a call that can run.
+    """
+    if report.reasons or report.problem.trivial:
+        return report
+    bugs = [bug for problem in problems for bug in workarounds(problem, *target())]
+    return dataclasses.replace(report, workarounds=tuple(dict.fromkeys((*bugs, *report.workarounds))))
 
 
 def unplanned_report(problem: Problem, cudnn: int, capability: int, note: str) -> Report:
