@@ -286,7 +286,7 @@ class BlockMask(NoArray):
 
     def __dir__(self) -> list[str]:
         """The public names."""
-        return [name for name in dir(type(self)) if name[0] != "_"]
+        return [name for name in dir(type(self)) if name[0] != "_" and name not in NoArray.__annotations__]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -228,7 +228,7 @@ def flat(found):
     return [host(x) for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", WITH_OPTIONS)
