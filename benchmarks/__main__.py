@@ -18,7 +18,7 @@ COMMANDS = {
     "fp8": "FP8 against bfloat16 and PyTorch: times, and errors against the number of keys",
     "jvp": "directional derivatives against PyTorch's forward-mode differentiation",
     "parallel": "attention over several GPUs: time against ideal, hidden transfers",
-    "plans": "plans: first calls, disk cache, buckets of lengths, autotuning",
+    "plans": "plans: first calls, disk cache, buckets of lengths",
     "memcheck": "every kind of call under compute-sanitizer",
     "saved": "the problems of a program (CUPY_SDPA_TRACE)",
     "tables": "the tables and figures of the documentation, from benchmarks/results",

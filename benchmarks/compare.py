@@ -64,13 +64,12 @@ class Rates(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What to measure: presets, directions, other contenders, rounds, and whether our plans are autotuned first."""
+    """What to measure: presets, directions, other contenders, and rounds."""
 
     presets: Sequence[Preset]
     directions: Sequence[str]
     peers: Sequence[type[Contender]]
     rounds: int = timing.ROUNDS
-    tune: bool = False
 
     @property
     def cases(self) -> list[tuple[Preset, str]]:
@@ -106,14 +105,12 @@ class ContenderRun:
                 self.row["left_out"] = failure_reason(error, [str(warning.message) for warning in caught])
         return None
 
-    def prepare(self, sets: Sequence[Inputs], expected: Sequence[Any], busy: Any, tune: bool) -> None:
+    def prepare(self, sets: Sequence[Inputs], expected: Sequence[Any], busy: Any) -> None:
         """Make the calls and compare the results of the first one with the expected ones, if there are any."""
-        self.attempt(lambda: self._prepare(sets, expected, busy, tune))
+        self.attempt(lambda: self._prepare(sets, expected, busy))
 
-    def _prepare(self, sets: Sequence[Inputs], expected: Sequence[Any], busy: Any, tune: bool) -> None:
+    def _prepare(self, sets: Sequence[Inputs], expected: Sequence[Any], busy: Any) -> None:
         made = self._contender = self._create()
-        if tune and isinstance(made, Ours):
-            made.tune(sets[0])
         with made.active():
             calls = [made.call(inputs) for inputs in sets]
             self.results = made.to_cupy(calls[0]())
@@ -184,10 +181,10 @@ def measure(preset: Preset, direction: str, settings: Settings, rates: Rates) ->
     busy, _ = device.busy_matrix()
     kinds: list[type[Contender]] = [Ours, *(peer for peer in settings.peers if preset.dtype in peer.dtypes)]
     ours, *others = runs = [ContenderRun(kind, preset, direction) for kind in kinds]
-    ours.prepare(sets, [], busy, settings.tune)
+    ours.prepare(sets, [], busy)
     for other in others:
         if ours.ready:
-            other.prepare(sets, ours.results, busy, settings.tune)
+            other.prepare(sets, ours.results, busy)
         else:
             other.row["left_out"] = "our call failed: there are no results to compare with"
     ours.results = []
@@ -228,9 +225,7 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
     if given.cpu:
         yield from map(complete, cpu.rows(given.rounds or cpu.ROUNDS))
         return
-    settings = Settings(
-        presets.select(given.presets), given.directions, select(given.peers), given.rounds or timing.ROUNDS, given.tune
-    )
+    settings = Settings(presets.select(given.presets), given.directions, select(given.peers), given.rounds or timing.ROUNDS)
     if given.list:
         _list()
         return
@@ -267,7 +262,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(PEERS)} (default: all; no name: none)")
     default = f"rounds (default {timing.ROUNDS}, with --cpu {cpu.ROUNDS})"
     parser.add_argument("--rounds", type=positive, metavar="N", help=default)
-    parser.add_argument("--tune", action="store_true", help="autotune our plans first (docs/plans.md)")
 
 
 def main(words: Sequence[str]) -> int:

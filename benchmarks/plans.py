@@ -1,4 +1,4 @@
-"""The cost of plans: built, loaded from disk, built ahead of time; new lengths, with and without buckets; autotuning.
+"""The cost of plans: built, loaded from disk, built ahead of time; new lengths, with and without buckets.
 
     python -m benchmarks plans [results.csv] [--ahead FOLDER]
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -33,7 +32,6 @@ from cupy_sdpa import attention, attention_vjp, get_plan_cache
 
 from . import runner
 from .device import random_normal
-from .presets import select
 from .timing import device_ms
 
 #: Query heads, key/value heads and head dim of Llama 3.1 8B.
@@ -158,38 +156,11 @@ def lengths() -> Iterator[dict[str, Any]]:
                 yield value("cost of a bucket", case, "backward", gpu_us(pullback, out), "us")
 
 
-#: The presets to autotune.
-TUNED = ("llama-8b-2k-causal", "decode", "vit-197", "notebook-128", "gemma", "16-heads-d64-4k")
-
-
-def tuning() -> Iterator[dict[str, Any]]:
-    """The gain and the time of autotuning both passes of some presets."""
-    for preset, direction in itertools.product(select(TUNED), ("forward", "backward")):
-        if direction not in preset.directions:
-            continue
-        q, k, v = (random_normal(*shape) for shape in preset.shapes)
-        case = f"{preset.name}, {direction}"
-        start = time.perf_counter()
-        result = cupy_sdpa.prepare(q, k, v, **preset.options, backward=direction == "backward", autotune=True).tuning
-        seconds = time.perf_counter() - start
-        assert result
-        print(result, file=sys.stderr)
-        yield value("tuning", case, "before", result.before, "us")
-        yield value("tuning", case, "after", result.after, "us")
-        yield value("tuning", case, "gain", result.gain, "times")
-        yield value("tuning", case, "configs measured", len(result.trials), "configs")
-        yield value("tuning", case, "configs with wrong results", sum(trial.us is None for trial in result.trials), "configs")
-        yield value("tuning", case, "tuning took", seconds, "s")
-
-
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all parts."""
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     yield from starts(given.ahead)
     yield from lengths()
-    get_plan_cache().clear()
-    cupy_sdpa.store.kept().clear()
-    yield from tuning()
 
 
 def value(part: str, case: str, what: str, number: float, unit: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ COLUMNS = (
     "preset", "b", "hq", "hkv", "sq", "skv", "d", "dv", "causal", "window", "direction", "dtype", "way",
     "ms", "rounds", "clock", "tflops", "share", "share_of", "ours_over_it", "best_peer", "host_us", "host_out_us",
     "host_prepared_us", "cold_ms", "cold_kept_ms", "next_kept_ms", "cold_failed", "peak_bytes", "difference",
-    "engine", "untuned_engine", "workspace_bytes", "plan_ms", "left_out", "matmul_tflops", "matmul_dtype", "copy_gbs",
+    "engine", "workspace_bytes", "plan_ms", "left_out", "matmul_tflops", "matmul_dtype", "copy_gbs",
     "gpu", "driver", "cudnn", "torch", "triton", "jax", "cudnn_frontend", "cupy", "numpy", "python",
     "cupy_sdpa",
 )  # fmt: skip

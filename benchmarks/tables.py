@@ -54,8 +54,6 @@ def plans() -> Iterator[str]:
     yield from part_table(files, titles, "new lengths", quantities)
     yield "A call with an existing plan, by its length, with exact lengths and in buckets (launched back to back):\n"
     yield from bucket_table(files, titles)
-    yield "Autotuning among the engine configs that the heuristics propose (speedup; 1 if the plan stays the same):\n"
-    yield from part_table(files, titles, "tuning", ("gain",))
     yield "Captured CUDA graphs:\n"
     yield from part_table(files, titles, "CUDA graph", ("ten calls, launched", "ten calls, replayed"))
 

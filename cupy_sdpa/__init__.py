@@ -7,7 +7,7 @@ attention     attention, attention_backward, attention_vjp (Pullback), attention
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
 inference     KVCache, Rope, apply_rope, shared_prefix_attention, merge
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
-plans         explain (Report), prepare (Prepared), autotune, get_plan_cache, problem (Problem); store: plans on disk
+plans         explain (Report), prepare (Prepared), get_plan_cache, problem (Problem); store: plans on disk
 checks        validate; reference: attention in float64
 more          composed, fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
 errors        Unsupported, CudnnError, StepError, OutOfPages, DiskCacheWarning
@@ -37,7 +37,6 @@ __all__ = [
     "attention_backward",
     "attention_jvp",
     "attention_vjp",
-    "autotune",
     "block_mask",
     "cu_seqlens_with_gaps",
     "dropout_mask",
@@ -65,7 +64,7 @@ _NAMES = {
     "jvp": ("attention_jvp",),
     "kv_cache.cache": ("KVCache",),
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
-    "preparation": ("Prepared", "autotune", "prepare"),
+    "preparation": ("Prepared", "prepare"),
     "problem.problem": ("Problem",),
     "programs.watch": ("validate",),
     "replay.call_report": ("Report",),
@@ -103,7 +102,7 @@ if TYPE_CHECKING:
     from .kv_cache.cache import KVCache
     from .kv_cache.shared_prefix import shared_prefix_attention
     from .preparation import Prepared as Prepared
-    from .preparation import autotune, prepare
+    from .preparation import prepare
     from .problem.problem import Problem as Problem
     from .programs.watch import validate
     from .replay.call_report import Report as Report

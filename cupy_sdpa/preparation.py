@@ -1,26 +1,21 @@
-"""Calls that are planned once and run many times, and autotuning."""
+"""Prepare a call: plan it once, run it many times."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
-from .boundary.call import in_mode
 from .boundary.layouts import has_own_axes
-from .boundary.options import DTensors, Options, check_spelling, read_flag, takes_options
+from .boundary.options import DTensors, Options, check_spelling, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
 from .programs.describe import OF_FORWARD, program_of, report_of
 from .programs.executor import ProgramCall
 from .replay.replay_cache import run_cached
 from .replay.views import run_and_cache
-
-if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from .cudnn_engine.autotune import Tuning
 
 ResultT = TypeVar("ResultT")
 
@@ -30,25 +25,25 @@ ResultT = TypeVar("ResultT")
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    autotune: bool = False, **options: Unpack[Options],
+    **options: Unpack[Options],
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    autotune: bool = False, **options: Unpack[Options],
+    **options: Unpack[Options],
 ) -> Prepared[tuple[ArrayT, Any]]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"],
     backward: Literal[False] = False, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
-    return_dtensors: DTensors = False, autotune: bool = False, **options: Unpack[Options],
+    return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
 @overload
 def prepare(
     q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    autotune: bool = False, **options: Unpack[Options],
+    **options: Unpack[Options],
 ) -> Prepared[Any]: ...
 # fmt: on
 @takes_options
@@ -63,7 +58,6 @@ def prepare(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
-    autotune: bool = False,
     **options: Unpack[Options],
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
@@ -73,13 +67,10 @@ def prepare(
 
     Args:
         q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, also a block mask, ``compute_dtype``, FP8 arrays and
-            arrays of other libraries. The elements of q, k and v are read only for ``autotune``.
+            arrays of other libraries. The elements of q, k and v are not read.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
-        autotune: measure every engine config that cuDNN's heuristics propose on these arrays, and keep the fastest, also for
-            later processes. This takes about a second and synchronizes; with ``backward`` it runs the forward pass first.
-            Default False. On the CPU it has no effect.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
@@ -105,7 +96,7 @@ def prepare(
     else:
         outputs["return_stats"] = return_stats
         function, arrays = attention, {"q": q, "k": k, "v": v}
-    return Prepared(function, arrays, given, outputs, autotune=read_flag("autotune", autotune))
+    return Prepared(function, arrays, given, outputs)
 
 
 class Prepared(Generic[ResultT]):
@@ -114,7 +105,6 @@ class Prepared(Generic[ResultT]):
     Attributes:
         problem: the problem that it computes.
         report: how it runs, see :func:`cupy_sdpa.explain`.
-        tuning: the measurements of ``autotune``, or None.
     """
 
     def __init__(
@@ -123,8 +113,6 @@ class Prepared(Generic[ResultT]):
         arrays: Mapping[str, Any],
         options: dict[str, Any],
         outputs: dict[str, Any],
-        *,
-        autotune: bool = False,
     ) -> None:
         """Plan the call.
 
@@ -136,18 +124,8 @@ class Prepared(Generic[ResultT]):
         report = report_of(call)
         if report.reasons:
             raise report.error("\n".join(report.reasons))
-        tunings: list[Tuning] = []
-        if autotune and call.on_gpu and not report.problem.trivial:
-            own = dict(arrays)
-            if "dout" in own:
-                inputs = [own[name] for name in "qkv"]
-                own["out"], own["stats"] = attention(*inputs, return_stats=True, **options)
-                own["dout"] = own["out"]
-            with in_mode(tunings=tunings):
-                function(**own, **options, **outputs)
-            report = report_of(program_of(function, **arrays, **options, **outputs, missing=missing))
         self.problem = _problem(call) or report.problem
-        self.report, self.tuning = report, tunings[0] if tunings else None
+        self.report = report
         self._function, self._inputs, self._options, self._outputs = function, tuple(arrays), options, outputs
         self._problems, self._given = _problems(call), _in_words(arrays, options)
         self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
@@ -240,22 +218,3 @@ def _problem(call: ProgramCall) -> Problem | None:
 def _problems(call: ProgramCall) -> tuple[Any, ...]:
     """What prepared calls have in common: the specs of the arrays, and the steps."""
     return call.problem, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)
-
-
-@contextmanager
-def autotune() -> Iterator[list[Tuning]]:
-    """A context manager that tunes every call in its block that was not tuned before; yields the list of measurements.
-
-    The first call of each problem takes about a second and synchronizes; later ones, also in later processes, use the
-    result. On the CPU it has no effect.
-
-    >>> import numpy as np, cupy_sdpa
-    >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
-    >>> with cupy_sdpa.autotune() as tunings:
-    ...     out = cupy_sdpa.attention(x, x, x)
-    >>> tunings
-    []
-    """
-    tunings: list[Tuning] = []
-    with in_mode(tunings=tunings):
-        yield tunings

@@ -41,7 +41,7 @@ SHARE = 9
 #: The tests of each of these files share results that take long to compute, so they run in one process.
 TOGETHER = ("test_examples", "test_layers")
 #: The tests that take longest are started first, so that no worker process waits for another at the end.
-LONG = ("test_tuning", "test_planning", "test_support")
+LONG = ("test_planning", "test_support")
 
 
 def pytest_report_header(config):
@@ -197,7 +197,7 @@ def cache(engine):
 
 @pytest.fixture
 def plans(cupy):
-    """An empty plan cache of this thread, and no plan or autotuning result of the test afterwards."""
+    """An empty plan cache of this thread, and no plan of the test afterwards."""
     from cupy_sdpa import get_plan_cache, store
 
     cache = get_plan_cache()
@@ -205,7 +205,7 @@ def plans(cupy):
     yield cache
     cache.set_limit(256)
     cache.clear()
-    store.kept().clear()  # a tuned plan would be found in the disk cache
+    store.kept().clear()
 
 
 @pytest.fixture

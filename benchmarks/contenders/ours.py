@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cupy_sdpa.attention_functions import attention, attention_backward
@@ -25,7 +25,7 @@ class Ours(Contender):
 
     def __init__(self, preset: Preset, direction: str) -> None:
         super().__init__(preset, direction)
-        self._options, self._untuned_engine = preset.options, ""
+        self._options = preset.options
 
     def call(self, inputs: Inputs) -> Call:
         """The plain call, which allocates its results."""
@@ -59,13 +59,12 @@ class Ours(Contender):
             yield "host_prepared_us", lambda: backward(*arguments)
 
     def facts(self) -> dict[str, Any]:
-        """The engines of the plans, those before tuning, the workspace, and the time to get the plans."""
+        """The engines of the plans, the workspace, and the time to get the plans."""
         plans = self._plans()
         if not plans:
             return {"engine": "CuPy"}
         return {
-            "engine": _engines(plans),
-            "untuned_engine": self._untuned_engine,
+            "engine": " + ".join(str(plan.engine) for plan in plans),
             "workspace_bytes": max(plan.workspace for plan in plans),
             "plan_ms": sum(plan.build_ms for plan in plans),
         }
@@ -73,14 +72,6 @@ class Ours(Contender):
     def peak_bytes(self, call: Call) -> int | None:
         """The peak of CuPy's memory pool."""
         return peak_allocation(call)
-
-    def tune(self, inputs: Inputs) -> None:
-        """Measure all engine configs that the heuristics propose, and use the fastest one."""
-        self._untuned_engine = _engines(self._plans())
-        for problem in self.preset.problems(self.direction):
-            stats = problem.stats is not None and not problem.backward
-            qkv, options = (inputs.q, inputs.k, inputs.v), self._options
-            prepare(*qkv, **options, return_stats=stats, backward=problem.backward, autotune=True)
 
     def _plans(self) -> list[PlanInfo]:
         plans = []
@@ -90,7 +81,3 @@ class Ours(Contender):
                 raise report.error("; ".join(report.reasons))
             plans.append(report.plan)
         return plans
-
-
-def _engines(plans: Sequence[PlanInfo]) -> str:
-    return " + ".join(f"{plan.engine}{' tuned' * plan.tuned}" for plan in plans)

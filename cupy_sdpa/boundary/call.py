@@ -19,7 +19,6 @@ from ..support.why_not import Reason, why_not
 from .user_functions import NO_FUNCTIONS, Functions, Gradients
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from ..cudnn_engine.autotune import Tuning
     from ..cudnn_engine.plan import Plan
     from ..cudnn_engine.sessions import Session
 
@@ -62,14 +61,12 @@ class Mode:
     and captured; in other modes each one is parsed.
 
     Attributes:
-        tunings: inside :func:`cupy_sdpa.autotune`: the results so far.
         description: inside :func:`cupy_sdpa.programs.describe.program_of`: how a call is described, in place of being run.
         debug: whether the steps are printed.
         validate: whether the steps are compared with numpy.
         noted: where the calls that run are noted, in place of being cached; None for no.
     """
 
-    tunings: list[Tuning] | None = None
     description: Description | None = None
     debug: bool = False
     validate: bool = False

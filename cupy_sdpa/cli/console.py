@@ -125,7 +125,7 @@ def plan_facts(plan: PlanInfo) -> dict[str, Any]:
     return {
         "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
         "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
-        "tuned": plan.tuned, "bytes": plan.size, "refused": list(plan.refused),
+        "bytes": plan.size, "refused": list(plan.refused),
     }  # fmt: skip
 
 

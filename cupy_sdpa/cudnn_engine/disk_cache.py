@@ -34,7 +34,7 @@ DISK_LIMIT, MEMORY_LIMIT = 512 << 20, 64 << 20
 ENTRY_LIMIT = 16 << 20
 #: The first bytes of every entry, followed by the version of the format.
 _MAGIC = b"cupy_sdpa plan "
-_FORMAT = _MAGIC + b"1\n"
+_FORMAT = _MAGIC + b"2\n"
 _SUFFIX = ".plan"
 _ENTRY, _PART = re.compile(r"[0-9a-f]{64}\.plan"), re.compile(r"\.cupy_sdpa-[0-9a-f]{32}\.part")
 #: Seconds after which an unfinished file counts as abandoned.

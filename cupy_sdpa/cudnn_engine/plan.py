@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..cudnn.descriptor import Descriptor
@@ -59,7 +59,6 @@ class Facts:
         need: bytes of workspace that cuDNN needs.
         build_ms: milliseconds that it took to build the plan, or to load it from the disk cache.
         refused: for every engine config tried before this one, the engine and cuDNN's reason for refusing it.
-        tuned: whether it was chosen by measurement (:func:`cupy_sdpa.prepare`).
     """
 
     uids: dict[str, int] = field(repr=False, hash=False)
@@ -69,7 +68,6 @@ class Facts:
     need: int
     build_ms: float
     refused: tuple[str, ...]
-    tuned: bool = False
 
     def content(self, text: str) -> bytes:
         """The entry in the disk cache: a line of JSON with these properties, then the plan as cuDNN serializes it."""
@@ -127,7 +125,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "need": lambda value: _is_int64(value) and value >= 0,
     "build_ms": lambda value: isinstance(value, int | float) and 0 <= value < float("inf"),
     "refused": _is_list_of_text,
-    "tuned": lambda value: isinstance(value, bool),
 }
 
 
@@ -163,7 +160,7 @@ class PlanInfo(Facts):
     def facts(self) -> Iterator[tuple[str, str]]:
         """The properties as pairs of name and text."""
         yield "cuDNN", version_text(self.cudnn)
-        yield "engine", f"{self.engine}{', the fastest measured' * self.tuned}"
+        yield "engine", str(self.engine)
         yield "knobs", knobs_text(self.knobs) or "none"
         yield "numerical notes", " ".join(note.lower() for note in self.notes) or "none"
         yield "workspace", size_text(self.workspace)
@@ -206,16 +203,13 @@ class Plan:
     """A finalized execution plan. Its owner, a plan cache, closes it.
 
     Attributes:
-        key: the key in the disk cache.
         used: whether it ran without a look-up in its plan cache, see :mod:`cupy_sdpa.replay.replay_cache`.
         dependents: objects that need the plan, with a method close(); they are closed before it.
     """
 
-    def __init__(
-        self, candidate: Candidate, graph: Graph, target: Target, key: str, build_ms: float, *, loaded: bool = False
-    ) -> None:
+    def __init__(self, candidate: Candidate, graph: Graph, target: Target, build_ms: float, *, loaded: bool = False) -> None:
         facts, scratch = candidate.facts, Scratch(graph)
-        self.key, self.target = key, target
+        self.target = target
         self.used = False
         self.dependents: set[Any] = set()
         self._captured = False
@@ -257,14 +251,6 @@ class Plan:
             addresses = {**addresses, **scratch, **self._constants}
         pointers, values = map(addresses.__getitem__, self._arrays), map(scalars.__getitem__, self._scalars)
         self._launcher.launch(self.target.handle, [*pointers], [*values], workspace)
-
-    def mark_tuned(self) -> None:
-        """Record that the plan was chosen by measurement."""
-        self.info = replace(self.info, tuned=True)
-
-    def content(self) -> bytes:
-        """The entry in the disk cache."""
-        return self.info.content(self._descriptor.get_text("JSON_REPRESENTATION"))
 
     def keep(self) -> None:
         """Never destroy the plan: the caller has captured its kernels into a CUDA graph, which may be replayed at any time."""

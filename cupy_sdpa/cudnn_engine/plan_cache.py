@@ -138,14 +138,6 @@ class PlanCache:
         with self.lock:
             return self._entries.get(problem)
 
-    def put(self, problem: Problem, plan: Plan) -> None:
-        """Store a plan; the problem's previous entry is destroyed."""
-        with self.lock:
-            previous = self._entries.pop(problem, None)
-            self._insert(problem, plan)
-            if isinstance(previous, Plan):
-                _destroy(previous)
-
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
         """Call ``run`` with the plan of a problem; if there is none, ``build`` it first.
 
@@ -232,8 +224,8 @@ class PlanCache:
             if isinstance(entry, Plan):
                 info = entry.info
                 time = f"{info.build_ms:.1f} ms, {'loaded' if info.loaded else 'built'}"
-                engine = f"{info.engine}{' tuned' * info.tuned}"
-                rows.append((str(problem), engine, knobs_text(info.knobs), f"{info.workspace} B", f"{info.size} B", time))
+                knobs = knobs_text(info.knobs)
+                rows.append((str(problem), str(info.engine), knobs, f"{info.workspace} B", f"{info.size} B", time))
             else:
                 rows.append((str(problem), "refused", "", "", "", ""))
         return rows

@@ -80,7 +80,7 @@ def load_or_build(
         content = disk_cache.get(key)
         if content is not None:
             try:
-                return load(content, graph, target, key)
+                return load(content, graph, target)
             except (CudnnError, Unsupported, ValueError, LookupError) as error:
                 if is_out_of_memory(error):
                     raise
@@ -90,13 +90,13 @@ def load_or_build(
             with engine_search(graph, target, limit, refused) as search:
                 candidate = search.first(config)
             stack.enter_context(candidate.descriptor)
-            plan = Plan(candidate, graph, target, key, (time.perf_counter() - started) * 1e3)
+            plan = Plan(candidate, graph, target, (time.perf_counter() - started) * 1e3)
             disk_cache.put(key, candidate.facts.content(candidate.text))
             stack.pop_all()
     return plan
 
 
-def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
+def load(content: bytes, graph: Graph, target: Target) -> Plan:
     """Finalize the plan in an entry of the disk cache; raises many errors if it is damaged, or this cuDNN cannot load it."""
     started = time.perf_counter()
     facts, text = facts_of(content)
@@ -109,7 +109,7 @@ def load(content: bytes, graph: Graph, target: Target, key: str) -> Plan:
         if workspace_bytes != facts.need:
             raise ValueError(f"its workspace is {workspace_bytes} bytes, the entry has {facts.need}")
         candidate, build_ms = Candidate(made, text.decode(), facts), (time.perf_counter() - started) * 1e3
-        plan = Plan(candidate, graph, target, key, build_ms, loaded=True)
+        plan = Plan(candidate, graph, target, build_ms, loaded=True)
         stack.pop_all()
     return plan
 

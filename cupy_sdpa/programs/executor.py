@@ -45,9 +45,7 @@ from .steps import Attend, Step
 from .watch import watcher
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
-    from ..cudnn_engine.autotune import Tuning
     from ..cudnn_engine.plan import Plan
-    from ..cudnn_engine.sessions import Session
 
 
 class Signature(NamedTuple):
@@ -132,10 +130,6 @@ class ProgramCall:
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             self.create_results()
             if cupy_runtime.capturing():  # into an arena of the capture, if there is one
-                if mode.get().tunings is not None:
-                    raise RuntimeError(
-                        "a call cannot be tuned while a stream is being captured: tune before the capture begins"
-                    )
                 self.execute(device, keep=True)
             else:
                 with cupy_runtime.arena(memory) as arena:
@@ -263,8 +257,6 @@ class ProgramCall:
             if plan is not None:
                 self._execute_plan(step, arrays, keep, plan)
                 return plan
-            if (tunings := mode.get().tunings) is not None:
-                self._tune(attend, arrays, device, tunings)
             return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
             self._describe(error, step)
@@ -292,26 +284,6 @@ class ProgramCall:
         if found := attend.source_lines or self.source_lines:
             lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
-
-    def _tune(self, attend: Attend, arrays: Mapping[str, Any], device: int, tunings: list[Tuning]) -> None:
-        """Measure the engine configs of a launch on its arrays and keep the fastest, unless the plan is tuned already."""
-        from ..cudnn_engine.autotune import tune
-
-        results = [arrays[spec.name] for spec in attend.problem.results]
-        addresses = {name: array.data.ptr for name, array in arrays.items()}
-
-        def measure(session: Session, plan: Plan) -> None:
-            def execute(plan: Plan, workspace: int) -> None:
-                plan.set_stream(cupy_runtime.stream())
-                plan.execute(addresses, self._scalars(attend), workspace)
-
-            if not plan.info.tuned:
-                before = [array.copy() for array in results]  # some are accumulated into
-                tunings.append(tune(attend.problem, plan, session.cache, execute, results))
-                for array, values in zip(results, before, strict=True):
-                    array[...] = values
-
-        with_plan(attend.problem, device, measure)
 
 
 def _filled(fill: Fill, like: Any) -> Any:

@@ -75,13 +75,8 @@ class Recording:
         if self._executable and not (of_many and is_busy(self._stream)):
             self._launch(self._executable, self._stream)
         else:
-            for function, arguments in self._driver_calls:  # inlined launch_one_by_one: every repeated call runs this
+            for function, arguments in self._driver_calls:
                 function(*arguments)
-
-    def launch_one_by_one(self) -> None:
-        """Enqueue the kernels and memsets one by one; or the graph, if it is not a sequence of kernels and memsets."""
-        for function, arguments in self._driver_calls:
-            function(*arguments)
 
     def close(self) -> None:
         """Destroy the graph; work that is already enqueued still completes."""

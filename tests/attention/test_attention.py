@@ -117,7 +117,7 @@ def test_the_public_names_are_these():
     """A new public name is a decision; each is there."""
     called = [
         "BlockMask", "KVCache", "Rope", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
-        "attention_jvp", "attention_vjp", "autotune", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
+        "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
         "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_mask",
         "validate", "weight_sums",
     ]  # fmt: skip

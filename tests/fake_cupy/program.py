@@ -197,12 +197,11 @@ class Program:
         given = (t for t in self.tensors if t.by_value)
         return {t.uid: _NUMBERS[t.dtype.name].from_address(pointers[t.uid]).value for t in given}
 
-    def run(self, read: Read, factor: float, scribble: Callable[[], None]) -> None:
+    def run(self, read: Read, scribble: Callable[[], None]) -> None:
         """Evaluate the program.
 
         Args:
             read: reads the arguments.
-            factor: multiplies the results.
             scribble: fills cuDNN's part of the workspace with garbage.
         """
         values: dict[int, Value] = {}
@@ -226,7 +225,7 @@ class Program:
             if operation.kind == "the rest of SDPA_FWD":
                 t = operation.tensors
                 for name, array in _attention(t, values[operation.settings.get("SUBGRAPH_OUTPUT_UID", 0)], get).items():
-                    _write(read, t[name], (array * factor).astype(t[name].dtype), Value(None), None, False)
+                    _write(read, t[name], array.astype(t[name].dtype), Value(None), None, False)
                 continue
             if operation.kind == "PAGED_CACHE_LOAD":
                 t = operation.tensors["YDESC"]
@@ -239,8 +238,7 @@ class Program:
             values[t.uid] = value._replace(array=_working(rounded))
             if not t.virtual:
                 added = operation.kind == "REDUCTION" and not value.product and t.dims[3] > 1
-                wrong = (array * factor).astype(t.dtype) if factor != 1 and t.dtype.kind not in "ib" else rounded
-                _write(read, t, wrong, values[t.uid], not_written, added)
+                _write(read, t, rounded, values[t.uid], not_written, added)
 
     def _sequence_lengths(self, read: Read) -> dict[int, Any]:
         """The lengths of the sequences of every ragged tensor that a matmul with lengths reads, or that is multiplied by one."""

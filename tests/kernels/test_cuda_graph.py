@@ -1,6 +1,5 @@
 """Captured CUDA graphs: what they keep, and which can be launched kernel by kernel."""
 
-import functools
 import gc
 from types import SimpleNamespace
 
@@ -149,9 +148,9 @@ def test_a_captured_graph_owns_its_memory(fake):
         assert recording.size == cuda_graph.GRAPH_BYTES + 1300
         del own
         assert used_bytes(fake) > before
-        for launch in (functools.partial(recording.launch, of_many=False), recording.launch_one_by_one):
+        for of_many in (False, True):
             out.fill(0)
-            launch()
+            recording.launch(of_many=of_many)
             assert (out.get() == 1).all()
         recording.close()
         stream.synchronize()
@@ -193,9 +192,9 @@ def test_a_graph_that_is_not_executable(fake):
     recording.close()
     copy = cuda_graph.Recording(lambda: out.data.copy_from_device_async(other.data, 160), least_nodes=3)
     assert copy.size == cuda_graph.GRAPH_BYTES
-    for launch in (functools.partial(copy.launch, of_many=True), copy.launch_one_by_one):
+    for of_many in (False, True):
         out.fill(0)
-        launch()
+        copy.launch(of_many=of_many)
         assert (out.get() == 5).all()
     copy.close()
 

@@ -76,7 +76,7 @@ DAMAGE = {
     "in_the_checksum": lambda raw: raw.replace(raw[90:91], b"\n", 1),
     "in_the_middle": lambda raw: raw[:200] + bytes(100) + raw[300:],
     "head_cut_short": lambda raw: raw[:7],
-    "older_form": lambda raw: raw.replace(b"plan 1", b"plan 0", 1),
+    "older_form": lambda raw: raw.replace(b"plan 2", b"plan 1", 1),
     "twice": lambda raw: raw + raw,
     "renamed": lambda raw: raw.replace(KEY.encode(), OTHER.encode()),
 }
@@ -221,7 +221,7 @@ def test_temporary_files_of_killed_processes_are_removed(folder):
 def in_use(folder):
     """A folder with other files whose names are similar to those of entries; returns the names."""
     folder.mkdir(mode=0o700)
-    entry = b"cupy_sdpa plan 1\n" + b"x" * 1000
+    entry = b"cupy_sdpa plan 2\n" + b"x" * 1000
     others = {
         "notes.txt": b"mine", "house.plan": b"a plan of a house", f"{KEY}.plan": b"a plan of a house", "mine.plan": entry,
         f"{OTHER.upper()}.plan": entry, f"{OTHER}.plan.bak": entry, f".{OTHER}.plan": entry, ".download.part": b"half",
@@ -295,7 +295,7 @@ def test_a_file_beyond_the_size_limit_is_not_read(folder):
     folder.mkdir(mode=0o700)
     path = file_of(folder)
     with path.open("wb") as file:
-        file.write(b"cupy_sdpa plan 1\n")
+        file.write(b"cupy_sdpa plan 2\n")
         file.truncate(3 << 30)
     path.chmod(0o600)
     tracemalloc.start()

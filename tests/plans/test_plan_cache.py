@@ -52,7 +52,7 @@ def test_the_least_recently_used_plan_is_evicted():
     assert (last.closed, new.closed, len(kept)) == (1, 0, 1)
 
 
-@pytest.mark.parametrize("how", ["evicted", "clear", "set_limit", "replaced", "built_twice"])
+@pytest.mark.parametrize("how", ["evicted", "clear", "set_limit", "built_twice"])
 def test_a_failure_to_close_a_plan_warns(how):
     """The others are closed, and the new plan is cached and used."""
     kept, bad = PlanCache(limit=3), FakePlan(CudnnError("failed to destroy"))
@@ -62,8 +62,7 @@ def test_a_failure_to_close_a_plan_warns(how):
         others = [use(kept, 1), use(kept, 2)]
     calls = {
         "evicted": lambda: use(kept, 3, stays), "clear": kept.clear, "set_limit": lambda: kept.set_limit(1),
-        "replaced": lambda: kept.put(PROBLEMS[0], stays),
-        "built_twice": lambda: kept.use(PROBLEMS[0], lambda: kept.put(PROBLEMS[0], stays) or bad, lambda found: found),
+        "built_twice": lambda: kept.use(PROBLEMS[0], lambda: use(kept, 0, stays) and bad, lambda found: found),
     }  # fmt: skip
     with pytest.warns(RuntimeWarning, match="a plan could not be destroyed: CudnnError: failed to destroy") as said:
         assert calls[how]() in (stays, None)

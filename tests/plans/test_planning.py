@@ -115,14 +115,15 @@ def graph_retention(graph, gpu):
     from cupy_sdpa.cudnn.constants import AttributeType
     from cupy_sdpa.cudnn.library import library
     from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import load, load_or_build
+    from cupy_sdpa.cudnn_engine.planner import load_or_build
     from cupy_sdpa.offline.remote_planner import load_target
 
     if library().version < 92800:
         return library().version, None
     target = load_target(gpu)
-    built = load_or_build(graph, target, disk_cache=DiskCache(None))
-    plans = [built, load(built.content(), graph, target, built.key)]
+    kept = DiskCache(None)
+    plans = [load_or_build(graph, target, disk_cache=kept) for _ in range(2)]
+    assert [plan.info.loaded for plan in plans] == [False, True]
     kinds = [plan._descriptor.get("CUDA_GRAPH_RETENTION", AttributeType.CUDA_GRAPH_RETENTION) for plan in plans]
     for plan in plans:
         plan.close()

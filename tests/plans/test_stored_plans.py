@@ -66,7 +66,7 @@ WRONG = {
     "engine_too_large": {"engine": 2**63}, "engine_a_text": {"engine": "2"}, "engine_a_bool": {"engine": True},
     "one_too_many": {"colour": "red"}, "knobs_a_number": {"knobs": 5}, "knob_of_three": {"knobs": [["TILE_M", 3, 4]]},
     "notes_numbers": {"notes": [1]}, "need_negative": {"need": -1}, "need_a_float": {"need": 4096.0},
-    "another_workspace": {"need": 512}, "refused_a_text": {"refused": "no"}, "tuned_a_number": {"tuned": 1},
+    "another_workspace": {"need": 512}, "refused_a_text": {"refused": "no"},
     "uids_a_list": {"uids": [["q", 1]]}, "uid_too_large": {"uids": {"q": 2**64}}, "uid_missing": {"uids": {}},
 }  # fmt: skip
 #: Changes of the first line.
@@ -134,7 +134,7 @@ def test_a_rejected_engine_config_is_destroyed(name, fake, cache):
     """The next config is used, and the reason is kept; a lack of memory is an error, which is not cached: it may be temporary."""
     x = fake.ones((16, 2, 20, 1), np.float16, order="F")
     changes, error = REJECTED[name]
-    library().configs = (replace(CONFIGS[0], fails="finalize", **changes), CONFIGS[4])
+    library().configs = (replace(CONFIGS[0], fails="finalize", **changes), CONFIGS[1])
     if error:
         with pytest.raises(error):
             attention(x, x, x)

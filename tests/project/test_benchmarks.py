@@ -146,7 +146,7 @@ class Fake(contender.Contender):
 def contender_of(**change):
     """A run of a contender, ready or left out."""
     one = compare.ContenderRun(type("Changed", (Fake,), change), SMALL, "forward")
-    one.prepare([None, None], [np.array([1.0, 2.0])], None, tune=False)
+    one.prepare([None, None], [np.array([1.0, 2.0])], None)
     return one
 
 

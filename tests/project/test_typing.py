@@ -65,7 +65,6 @@ LINES = (
     ("cupy_sdpa.explain(query=q, key=k, value=v)", "call-arg"),
     ("dq, dk = cupy_sdpa.attention_vjp(q, k, v)[1](q)", "misc"),
     ("cupy_sdpa.prepare(q, k, v, causal='botom_right')", "call-overload"),
-    ("cupy_sdpa.prepare(q, k, v, autotune='knobs')", "call-overload"),
     ("cupy_sdpa.explain(q, k, v, scale='1')", "arg-type"),
     ("a, b, c = cupy_sdpa.attention(q, k, v, return_stats=True)", "misc"),
     ("cupy_sdpa.attention(q, k, v) + 'x'", "operator"),
