@@ -242,7 +242,7 @@ def _described(
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
-    call = program_of(function, *arguments, for_gpu=True, is_supported=explain_for, missing=missing, **options)
+    call = program_of(function, *arguments, for_gpu=True, missing=missing, **options)
     if isinstance(call.arrays["q"], InterpretedArray):
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
     return call, report_of(call, explain_for, lambda: _version_and_capability(gpu, cudnn))
@@ -273,9 +273,8 @@ def _notes(
         mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask
         text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
     if mask is not None:
-        native = any(launch.problem.block_bits for launch in report.launches or (report,))
         sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
-        text = description(mask, sizes, native=True) if native else text or description(mask, sizes)
+        text = text or description(mask, sizes)
     return conversion, text
 
 

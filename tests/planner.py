@@ -92,7 +92,7 @@ def plan_graph(graph, gpu: str, config=None):
     target = load_target(gpu)
     try:
         with engine_search(graph, target) as search:
-            plan = Plan(search.first(config), graph, target, "", 0.0)
+            plan = Plan(search.first(config), graph, target, 0.0)
     except Unsupported as error:
         return str(error)
     plan.close()

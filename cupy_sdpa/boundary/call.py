@@ -46,12 +46,10 @@ class Description(NamedTuple):
 
     Attributes:
         for_gpu: whether the program is that of a GPU, also for numpy arrays.
-        is_supported: returns a true value for a problem that this GPU supports; None if it supports none.
         missing: which arrays are assumed to be dense, and what they are like: ``q``, ``k``, ``v``, ``out`` or ``stats``.
     """
 
     for_gpu: bool
-    is_supported: Callable[[Problem], object] | None
     missing: Mapping[str, str]
 
 

@@ -86,9 +86,6 @@ def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
         yield "mask", (_axes(problem, problem.mask), "random")
     if problem.bias:
         yield "bias", (_axes(problem, problem.bias), problem.bias.dtype, "normal")
-    if problem.block_bits:
-        *_, heads, entries = problem.block_bits.shape
-        yield "block_mask", ("blocks", f"kq{'h' if heads > 1 else '1'}{'b' if entries > 1 else '1'}")
     if problem.alibi_slopes:
         yield "alibi_slopes", "usual"
     if problem.sinks:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..explanation import problem
 from ..problem.problem import Problem
-from ..problem.tensor_spec import dense_spec
 
 
 def problem_of_sizes(
@@ -71,9 +69,6 @@ PROBES: dict[str, Problem] = {
     "forward, sinks, window": problem_of_sizes(sinks=True, window=(100, 0)),
     "forward, dropout": problem_of_sizes(dropout_p=0.1, seed=0),
     "forward, maximum and sum of exponentials": problem_of_sizes(return_stats="max_sumexp"),
-    "forward, block mask in the kernel, causal": replace(
-        problem_of_sizes(hkv=2, causal=True, return_stats=True), block_bits=dense_spec("block_bits", "uint8", (1, 4, 8, 2))
-    ),
     "forward, pages of 16 keys, one query": _paged(),
     "forward, pages of 64 keys, one query, sinks": _paged(page=64, sinks=True),
     "forward, pages of 16 keys, 4 queries, causal bottom-right": _paged(4, causal="bottom_right"),

@@ -7,8 +7,7 @@ order as soon as the plan is finalized.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from ..cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
@@ -16,7 +15,6 @@ from ..cudnn.descriptor import Descriptor
 from ..errors import Unsupported
 from ..graph.nodes import (
     Bernoulli,
-    BlockSelect,
     Graph,
     Matmul,
     Node,
@@ -65,15 +63,12 @@ class OperationGraph:
     def __init__(self, graph: Graph, handle: int | None = None) -> None:
         self.uids: dict[str, int] = {}
         self._tensors: dict[str, Descriptor] = {}
-        self._numbers: dict[str, int] = {}
         self._operations: list[Descriptor] = []
         with contextlib.ExitStack() as stack:
             self._stack = stack
-            if any(isinstance(node, BlockSelect) for node in graph.nodes):
-                _attention(graph, self, handle)
-            else:
-                self.add(graph.nodes)
-            self.descriptor = self.close_graph("finalize the graph", handle)
+            for node in graph.nodes:
+                RULES[type(node)](node, self)
+            self.descriptor = self.make("OPERATIONGRAPH", {"OPS": self._operations}, "finalize the graph", handle)
             self._stack = stack.pop_all()  # success: __exit__ closes it
 
     def __enter__(self) -> OperationGraph:
@@ -86,30 +81,16 @@ class OperationGraph:
         """Create and finalize a descriptor that is destroyed with the graph; attributes that are None are not set."""
         return self._stack.enter_context(Descriptor.finalized(kind, doing, HANDLE=handle, **attributes))
 
-    def add(self, nodes: Sequence[Node]) -> None:
-        """Add the operations of nodes."""
-        for node in nodes:
-            RULES[type(node)](node, self)
-
-    def close_graph(self, doing: str, handle: int | None) -> Descriptor:
-        """A finalized operation graph of the operations that were added since the last one."""
-        operations, self._operations = self._operations, []
-        return self.make("OPERATIONGRAPH", {"OPS": operations}, doing, handle=handle)
-
     def operation(self, kind: str, attributes: dict[str, Any], doing: str) -> None:
         """Add an operation. A tensor as an attribute is replaced by its descriptor."""
-        self._operations.append(self.part(kind, attributes, doing))
-
-    def part(self, kind: str, attributes: dict[str, Any], doing: str) -> Descriptor:
-        """The descriptor of an operation that another one contains."""
         attributes = {name: self.tensor(v) if isinstance(v, Tensor) else v for name, v in attributes.items()}
-        return self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}")
+        self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}"))
 
     def tensor(self, tensor: Tensor) -> Descriptor:
         """The descriptor of a tensor, created on first use."""
         if tensor.name not in self._tensors:
             ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
-            uid = self._numbers[tensor.name] = len(self._tensors) + 1
+            uid = len(self._tensors) + 1
             self._tensors[tensor.name] = self.make(
                 "TENSOR",
                 {
@@ -127,42 +108,6 @@ class OperationGraph:
             if tensor.role != "virtual":
                 self.uids[tensor.name] = uid
         return self._tensors[tensor.name]
-
-    def uid(self, tensor: Tensor) -> int:
-        """cuDNN's id of a tensor."""
-        self.tensor(tensor)
-        return self._numbers[tensor.name]
-
-
-def _attention(graph: Graph, lowered: OperationGraph, handle: int | None) -> None:
-    """A forward graph with a block mask as cuDNN's single operation for attention; other steps of the scores are a subgraph."""
-    first, scale, *steps, softmax, last = graph.nodes
-    assert isinstance(first, Matmul)
-    assert isinstance(scale, Pointwise)
-    assert isinstance(softmax, Softmax)
-    assert isinstance(last, Matmul)
-    (select,) = (node for node in steps if isinstance(node, BlockSelect))
-    steps.remove(select)
-    # K is passed as it is, not as its transpose.
-    (b, h, d, n), strides = first.b.shape, first.b.strides
-    keys = replace(first.b, shape=(b, h, n, d), strides=(*strides[:2], strides[3], strides[2]))
-    attributes: dict[str, Any] = {
-        "QDESC": first.a, "KDESC": keys, "VDESC": last.b, "ODESC": last.out, "SCALEDESC": scale.b,
-        "BLOCK_MASK_DESC": select.bits,
-    }  # fmt: skip
-    stats = softmax.stats if softmax.stats is not None and softmax.stats.role == "output" else None
-    if softmax.sink is None:
-        attributes["STATSDESC"] = stats
-    else:
-        rows = {"XDESC": softmax.x, "YDESC": softmax.out, "STATS_DESC": stats, "SINK_DESC": softmax.sink}
-        attributes["SOFTMAX_DESC"] = lowered.part("SOFTMAX", rows, softmax.formula)
-    if steps:  # from the scaled scores to those before the block mask
-        lowered.add(steps)
-        attributes["SUBGRAPH"] = lowered.close_graph("finalize the steps of the scores", handle)
-        attributes["SUBGRAPH_INPUT_UID"], attributes["SUBGRAPH_OUTPUT_UID"] = (
-            lowered.uid(tensor) for tensor in (scale.out, select.x)
-        )
-    lowered.operation("SDPA_FWD", attributes, "attention with a block mask")
 
 
 def _matmul(node: Matmul, lowered: OperationGraph) -> None:

@@ -34,7 +34,6 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     s = scores.mask_positions(scores.mask_lengths(s), function)
     if "keys" in partial_tiles(problem):
         s = scores.mask_tail(s, "j", axis=3)
-    s = scores.select_blocks(s)
     # P = exp(S − L), L = logsumexp(S)      rounded to the dtype of v for the tensor cores
     probability = problem.settings.dropout
     formula = f"P = round({FP8_LARGEST[problem.dtype]:g} exp(S − m)) / l" if problem.fp8 else "P = exp(S − L)"

@@ -238,18 +238,6 @@ class PagedLoad(Node):
     operands: ClassVar[tuple[str, ...]] = ("pages", "table", "lengths")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSelect(Node):
-    """``out = x`` in the listed blocks of 128 rows and 128 columns, else -inf; cuDNN's kernel computes only these blocks.
-
-    ``bits`` ``(B, H, row blocks, ceil(column blocks / 8))`` uint8: bit k of byte j is set if column block 8 j + k is listed.
-    """
-
-    x: Tensor
-    bits: Tensor
-    operands: ClassVar[tuple[str, ...]] = ("x", "bits")
-
-
 @dataclass(frozen=True)
 class Graph:
     """An operation graph: nodes in the order of computation.

@@ -18,8 +18,8 @@ from ..score_fn.mask_analysis import MASKED_SCORE
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
 from .emit import UNBOUNDED, Emitter, is_repeated
-from .nodes import BlockSelect, Builder, Tensor
-from .operands import SCORE_AXES, Operands
+from .nodes import Builder, Tensor
+from .operands import Operands
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,6 @@ class Scores:
         if root is not None:
             s = self._where(s, self._unlike_a_band(function.emitter.on(s, "m")(root)))
         return s
-
-    def select_blocks(self, s: Tensor) -> Tensor:
-        """``S <- S in the listed blocks, else -inf``, if there are bits of blocks."""
-        bits = self.operands.optional("block_bits", SCORE_AXES)
-        if bits is None:
-            return s
-        out = self.g.virtual(f"{s} in blocks", s.shape)
-        return self.g.add(BlockSelect("S where its block is listed, else −∞", out, s, bits))
 
     def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
         """``S <- S where j < Skv, else -inf`` (or i and Sq), which holds for every element of the tensor."""
@@ -188,10 +180,7 @@ class Scores:
         row = self._index(s, "i‴", axis=2)
         column = self._index(s, "j‴", axis=3)
         bound = left + 1
-        if self.problem.block_bits:  # cuDNN's single operation for attention takes integers only
-            bound -= s.shape[3] - s.shape[2] if band.bottom_right else 0
-            column = self._offset(f"j‴ + {bound}", "add", column, self.g.scalar("left", "int32", value=bound))
-        elif band.bottom_right and self.queries and self.keys:
+        if band.bottom_right and self.queries and self.keys:
             column = self._offset(f"j‴ + {bound}", "add", column, self.g.scalar("left", "int32", value=bound))
             column = self._offset(f"{column} − Skv", "sub", column, self.keys)
             column = self._offset(f"{column} + Sq", "add", column, self.queries)

@@ -20,7 +20,6 @@ from ..graph.nodes import (
     CONDITIONS,
     POINTWISE,
     Bernoulli,
-    BlockSelect,
     Graph,
     Matmul,
     Node,
@@ -30,7 +29,6 @@ from ..graph.nodes import (
     Softmax,
     Transpose,
 )
-from ..kernels.blocks import BLOCK
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_array import erf, philox
 from .fusion import Fused, exponentials, log_sum_exp, normalized
@@ -209,14 +207,6 @@ def _paged_load(node: PagedLoad, tile: Tile) -> None:
     used = xp.asarray(views[node.table.name][tile.batch, 0, : -(-length // page), 0])
     rows[:length] = pages[:, head][used].reshape(len(used) * page, columns)[:length]
     tile.cache[node.out.name] = rows.T if node.transposed else rows
-
-
-def _block_select(node: BlockSelect, tile: Tile) -> None:
-    x = tile[node.x]
-    rows = np.arange(tile.start, tile.start + len(x)) // BLOCK
-    blocks = np.unpackbits(tile.run.views[node.bits.name][tile.batch, tile.head], axis=1, bitorder="little")
-    listed = np.repeat(blocks, BLOCK, axis=1)[rows, : x.shape[1]]
-    tile[node.out] = np.where(listed, x, -np.inf).astype(x.dtype, copy=False)
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
@@ -398,7 +388,6 @@ MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
 #: The meaning of every node.
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Bernoulli: _bernoulli,
-    BlockSelect: _block_select,
     Fused: _fused,
     Matmul: _matmul,
     PagedLoad: _paged_load,

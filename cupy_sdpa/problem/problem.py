@@ -120,8 +120,6 @@ class Problem:
         cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays. With a page
             table only the queries are packed.
         bias, mask: ``(Skv, Sq, Hq, B)``, broadcast along axes of length 1: added to the scores; True where a query attends.
-        block_bits: ``(ceil(key blocks / 8), query blocks, Hq, B)`` uint8, the blocks of 128 queries and 128 keys that are
-            computed: bit k of byte j is key block 8 j + k. None if all are.
         alibi_slopes, sinks: ``(Hq,)`` float32.
         seed, offset: ``(1,)`` int64, the state of dropout's random number generator.
         dropout_mask: ``(Skv, Sq, Hq, B)``, the weights to keep, as an input.
@@ -154,7 +152,6 @@ class Problem:
     cu_seqlens_kv: TensorSpec | None = None
     bias: TensorSpec | None = None
     mask: TensorSpec | None = None
-    block_bits: TensorSpec | None = None
     alibi_slopes: TensorSpec | None = None
     sinks: TensorSpec | None = None
     seed: TensorSpec | None = None
@@ -297,8 +294,6 @@ class Problem:
         masks = {"a mask": self.mask, "a mask function": program and program.mask is not None}
         yield from (str(self.band),) if self.band else () if any(masks.values()) else ("no mask",)
         yield from (name for name, applies in masks.items() if applies)
-        if self.block_bits:
-            yield "a block mask in the kernel"
         if self.page_table:
             yield f"pages of {self.k.shape[2]} keys"
         if split := self.settings.split:

@@ -155,7 +155,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
         band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
-    options: dict[str, Any] = {name: arrays[name] for name in (*OPTION_ARRAYS, "block_bits") if name in arrays}
+    options: dict[str, Any] = {name: arrays[name] for name in OPTION_ARRAYS if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}
     captured = tuple(arrays[step.name] for step in (settings.program or EMPTY_EXPRESSION).captured)
@@ -299,7 +299,6 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
     expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
     expected += [Expected(name, (1,), "float32", "one number") for name in FP8_FACTORS]
-    expected.append(Expected("block_bits", (-(-skv // 1024), -(-sq // 128), hq, b), "uint8", "8 blocks of 128 keys per byte"))
     table = expected_arrays(problem.q, problem.k, problem.v)
     for option in (*expected, table["alibi_slopes"], table["sinks"]):
         if option.name in arrays:

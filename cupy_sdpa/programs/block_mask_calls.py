@@ -111,14 +111,14 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
     check_groups(mask, queries[1], batch)
 
 
-def description(mask: BlockMask, sizes: Sizes, *, native: bool = False) -> str:
-    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`; ``native`` if the kernel skips blocks itself."""
+def description(mask: BlockMask, sizes: Sizes) -> str:
+    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {
         "packed": "computed as packed sequences", "blocks": "computed as batch entries of blocks",
         "slices": f"computed as {len(method.slices)} calls on slices" if method.slices else "nothing is computed",
     }  # fmt: skip
-    return f"{repr(mask)[1:-1]}; {'computed by a kernel that skips blocks' if native else how[method.name]}"
+    return f"{repr(mask)[1:-1]}; {how[method.name]}"
 
 
 def dense_description(mask: BlockMask, reasons: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 """Builders of attention with a block mask, and of its gradients.
 
-The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, batch entries of blocks, or
-a call whose kernel skips blocks.
+The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, or batch entries of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ..block_masks.block_mask import BlockMask
 from ..block_masks.block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from ..block_masks.entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
 from ..block_masks.method import as_pages, flattened, gradient_function, is_attended, method_of
-from ..block_masks.native import native_of
 from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
 from ..kernels.blocks import BLOCK, Sources, copy_blocks, copy_elements, merge_blocks, sum_blocks
@@ -184,12 +182,8 @@ def add(
     options: Mapping[str, Any],
     *,
     deterministic: bool,
-    native: bool = False,
 ) -> None:
-    """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None.
-
-    ``native``: the kernel of the forward pass skips blocks itself, see :mod:`cupy_sdpa.block_masks.native`.
-    """
+    """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
     backward = "dout" in arrays
     if backward:  # the log-sum-exp contains the sinks
         options = {name: value for name, value in options.items() if name != "sinks"}
@@ -206,11 +200,6 @@ def add(
             parts.attend("whole", arrays, parts.whole_options(mask_mod=function))
         else:
             _block_gradients(parts, arrays)
-    elif native:
-        found = native_of(mask)
-        assert found
-        bits = parts.constant(("bits",), lambda: np.asfortranarray(found.of(parts.sizes)))
-        parts.attend("blocks", {**arrays, "block_bits": bits}, parts.whole_options(**found.options))
     else:
         _blocks(parts, arrays, method.blocks)
 

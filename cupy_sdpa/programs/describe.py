@@ -28,17 +28,16 @@ def program_of(
     function: Callable[..., Any],
     *arguments: Any,
     for_gpu: bool = False,
-    is_supported: Callable[[Problem], object] | None = None,
     missing: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ProgramCall:
     """The call of a program that a function of this package makes; nothing is planned or launched.
 
     Its arguments are checked, and its program is built, if ``for_gpu`` that of a GPU, also for numpy arrays. Results that are
-    not passed may be allocated. ``is_supported`` and ``missing`` are as for :class:`.Description`; by default no problem is
-    supported, and no array is missing. Exceptions are those of the function.
+    not passed may be allocated. ``missing`` is as for :class:`.Description`; by default no array is missing. Exceptions are
+    those of the function.
     """
-    with in_mode(description=Description(for_gpu, is_supported, missing or {})):
+    with in_mode(description=Description(for_gpu, missing or {})):
         try:
             function(*arguments, **options)
         except Found as found:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.block_mask import BlockMask
-from ..block_masks.method import check, check_arrays, method_of
-from ..block_masks.native import is_supported
+from ..block_masks.method import check, check_arrays
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
@@ -51,19 +50,13 @@ def attend(
         if mask is None and dtype is None:
             return read_forward(**named, options=rest, **flags)
         inputs = _inputs(named, rest, mask, dtype, ("out", "stats"), None)
-        native = False
-        if mask is not None:
-            q, k, v = (named[name] for name in "qkv")
-            sizes, with_stats = check(q, k, v, mask), bool(return_stats) or named.get("stats") is not None
-            if method_of(mask, sizes).blocks is not None:
-                native = is_supported((q, k, v), mask, sizes, inputs.options, return_stats=with_stats, dtype=dtype)
         of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
         wanted, _ = results_of(inputs.views, inputs.options, **of_call)
         if kept:
             assert dtype
             shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
             wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
-        build = functools.partial(add, views=inputs.views, options=inputs.options, native=native, **of_call)
+        build = functools.partial(add, views=inputs.views, options=inputs.options, **of_call)
         return Reading(inputs, wanted, build)
 
     return call_program(kind, FORWARD[: len(arrays)], arrays, options, read)
@@ -182,7 +175,6 @@ def add(
     *,
     mask: BlockMask | None = None,
     dtype: str | None = None,
-    native: bool = False,
     given_stats: GivenStats = "whole",
     deterministic: bool = False,
     **outputs: Any,
@@ -203,7 +195,7 @@ def add(
         call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
         builder.call("gradients" if backward else "attention", call)
     else:
-        block_mask_steps.add(builder, own, mask, options, deterministic=deterministic, native=native)
+        block_mask_steps.add(builder, own, mask, options, deterministic=deterministic)
     finish()
 
 

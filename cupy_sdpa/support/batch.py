@@ -35,8 +35,6 @@ def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
         return "the factors of FP8 arrays are those of the whole batch: pass arrays of 16 bits"
     if not on_cudnn:
         return OF_PACKED if problem.packed and problem.backward else ""
-    if problem.block_bits:
-        return "block masks were not measured: pass mask="
     if problem.paged and settings.num_splits is None:
         return _of_pages(problem)
     if problem.backward and not problem.deterministic:

@@ -20,8 +20,6 @@ from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, P
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
 
-#: The first cuDNN whose block mask is right if the first key block of a query block is skipped.
-BLOCK_BITS_SINCE = 92600
 #: What runs a call that cuDNN does not, and what it costs.
 WITHOUT_CUDNN = (
     "pass engine='cupy', which computes with CuPy's own operations: on any GPU and in float32 and float64, but slower"
@@ -274,22 +272,6 @@ def _scale(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
         )
 
 
-def _block_bits(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    if problem.block_bits is None:
-        return
-    d, dv, _, _, sq, _, _ = problem.sizes
-    if not 100 <= capability < 110 or cudnn < BLOCK_BITS_SINCE:
-        yield (
-            f"a block mask in the kernel requires compute capability 10.x and cuDNN {version_text(BLOCK_BITS_SINCE)}; this is "
-            f"{capability / 10} and cuDNN {version_text(cudnn)}: attention(..., block_mask=) uses other calls here"
-        )
-    elif sq == 1 or (max(d, dv) > 128 and (d, dv) != (192, 128)):
-        yield (
-            f"a block mask in the kernel is not supported with {sq} queries and head dims {d} and {dv}: pass two queries or "
-            "more, and head dims up to 128, or 192 with 128 for v"
-        )
-
-
 def _page_size(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     page = problem.k.shape[2]
     if problem.paged and page & (page - 1):
@@ -375,8 +357,6 @@ RULES: tuple[Rule, ...] = (
               "generator: pass seed and offset, or pass numpy arrays")),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
-    Rule("block-mask", "Block masks in the kernel: on SM 10.x with cuDNN 9.26, two queries or more, and head dims up to 128, "
-         "or 192 with 128 for v. Elsewhere block masks are computed by other calls.", Unsupported, _block_bits, FRONTEND),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
     Rule("paged-dropout", "Paged keys and a single query: no dropout.", Unsupported,
          when(lambda p: p.paged and p.settings.dropout and _is_one_query(p), "dropout with page_table and a single query is "
@@ -398,8 +378,6 @@ RULES: tuple[Rule, ...] = (
               "on compute capability {gpu}; on 9.0 they are NaN", _NOT_HOPPER), refuses=False),
     Rule("backward-256", "Gradients with head dim 256: not run on SM 10.x. cuDNN 9.28 does not compile the kernel for the "
          "description of the B200.", Unsupported, _backward_256, FRONTEND, refuses=False),
-    Rule("block-mask-planned", "Block masks in the kernel: planned, not run.", Unsupported,
-         when(lambda p: p.block_bits, "a block mask in the kernel was planned, and not run"), FRONTEND, refuses=False),
     Rule("deterministic", "Deterministic gradients: not run on SM 12.x.", Unsupported,
          when(lambda p: p.backward and p.deterministic, "deterministic gradients were not run on compute capability {gpu}",
               range(120, 130)),

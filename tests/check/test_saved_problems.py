@@ -276,7 +276,7 @@ def test_the_chunks_of_split_keys_are_one_sequence():
 
 @pytest.mark.slow
 def test_check_verifies_a_file(path, folder):
-    """Problems of numpy arrays, of a GPU, with a block mask in the kernel's problem, and one that is verified smaller."""
+    """Problems of numpy arrays, of a GPU, and one that is verified smaller."""
     done = python("-c", PROGRAM, cwd=folder, CUPY_SDPA_TRACE=str(path))
     assert done.status == 0
     x = fp8.quantize(np.ones((64, 2, 16, 1), np.float32, order="F"))  # saved as the problem of 8 bits

@@ -249,8 +249,6 @@ class FakeLibrary(Library):
             for name, value in of.values.items():
                 short = name.removeprefix(f"{of.kind}_")
                 found[short] = resolved(value[0]) if short.endswith("DESC") or short in _POINTERS else value
-                if short == "OPS":  # of the subgraph of an operation
-                    found[short] = [resolved(part) for part in value]
             return of.kind, pointer, found
 
         return Program.of([resolved(pointer) for pointer in record["OPS"]])
@@ -283,7 +281,7 @@ class FakeLibrary(Library):
 
 
 #: Attributes that are pointers to descriptors although their names do not end in DESC.
-_POINTERS = ("PW_DESCRIPTOR", "SEED", "SUBGRAPH")
+_POINTERS = ("PW_DESCRIPTOR", "SEED")
 
 
 def _number(descriptor: Any) -> int:

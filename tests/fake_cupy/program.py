@@ -130,12 +130,11 @@ class Read(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation: its kind, its tensors by role, its settings, and the operations of its subgraph."""
+    """An operation: its kind, its tensors by role, and its settings."""
 
     kind: str
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
-    parts: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,19 +159,13 @@ class Program:
             return tensors[pointer]
 
         def operation(kind: str, _: int, given: dict[str, Any]) -> Operation:
-            of, settings, parts = {}, {}, ()
+            of, settings = {}, {}
             for name, value in given.items():
                 if isinstance(value, tuple) and value[0] == "TENSOR":
                     of[name] = tensor(*value[1:])
-                elif name == "SUBGRAPH":
-                    parts = tuple(operation(*part) for part in value[2]["OPS"])
-                elif name == "SOFTMAX_DESC":
-                    of |= operation(*value).tensors
                 elif isinstance(value, tuple):
                     settings |= {key: setting[0] for key, setting in value[2].items()}
-                elif name.startswith("SUBGRAPH"):
-                    settings[name] = value[0]
-            return Operation(kind.removeprefix("OPERATION_"), of, settings, parts)
+            return Operation(kind.removeprefix("OPERATION_"), of, settings)
 
         made = [operation(*given) for given in operations]
         queries = next((o.tensors["ADESC"].dims[2] for o in made if o.kind == "MATMUL"), 0)
@@ -187,8 +180,7 @@ class Program:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that an execution passes."""
-        operations = [part for operation in self.operations for part in (operation, *operation.parts)]
-        every = {t for operation in operations for t in operation.tensors.values()}
+        every = {t for operation in self.operations for t in operation.tensors.values()}
         every |= {t.ragged for t in every if t.ragged is not None}
         return sorted((t for t in every if not t.virtual), key=lambda t: t.uid)
 
@@ -213,20 +205,8 @@ class Program:
                 return values[t.uid]
             return values.get(t.uid, Value(None))._replace(array=_working(self._as_one_query_reads(t, read(t))))
 
-        operations = list(self.operations)
-        while operations:
-            operation = operations.pop(0)
+        for operation in self.operations:
             scribble()
-            if operation.kind == "SDPA_FWD":
-                t = operation.tensors
-                values[operation.settings.get("SUBGRAPH_INPUT_UID", 0)] = _scores(t, get)
-                operations += [*operation.parts, operation._replace(kind="the rest of SDPA_FWD")]
-                continue
-            if operation.kind == "the rest of SDPA_FWD":
-                t = operation.tensors
-                for name, array in _attention(t, values[operation.settings.get("SUBGRAPH_OUTPUT_UID", 0)], get).items():
-                    _write(read, t[name], array.astype(t[name].dtype), Value(None), None, False)
-                continue
             if operation.kind == "PAGED_CACHE_LOAD":
                 t = operation.tensors["YDESC"]
                 values[t.uid] = Value(_working(_paged_load(operation, read)))
@@ -350,28 +330,6 @@ def _rounded(array: Any, dtype: np.dtype[Any]) -> Any:
 
 def _working(array: Any) -> Any:
     return array if array.dtype.kind in "ib" else array.astype(np.float32)
-
-
-def _scores(t: Mapping[str, Tensor], get: Callable[[Tensor], Value]) -> Value:
-    """The scaled scores of the operation for attention."""
-    q, k = (get(t[name]).array for name in ("QDESC", "KDESC"))
-    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    return Value(np.matmul(q, k.swapaxes(2, 3)) * get(t["SCALEDESC"]).array)
-
-
-def _attention(t: Mapping[str, Tensor], scores: Value, get: Callable[[Tensor], Value]) -> dict[str, Any]:
-    """The output and the log-sum-exp of the operation for attention, from the scores before the block mask."""
-    bits, v, s = get(t["BLOCK_MASK_DESC"]).array, get(t["VDESC"]).array, scores.array
-    listed = np.unpackbits(bits.astype(np.uint8), axis=3, bitorder="little").repeat(TILE, axis=2).repeat(TILE, axis=3)
-    s = np.where(listed[:, :, : s.shape[2], : s.shape[3]], s, -np.inf)
-    sink = get(t["SINK_DESC"]).array if "SINK_DESC" in t else np.full((1, 1, 1, 1), -np.inf, np.float32)
-    top = np.maximum(s.max(axis=3, keepdims=True), sink)
-    e = np.exp(s - top)
-    total = e.sum(axis=3, keepdims=True) + np.exp(sink - top)
-    p = (e / total).astype(t["QDESC"].dtype).astype(np.float32)
-    found = {"ODESC": np.matmul(p, np.repeat(v, s.shape[1] // v.shape[1], axis=1))}
-    stats = next((name for name in ("STATSDESC", "STATS_DESC") if name in t), None)
-    return {**found, stats: top + np.log(total)} if stats else found
 
 
 def _matmul(operation: Operation, given: dict[str, Value]) -> Value:

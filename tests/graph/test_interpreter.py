@@ -32,7 +32,7 @@ def test_every_node_has_a_rule_in_both_engines():
     its whole graph.
     """
     every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
-    assert every == set(RULES) - {Fused} == set(lowering.RULES) | {nodes.BlockSelect}
+    assert every == set(RULES) - {Fused} == set(lowering.RULES)
     assert set(POINTWISE) == set(MODES)
 
 

@@ -88,11 +88,6 @@ def paged(page=16, sq=1, **options):
     return cupy_sdpa.problem((64, 4, sq, 2), pages, pages, dtype="bfloat16", page_table=(4, 2), **options)
 
 
-def with_block_bits(**sizes):
-    """A problem with a block mask in the kernel."""
-    return replace(asked(**sizes), block_bits=dense_spec("block_bits", "uint8", (1, 1, 4, 2)))
-
-
 def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t: s - t):
     """The problem of few keys and a function that reads an array of one element."""
     return asked(skv=skv, sq=sq, backward=backward, score_mod=score_mod, tensors={"t": ()})
@@ -128,8 +123,6 @@ SIDES = {
         (asked(), 91900, 90)),
     "dense-stats": ((changed(asked(return_stats=True), "stats", strides=(32, 8, 4)), 91900, 90, r"stats has strides \(32, 8, 4\) bytes"),
         (asked(return_stats=True), 91900, 90)),
-    "block-mask": ((with_block_bits(), 92800, 90, r"requires compute capability 10\.x and cuDNN 9\.26\.0; this is 9\.0 and cuDNN 9\.28"),
-        (with_block_bits(), 92600, 103)),
     "grid": ((asked(b=65536, sq=1, skv=1), 91900, 90, r"batch size is 65536; .*65535"),
         (asked(b=65535, sq=1, skv=1), 91900, 90)),
     "backward-head-dim": ((backward(d=136), 91900, 80, r"head dims 136 and 136 .*up to 128"), (backward(d=136), 91900, 90)),
@@ -167,7 +160,6 @@ DOUBTS = {
     "positive-scale-elsewhere": ((asked(softcap=2.0, scale=0.0, backward=True), 92800, 80, r"a scale of 0 or below, were not run on .* 8\.0"),
         (asked(softcap=2.0, scale=1.0, backward=True), 92800, 80)),
     "backward-256": ((backward(d=256), 92800, 100, r"head dim 256 were not run on .* 10\.0"), (backward(d=128), 92800, 100)),
-    "block-mask-planned": ((with_block_bits(), 92800, 100, "planned, and not run"), (asked(), 92800, 100)),
     "deterministic": ((backward(deterministic=True), 91900, 120, r"not run on .* 12\.0"), (backward(), 91900, 120)),
 }  # fmt: skip
 
@@ -203,7 +195,7 @@ def test_a_rule_refuses_violations(rule):
     assert why_not(*SIDES[rule][1]) == []
 
 
-#: A problem, a version and a GPU, and whether they are refused: limits of gradients of each generation, and of block masks.
+#: A problem, a version and a GPU, and whether they are refused: limits of gradients of each generation.
 LIMITED = [
     *(
         (backward(d=d, dv=dv), cudnn, capability, refused)
@@ -214,9 +206,6 @@ LIMITED = [
         )
     ),
     (asked(d=264), 91900, 90, False), (asked(d=136), 91900, 89, False), (asked(d=256), 92200, 100, False),
-    (with_block_bits(), 92501, 100, True), (with_block_bits(), 92800, 120, True), (with_block_bits(sq=1), 92800, 100, True),
-    (with_block_bits(sq=2), 92800, 100, False), (with_block_bits(d=136), 92800, 100, True),
-    (with_block_bits(d=192, dv=128), 92800, 100, False),
 ]  # fmt: skip
 
 
