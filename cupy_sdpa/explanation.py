@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
 from .attention_functions import attention, attention_backward
-from .block_masks.automatic import decide
+from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import Sizes
 from .boundary.arguments import read_shapes
+from .boundary.conversion import Conversion, needs_conversion
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
@@ -192,7 +193,8 @@ def explain(
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
-    converted, blocks = _notes(own, options, report, on_gpu=bool(gpu or cudnn), **requested)
+    own_options: Mapping[str, Any] = Conversion(q, options).options if needs_conversion(q, options) else options
+    converted, blocks = _notes(own, own_options, report, **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
 
@@ -253,29 +255,30 @@ def _notes(
     options: Mapping[str, Any],
     report: Report,
     *,
-    on_gpu: bool,
     outputs: Mapping[str, Any],
     return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype`` and of a block mask, which a program does not show."""
+    """What a report says of ``compute_dtype``, a block mask, and the empty blocks of a mask function: no program shows it."""
     q, k, v = (arrays[name] for name in "qkv")
-    conversion, text = "", ""
+    conversion = ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
         conversion = f"{q.dtype} to {kind} before the call, and back after it"
-    rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype", "layout", "engine")}
+    rest = {name: x for name, x in options.items() if name not in ("block_mask", "compute_dtype")}
+    reasons = ["FP8 arrays"] * ("descale_k" in arrays)
     if (mask := options.get("block_mask")) is not None:
-        reasons = reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
-        if reasons := [*["FP8 arrays"] * ("descale_k" in arrays), *reasons]:
+        reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
+        if reasons:
             return conversion, dense_description(mask, reasons)
-        mask, *_ = parts_of({**rest, "block_mask": mask})
-    if mask is None and options.get("mask_mod") is not None and (on_gpu or cupy_runtime.is_array(q)) and hasattr(k, "shape"):
-        decision = decide(q.shape, k.shape, rest)
-        mask = None if any(outputs.values()) or return_stats == "max_sumexp" else decision.mask
-        text = f"used, {decision.reason}" if mask is not None else f"not used: {decision.reason}"
-    if mask is not None:
-        sizes = Sizes(q.shape[1], v.shape[1], q.shape[3])
-        text = text or description(mask, sizes)
-    return conversion, text
+        mask = parts_of({**rest, "block_mask": mask})[0] or mask
+        return conversion, description(mask, Sizes(q.shape[1], v.shape[1], q.shape[3]))
+    settings, function = report.problem.settings, rest.pop("mask_mod", None)
+    reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
+    if reasons or function is None or settings.program is None or settings.program.mask is None:  # or no more than a band
+        return conversion, ""
+    if cupy_runtime.current_device() is not None and cupy_runtime.capturing():
+        return conversion, ""
+    sizes = q.shape[2], k.shape[2], q.shape[1], q.shape[3]
+    return conversion, describe_empty_blocks(function, options.get("tensors") or {}, sizes, settings.band)
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:

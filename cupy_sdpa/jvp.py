@@ -127,7 +127,7 @@ def _run(
     deterministic: bool,
 ) -> list[Any]:
     """:func:`attention_jvp` of arrays of numpy or CuPy, those of :data:`.ARRAYS`; ``kind`` is as for :func:`.run_cached`."""
-    of_call, forms = resolved(given[0], given[1], options, automatic=False), list[Form]()
+    of_call, forms = resolved(given[0], given[1], options), list[Form]()
     names: tuple[str, ...] = ARRAYS
     if widened is not None:
         given, names = (*given, *widened[:-1]), (*ARRAYS, *WIDENED)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..boundary import argument
 from ..boundary.layouts import check_strides_of
@@ -91,7 +92,9 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
             return None
         band = trace(None, mask.function, {}, dict(zip(AXES, (sizes.batch, sizes.hq, mask.sq, mask.skv), strict=True))).band
         at_diagonal = band is not None and band[1] == 0
-        cost = MASKED_GRADIENT_COST * blocks_of_band(mask, band if at_diagonal else None) * sizes.batch * mask.heads
+        key_blocks, query_blocks, *_ = mask.kinds.shape
+        computed = blocks_of_band(key_blocks, query_blocks, band if at_diagonal else None)
+        cost = MASKED_GRADIENT_COST * int(computed.sum()) * sizes.batch * mask.heads
         of_copies = sum(rectangle.cost for kind in rectangles(mask, sizes.batch) for rectangle in kind)
         return mask.function if cost < of_copies else None
 
@@ -102,9 +105,8 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
     return found
 
 
-def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
-    """The number of blocks with pairs within a band, which cuDNN computes for a mask function; of one head and batch entry."""
-    key_blocks, query_blocks, *_ = mask.kinds.shape
+def blocks_of_band(key_blocks: int, query_blocks: int, band: Sides | None) -> NDArray[np.bool_]:
+    """Whether blocks ``(key blocks, query blocks)`` have pairs within a band: cuDNN computes only these."""
     left, right = band or (None, None)
     offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
     computed = np.ones(offsets.shape, bool)
@@ -112,7 +114,7 @@ def blocks_of_band(mask: BlockMask, band: Sides | None) -> int:
         computed &= offsets < left + BLOCK
     if right is not None:
         computed &= -offsets < right + BLOCK
-    return int(computed.sum())
+    return computed
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..block_masks.automatic import decide
 from ..boundary.call import GivenStats
 from ..problem.view import View
 from ..programs import passes
@@ -90,10 +89,9 @@ def bytes_sent(program: Program) -> int:
 
 
 def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: View, options: Mapping[str, Any]) -> None:
-    """Add attention of q, k and v. As on one GPU, a mask function may become a block mask."""
+    """Add attention of q, k and v."""
     views = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
-    mask, rest = _blocks_of(builder, views, options)
-    passes.add(builder, views, rest, mask=mask, return_stats=True)
+    passes.add(builder, views, options, return_stats=True)
 
 
 def attend_backward(
@@ -101,11 +99,5 @@ def attend_backward(
 ) -> None:
     """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
     views = dict(zip(BACKWARD, arrays, strict=True))
-    mask, rest = _blocks_of(builder, views, options)
     outputs: dict[str, Any] = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
-    passes.add(builder, views, rest, mask=mask, deterministic=deterministic, given_stats=given_stats, **outputs)
-
-
-def _blocks_of(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    mask = decide(views["q"].shape, views["k"].shape, options).mask if builder.on_gpu and "mask_mod" in options else None
-    return mask, options if mask is None else {name: value for name, value in options.items() if name != "mask_mod"}
+    passes.add(builder, views, options, deterministic=deterministic, given_stats=given_stats, **outputs)

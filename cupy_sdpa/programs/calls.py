@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..block_masks.automatic import automatic_mask
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.intersection import within_band
 from ..boundary.argument import read_array
@@ -32,29 +31,21 @@ def resolved(
     k: Any,
     options: Mapping[str, Any],
     *,
-    automatic: bool = True,
     return_stats: Any = False,
     outputs: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
     """The options of the call that computes a call, and under which it is cached.
 
     ``compute_dtype`` is the name of another dtype than that of q, or missing. ``block_mask`` is a mask that is computed by
-    blocks, also in place of a mask function if ``automatic``; or missing, and a mask that needs all blocks is the option
-    ``mask``. q and k are arrays or shapes; ``outputs`` are the requested gradients besides those of q, k and v, by the names of
-    arguments.
+    blocks, or missing, and a mask that needs all blocks is the option ``mask``. q and k are arrays or shapes; ``outputs`` are
+    the requested gradients besides those of q, k and v, by the names of arguments.
     """
     found = {**options}
     dtype = read_compute_dtype(found.pop("compute_dtype", None), q)
     mask = found.pop("block_mask", None)
-    if isinstance(mask, BlockMask):
-        if reasons_for_dense(found, return_stats=return_stats, outputs=outputs):
-            found = with_dense_mask(q, k, mask, found)
-            mask = None
-    elif mask is None and automatic and "mask_mod" in found:
-        if not reasons_for_dense({}, return_stats=return_stats, outputs=outputs):
-            mask = automatic_mask(q, k, found)
-        if mask is not None:
-            del found["mask_mod"]
+    if isinstance(mask, BlockMask) and reasons_for_dense(found, return_stats=return_stats, outputs=outputs):
+        found = with_dense_mask(q, k, mask, found)
+        mask = None
     if mask is options.get("block_mask") and dtype is options.get("compute_dtype"):
         return options
     return found | {name: x for name, x in (("block_mask", mask), ("compute_dtype", dtype)) if x is not None}

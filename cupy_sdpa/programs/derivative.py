@@ -253,7 +253,7 @@ def widen(
     arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
-    mask, dtype, others = parts_of(resolved(q, k, options, automatic=False))
+    mask, dtype, others = parts_of(resolved(q, k, options))
     check_names(others)
     if dtype is not None:
         check_converted(arrays)

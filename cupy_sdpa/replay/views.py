@@ -79,7 +79,7 @@ def run_and_cache(
         return found  # a function changed while it was called
     results = list(found) if isinstance(found, tuple) else [found]
     every = array_names(type(passed[0]), names, arrays, options)
-    # a call with an automatic block mask in place of the function is cached itself, with the mask in its key
+    # a call with other functions, such as that of a dense block mask beside another mask, is cached itself
     own = [call for call in noted if not call.identities or call.identities == function_identities(options)]
     if len(own) == len(noted) == 1 and _is_on_views(own[0], every, passed, results):
         cache_call(kind, names, arrays, options, own[0], results)

@@ -355,10 +355,11 @@ def test_explain(engine):
 
 
 def test_explain_with_a_mask_function_for_a_described_gpu():
-    """The mask function is refused, as in the call; it is not evaluated to blocks, which FP8 arrays do not have."""
+    """The mask function is refused, as in the call; its blocks are not counted, because FP8 arrays take no block mask."""
     x = fp8.quantize(normal((16, 1, 2048, 1)))
     report = explain(x, x, x, mask_mod=lambda b, h, i, j: i // 128 == j // 128, gpu="h200", cudnn="9.19")
     assert "mask_mod is not supported with FP8 arrays" in report.reasons[0]
+    assert not report.blocks
 
 
 def in_pages(engine, arrays, lengths, page):

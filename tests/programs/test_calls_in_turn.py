@@ -1,15 +1,13 @@
 """Calls that differ in one option, on the same arrays, in turn: each has the results of a call that is parsed."""
 
 import functools
-import gc
 
 import numpy as np
 import pytest
-from engines import Engine, on_cudnn, one_in
-from replayed_calls import functions_run
+from engines import Engine, one_in
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, explain, fp8, layout, validate
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, layout, validate
 
 
 def calls_of(engine):
@@ -108,36 +106,3 @@ def test_errors_have_the_axes_of_the_caller(options, engine):
         attention(q, k, v, layout="bshd", **options)
         with pytest.raises(ValueError, match=r"\(2, 10, 2, 16\).*layout='bshd'"):
             attention(q, k, v[:, :10].copy(order="C"), layout="bshd", **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["bshd", "no batch axis", "own axes"])
-@on_cudnn
-def test_an_automatic_block_mask_that_is_forgotten(form, engine):
-    """Calls with its function are right after many other functions, with its arrays and at other addresses."""
-    options = {"layout": "bshd"} if form == "bshd" else {}
-    shape = (1, 2048, 1, 8) if options else (8, 1, 2048, 1)[: 3 if form == "no batch axis" else 4]
-    arrays = (np.random.default_rng(n).standard_normal(shape).astype(engine.dtype) for n in range(3))
-    q, k, v = (engine.put(x if options else np.asfortranarray(x)) for x in arrays)
-
-    def scattered(q=q):
-        def mask_mod(b, h, q_idx, kv_idx):
-            return (q_idx // 128 * 3 + kv_idx // 128) % 5 == 0
-
-        return engine.get(attention(q, k, v, mask_mod=mask_mod, **options))
-
-    want = scattered()
-    for _ in range(4):
-        np.testing.assert_array_equal(scattered(), want)
-    if engine.name == "fake":
-        assert functions_run(scattered) < 200  # 450 if the call is parsed
-    for step in range(1, 66):  # 64 functions are remembered
-
-        def near(b, h, q_idx, kv_idx, step=step):
-            return (q_idx >= kv_idx) & (q_idx - kv_idx < step)
-
-        assert explain(q, k, v, mask_mod=near, **options)
-    gc.collect()
-    for _ in range(4):
-        np.testing.assert_array_equal(scattered(q.copy("K")), want)
-        np.testing.assert_array_equal(scattered(), want)
