@@ -8,9 +8,9 @@ masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo:
 inference     KVCache, Rope, apply_rope, shared_prefix_attention, merge
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
 plans         explain (Report), prepare (Prepared), get_plan_cache, problem (Problem); store: plans on disk
-checks        validate; reference: attention in float64
+checks        reference: attention in float64
 more          composed, fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
-errors        Unsupported, CudnnError, StepError, OutOfPages, DiskCacheWarning
+errors        Unsupported, CudnnError, OutOfPages, DiskCacheWarning
 ============  ========================================================================================================
 
 Names in parentheses are the classes of results.
@@ -48,7 +48,6 @@ __all__ = [
     "problem",
     "shared_prefix_attention",
     "tree_mask",
-    "validate",
     "weight_sums",
 ]
 
@@ -58,7 +57,7 @@ _MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "stor
 _NAMES = {
     "attention_functions": ("attention", "attention_backward"),
     "block_masks.block_mask": ("BlockMask", "block_mask"),
-    "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "StepError", "Unsupported"),
+    "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
     "explanation": ("explain", "get_plan_cache", "problem"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge"),
     "jvp": ("attention_jvp",),
@@ -66,7 +65,6 @@ _NAMES = {
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
     "preparation": ("Prepared", "prepare"),
     "problem.problem": ("Problem",),
-    "programs.watch": ("validate",),
     "replay.call_report": ("Report",),
     "rope": ("Rope", "apply_rope"),
     "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
@@ -94,7 +92,6 @@ if TYPE_CHECKING:
     from .errors import CudnnError as CudnnError
     from .errors import DiskCacheWarning as DiskCacheWarning
     from .errors import OutOfPages as OutOfPages
-    from .errors import StepError as StepError
     from .errors import Unsupported as Unsupported
     from .explanation import explain, get_plan_cache, problem
     from .helpers import alibi_slopes, dropout_mask, merge
@@ -104,7 +101,6 @@ if TYPE_CHECKING:
     from .preparation import Prepared as Prepared
     from .preparation import prepare
     from .problem.problem import Problem as Problem
-    from .programs.watch import validate
     from .replay.call_report import Report as Report
     from .rope import Rope, apply_rope
     from .sequences import cu_seqlens_with_gaps, page_table_from_lists

@@ -56,9 +56,5 @@ class OutOfPages(MemoryError):
     """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message states the remedy."""
 
 
-class StepError(RuntimeError):
-    """A step of a call has another result than numpy (:func:`cupy_sdpa.validate`); the message names it and the difference."""
-
-
 class DiskCacheWarning(UserWarning):
     """The disk cache, or an entry of it, cannot be used; plans are compiled instead."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,13 +25,8 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 
 T = TypeVar("T")
 
-#: The environment variables that print the steps of all calls of a process, and compare them with numpy.
-DEBUG, VALIDATE = "CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"
-
-
-def is_set(name: str) -> bool:
-    """Whether an environment variable turns something on."""
-    return os.environ.get(name, "0") not in ("", "0")
+#: Plans at INFO (built, loaded, refused), the steps of calls at DEBUG. Its child ``cupy_sdpa.cudnn`` has cuDNN's own log.
+logger = logging.getLogger("cupy_sdpa")
 
 
 class Found(BaseException):
@@ -53,34 +49,28 @@ class Description(NamedTuple):
     missing: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """What is done with calls besides running them. Only in the mode :data:`USUAL` are calls looked up among repeated calls
     and captured; in other modes each one is parsed.
 
     Attributes:
         description: inside :func:`cupy_sdpa.programs.describe.program_of`: how a call is described, in place of being run.
-        debug: whether the steps are printed.
-        validate: whether the steps are compared with numpy.
         noted: where the calls that run are noted, in place of being cached; None for no.
     """
 
     description: Description | None = None
-    debug: bool = False
-    validate: bool = False
     noted: list[Any] | None = None
 
 
 USUAL = Mode()
-_OF_PROCESS = Mode(debug=is_set(DEBUG), validate=is_set(VALIDATE))
-#: The mode of the calls in a ``with`` block; by default that of the process.
-mode: ContextVar[Mode] = ContextVar("mode", default=USUAL if _OF_PROCESS == USUAL else _OF_PROCESS)
+#: The mode of the calls in a ``with`` block.
+mode: ContextVar[Mode] = ContextVar("mode", default=USUAL)
 
 
 @contextlib.contextmanager
 def in_mode(**changes: Any) -> Iterator[None]:
     """Change the mode of the calls in a ``with`` block."""
-    token = mode.set(dataclasses.replace(mode.get(), **changes))
+    token = mode.set(mode.get()._replace(**changes))
     try:
         yield
     finally:
@@ -179,10 +169,19 @@ def with_plan(problem: Problem, device: int, use: Callable[[Session, Plan], T]) 
         from ..cudnn_engine.plan import Target
         from ..cudnn_engine.planner import plan_for
 
-        if reasons := unsupported_reasons(problem, device):
-            raise reasons[0].error("\n".join(map(str, reasons)))
-        _check_not_capturing(problem)
-        return plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), current.handle))
+        started = time.perf_counter()
+        try:
+            if reasons := unsupported_reasons(problem, device):
+                raise reasons[0].error("\n".join(map(str, reasons)))
+            _check_not_capturing(problem)
+            plan = plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), current.handle))
+        except Exception as error:
+            logger.info("refused in %.1f ms: %s: %s", (time.perf_counter() - started) * 1e3, problem, str(error))
+            raise
+        info = plan.info
+        done = "loaded from the disk cache" if info.loaded else "built"
+        logger.info("%s in %.1f ms: engine %d for %s", done, info.build_ms, info.engine, problem)
+        return plan
 
     # Also for building: the stream of an earlier call may have been destroyed.
     current.handle.set_stream(cupy_runtime.stream())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,12 +15,13 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
 from ..errors import INSTALL_FOR_GPU, CudnnError, Unsupported
 from ..version import version_text
+from . import log
 
 SONAME = "libcudnn.so.9"
 #: The environment variable with the path of the libcudnn.so.9 to load.
@@ -33,6 +35,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "cudnnGetLastErrorString": ([c_char_p, c_size_t], None),
     "cudnnCreate": ([POINTER(c_void_p)], c_int),
     "cudnnDestroy": ([c_void_p], c_int),
+    "cudnnSetCallback": ([c_uint, c_void_p, log.Callback], c_int),
     "cudnnSetStream": ([c_void_p, c_void_p], c_int),
     "cudnnBackendCreateDescriptor": ([c_int, POINTER(c_void_p)], c_int),
     "cudnnBackendDestroyDescriptor": ([c_void_p], c_int),
@@ -53,6 +56,8 @@ class Library:
     ``version`` 91900 is 9.19.0; ``cudart_version`` 12090 is CUDA 12.9, with which this cuDNN was built; ``found_via`` says how
     the file was found.
     """
+
+    _log_mask = 0  # of the severities that are logged
 
     def __init__(self, cdll: ctypes.CDLL, found_via: str) -> None:
         for name, (arguments, result) in _SIGNATURES.items():
@@ -92,6 +97,14 @@ class Library:
         text = ctypes.create_string_buffer(1 << 17)
         self.cudnnGetLastErrorString(text, len(text))
         return causes_in(text.value.decode(errors="replace"))
+
+    def route_log(self) -> None:
+        """Let cuDNN send its own messages to the logger ``cupy_sdpa.cudnn``, as its level asks now (:mod:`.log`)."""
+        if (mask := log.mask_of_level()) != self._log_mask:
+            self.check(self.cudnnSetCallback(mask, None, log.callback), "route its log")
+            if mask:
+                atexit.register(self.cudnnSetCallback, 0, None, log.callback)  # there is no logger after the interpreter's end
+            self._log_mask = mask
 
     def check(self, status: int, doing: str) -> None:
         """Raise unless ``status`` is success; the message is "cuDNN failed to <doing>".

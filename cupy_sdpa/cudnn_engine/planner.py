@@ -41,6 +41,7 @@ def plan_for(problem: Problem, target: Target, disk_cache: DiskCache | None = No
     Raises:
         Unsupported: cuDNN has no plan for the problem; the message contains every reason.
     """
+    library().route_log()
     limit = problem.settings.max_workspace
     workarounds = guards(problem, library().version, target.capability)
     try:

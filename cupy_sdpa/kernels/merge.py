@@ -72,12 +72,17 @@ def merge(
         out: ``(Dv, H, S, B)``, written; any strides and float dtype.
         stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
-        lengths: int32 ``(B,)`` of the GPU, the number of queries; rows after it have no part and no sink. None for all.
+        lengths: int32 ``(B,)``, the number of queries; rows after it have no part and no sink. None for all.
         factors: of FP8 parts on the GPU; None for other dtypes.
         totals: with the strides of ``stats``, written on the GPU: results as in :class:`Parts`, to be merged with others.
     """
     if not cupy_runtime.is_array(out):
         _merge_on_cpu(groups, out, stats, sinks)
+        if lengths is not None:
+            padding = np.arange(out.shape[2])[:, None] >= lengths  # queries, batch
+            out[...] = np.where(padding, 0, out)
+            if stats is not None:
+                stats[...] = np.where(padding[:, None, :], -np.inf, stats)
         return
     if len(groups) > MAX_GROUPS:
         several = [groups[i : i + MAX_GROUPS] for i in range(0, len(groups), MAX_GROUPS)]

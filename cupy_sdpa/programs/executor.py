@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ from ..boundary.call import (
     GivenStats,
     LaunchRecord,
     for_gpu,
+    logger,
     mode,
     with_plan,
 )
@@ -41,8 +43,8 @@ from ..support.engine_problem import engine_problem
 from . import attention_steps
 from .binding import BLOCK
 from .program import Builder, Program
+from .step_log import run_logged
 from .steps import Attend, Step
-from .watch import watcher
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
@@ -191,8 +193,10 @@ class ProgramCall:
         ran: list[Plan] = []
         given = iter(plans)
         branches = self.program.join < len(self.program.steps) and device is not None and cupy_runtime.capturing()
+        logged = logger.isEnabledFor(logging.DEBUG) and not (device is not None and cupy_runtime.capturing())
+        if logged:
+            logger.debug("%s", self.program.summary)
         join = None
-        watch = watcher(self.program, on_gpu=device is not None)
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
@@ -202,9 +206,9 @@ class ProgramCall:
                 with cupy_runtime.parallel_branch() if branches and step.branch else contextlib.nullcontext(join) as join:
                     if plans and (branches or not number):
                         plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
-                    if watch:
-                        work = functools.partial(self._run_step, step, arguments, device, given, keep)
-                        plan = watch.run(step, arguments, self._scalars(step.attend), work)
+                    if logged:
+                        run = functools.partial(self._run_step, step, arguments, device, given, keep)
+                        plan = run_logged(number + 1, step, run, on_gpu=device is not None)
                     else:
                         plan = self._run_step(step, arguments, device, given, keep)
                 if plan is not None:

@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..boundary.argument import INT32, check_separate, read_array
-from ..boundary.call import USUAL, mode
+from ..boundary.call import USUAL, logger, mode
 from ..boundary.layouts import is_named
 from ..boundary.user_functions import function_identities
 from ..problem.view import View, on_host
@@ -372,6 +373,8 @@ def cache_call(
         if current.noted is not None:
             current.noted.append(call)
         return
+    if logger.isEnabledFor(logging.DEBUG):
+        return  # the steps of every call are logged
     by_name = results_by_name(call, results)
     if not call.on_gpu:
         _cache_on_host(kind, names, arrays, options, call, by_name)

@@ -14,7 +14,7 @@ import cupy_sdpa
 from cupy_sdpa import attention, explain, reference
 
 TYPES = (
-    "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "StepError", "Unsupported",
+    "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "Unsupported",
 )  # fmt: skip
 MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
@@ -119,7 +119,7 @@ def test_the_public_names_are_these():
         "BlockMask", "KVCache", "Rope", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
         "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
         "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_mask",
-        "validate", "weight_sums",
+        "weight_sums",
     ]  # fmt: skip
     assert sorted(cupy_sdpa.__all__) == called
     assert dir(cupy_sdpa) == sorted([*called, *TYPES, *MODULES])

@@ -89,6 +89,7 @@ class FakeLibrary(Library):
         executions: the enqueued executions, in order.
         finalized: the numbers of plans that were built and loaded.
         configs: the configs of the heuristics.
+        log_masks: the masks of the messages that its log was routed with, in order.
     """
 
     def __init__(self, device: Device) -> None:
@@ -116,8 +117,13 @@ class FakeLibrary(Library):
         self.build = f"{self.path} in process {os.getpid()}"  # prevents other processes from using its plans
         self._records: dict[int, Record] = {}
         self.executions.clear()
+        self.log_masks: list[int] = []
         self.finalized = {"built": 0, "loaded": 0}
         self.configs = CONFIGS
+
+    def cudnnSetCallback(self, mask: int, data: Any, callback: Any) -> int:
+        self.log_masks.append(mask)
+        return 0
 
     def stream_of_last_handle(self) -> int:
         """The stream of the handle of the last execution."""

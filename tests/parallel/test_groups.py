@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
+from validated_steps import validated_steps
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, get_plan_cache
@@ -300,9 +301,6 @@ def test_unshard_without_the_length_is_refused_if_it_is_needed():
 def test_validated_steps(method):
     """Every step of a member is compared with numpy; exchanges are not repeated."""
     problem = Problem(length=26, heads=(3, 3))
-
-    def member(own):
-        with cupy_sdpa.validate():
-            return problem.member(method)(own)
-
-    assert_close(run_threads(Loopback(3, timeout=20).members, member), problem.expected())
+    with validated_steps():
+        results = run_threads(Loopback(3, timeout=20).members, problem.member(method))
+    assert_close(results, problem.expected())

@@ -5,9 +5,10 @@ import functools
 import numpy as np
 import pytest
 from engines import Engine, one_in
+from validated_steps import validated_steps
 
 import cupy_sdpa
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, layout, validate
+from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, layout
 
 
 def calls_of(engine):
@@ -77,14 +78,14 @@ def calls_of(engine):
 
 @pytest.mark.parametrize("name", one_in(2, calls_of(Engine("numpy", np))))
 def test_calls_in_turn(name, engine):
-    """Five times, so that they are cached and captured; inside ``validate`` every call is parsed."""
+    """Five times, so that they are cached and captured; inside ``validated_steps`` every call is parsed."""
     calls = calls_of(engine)[name]
 
     def host(found):
         return [engine.get(x).copy() for x in (found if isinstance(found, tuple) else (found,))]
 
     try:
-        with validate():
+        with validated_steps():
             wanted = [host(call()) for call in calls]
     except cupy_sdpa.Unsupported as error:
         pytest.skip(f"refused: {error}") if engine.on_cudnn else pytest.fail(str(error))

@@ -1,19 +1,17 @@
 """Programs: the memory that temporaries share, the host work of repeated calls, comparison with numpy, and a new feature."""
 
-import os
+import logging
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from engines import Engine, numbers, on_cudnn, one_in
 from replayed_calls import functions_run
+from validated_steps import compared, validated_steps
 
 from cupy_sdpa import (
     BlockMask,
     KVCache,
-    StepError,
     attention,
     attention_backward,
     attention_jvp,
@@ -22,16 +20,13 @@ from cupy_sdpa import (
     get_plan_cache,
     nnlib,
     shared_prefix_attention,
-    validate,
 )  # fmt: skip
-from cupy_sdpa.boundary.call import Mode
 from cupy_sdpa.composed import explain_function
 from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.programs.calls import call_program
 from cupy_sdpa.programs.describe import program_of
 from cupy_sdpa.programs.executor import Inputs, Reading
 from cupy_sdpa.programs.program import Builder
-from cupy_sdpa.programs.watch import Watcher
 
 
 def test_temporaries_share_memory():
@@ -246,7 +241,7 @@ def test_results_that_overlap_are_refused(engine):
             attention_backward(out, *x, out, stats, dq=dq, dk=dq, **options)
 
 
-# Printing and comparing steps
+# Comparing and logging steps
 
 WATCHED = (
     (), {"block_mask"}, {"jvp"}, {"seq_lens_kv"}, {"packed"}, {"paged"}, {"bias"}, {"bucket"}, {"dropout"}, {"sinks"}, {"fp8"},
@@ -258,7 +253,7 @@ WATCHED = (
 @pytest.mark.parametrize("features", WATCHED, ids=lambda features: " ".join(sorted(features)) or "any")
 def test_right_steps_are_valid(features, number, engine):
     """Random problems of every feature; on the fake CuPy, kernels compiled as C++ are compared with their numpy functions."""
-    with validate():
+    with validated_steps():
         engine.agrees(engine.draw(features, number), refused=True)
 
 
@@ -266,7 +261,7 @@ def test_right_steps_are_valid(features, number, engine):
 def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
     """On a GPU elements of cu_seqlens are not read; positions beyond max_seqlen take no part in attention."""
     packed = ("full", "one", 0, 0, 3, "int32")
-    with validate():
+    with validated_steps():
         engine.agrees(engine.case(d=16, dv=16, sq=21, skv=9, b=2, backward=True, options={"packed": packed}))
 
 
@@ -278,9 +273,8 @@ def test_a_wrong_plan_is_named(engine):
     for _, arrays in call.bound():
         call.execute(0 if engine.on_cudnn else None)
         arrays["out"] *= engine.dtype.type(1.25)
-        watch = Watcher(call.program, Mode(validate=True), on_gpu=engine.on_cudnn)
-        with pytest.raises(StepError, match=r"step 1, 'attention', differs .* out has an error of"):
-            watch.run(step, arrays, call.scalars, lambda: None)
+        with pytest.raises(AssertionError, match=r"step 'attention' differs .* out has an error of"):
+            compared(call, step, arrays, lambda: None)
 
 
 def test_functions_of_scores_are_approximate(fake):
@@ -293,57 +287,61 @@ def test_functions_of_scores_are_approximate(fake):
         for _, arrays in call.bound():
             call.execute(0)
             arrays["stats"] += np.float32(2e-4)
-            Watcher(call.program, Mode(validate=True), on_gpu=True).run(
-                call.program.steps[0], arrays, call.scalars, lambda: None
-            )
+            compared(call, call.program.steps[0], arrays, lambda: None)
 
     validate_wrong_stats(softcap=3.0)
-    with pytest.raises(StepError, match="stats has an error of"):
+    with pytest.raises(AssertionError, match="stats has an error of"):
         validate_wrong_stats()
 
 
 def test_sums_of_terms_that_cancel_are_right(fake):
     """The gradient of a bias that is added at every key is near 0; rounding is that of its terms."""
     engine, options = Engine("fake", fake), {"bias": ("1q11", "float32", "inf"), "return_dbias": True}
-    with validate():
+    with validated_steps():
         engine.agrees(engine.case(dtype="bfloat16", d=16, dv=16, sq=83, skv=1128, b=2, backward=True, options=options, seed=1))
 
 
-def test_repeated_calls_are_validated(fake):
+def test_padded_queries_of_split_keys_are_valid(engine):
+    """The merge of the parts clears them, on numpy and on the GPU."""
+    q, pages = engine.normal(0, 16, 4, 5, 3), engine.normal(1, 16, 2, 64, 64)
+    table = np.asfortranarray(np.random.default_rng(0).permutation(60).reshape(20, 3).astype(np.int32))
+    lengths = {"seq_lens_kv": np.array([1200, 700, 1280], np.int32), "seq_lens_q": np.array([5, 2, 0], np.int32)}
+    options = engine.put({"page_table": table, **lengths})
+    with validated_steps():
+        attention(q, pages, pages, causal="bottom_right", num_splits=4, **options)
+
+
+def test_repeated_calls_are_compared(fake):
     """Graphs that were captured are not replayed within the block, and are after it."""
     call = composed_calls(Engine("fake", fake))["block mask"]()
     for _ in range(10):
         call()
-    with validate():
+    with validated_steps():
         assert functions_run(call) > 100
     assert functions_run(call) <= SAME_ADDRESSES
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 
-SCRIPT = """
-import numpy as np, cupy_sdpa
-x = [np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 300, 1)).astype(np.float32)) for n in range(3)]
-mask = cupy_sdpa.BlockMask.from_blocks(np.tri(3, 3, dtype=bool).T[:, :, None, None], 300, 300)
-for _ in range(2):
-    cupy_sdpa.attention(*x)
-cupy_sdpa.attention_jvp(*x, *x, block_mask=mask)
-"""
-
-
-@pytest.mark.parametrize("variable", ["CUPY_SDPA_DEBUG", "CUPY_SDPA_VALIDATE"])
-def test_environment_variables(variable):
-    """One line for each step of each call, also of repeated ones, with time, bytes and rate; validation prints nothing."""
-    environment = {**os.environ, variable: "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
-    lines = done.stderr.splitlines()
-    if variable == "CUPY_SDPA_VALIDATE":
-        assert lines == []
-        return
-    assert lines[0].startswith("cupy_sdpa: forward attention, float32")
-    assert re.fullmatch(r" +1\. attention +[\d.]+ us +0\.\d+ MiB +[\d.]+ GB/s", lines[1])
-    assert lines[2].startswith("cupy_sdpa: forward attention")
-    assert sum(line.startswith("cupy_sdpa:") for line in lines) == 3
-    assert any("add_terms" in line for line in lines)
+def test_steps_are_logged(engine, caplog):
+    """At level DEBUG each step of each call, also of repeated ones, with time, bytes and rate; above it nothing, and calls repeat."""
+    call = composed_calls(engine)["block mask"]()
+    with caplog.at_level(logging.DEBUG, logger="cupy_sdpa"):
+        for _ in range(5):
+            call()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    steps = [line for line in lines if re.fullmatch(r" +\d+\. .+ +[\d.]+ us, \d+\.\d+ MiB(, [\d.]+ GB/s)?", line)]
+    titles = [line for line in lines if "of temporary memory" in line]
+    assert len(titles) == 5
+    assert len(lines) == len(steps) + len(titles)
+    assert len(steps) > 5
+    assert [int(line.split(".")[0]) for line in steps] == [*range(1, len(steps) // 5 + 1)] * 5
+    caplog.clear()
+    for _ in range(5):
+        call()
+    assert not caplog.records
+    if engine.name == "fake":
+        assert functions_run(call) <= SAME_ADDRESSES
+        get_plan_cache().clear()
 
 
 # A feature of one builder
@@ -396,7 +394,7 @@ def test_a_feature_is_one_builder(engine):
     for _ in range(5):  # the third is captured
         np.testing.assert_allclose(engine.get(attention_mean(*x)), want, atol=engine.tolerance)
     assert engine.name != "fake" or functions_run(lambda: attention_mean(*x)) <= SAME_ADDRESSES
-    with validate():
+    with validated_steps():
         attention_mean(*x)
     for report in explain_function(attention_mean, *x), explain_function(attention_mean, *x, gpu="H200", cudnn="9.20.5"):
         assert bool(report) == (engine.on_cudnn or report.engine == "numpy"), report

@@ -1,34 +1,30 @@
-"""Two modes for people who debug: print the steps of every program, and run every step on numpy, too.
+"""Run each step of the calls in a block on numpy, too, and compare the results.
 
-The environment variables turn a mode on for a process, and :func:`validate` for a ``with`` block. In both modes every call is
-parsed and runs its steps one by one: no CUDA graph is captured or replayed. Calls on a stream that the caller captures are not
-watched.
+The inputs of a step are copied from the GPU. Attention is compared with the float64 result of its graph: the error may be twice
+that of the naive computation in the same precision, plus rounding errors. Other steps are compared with their numpy functions,
+except the one that splits keys. Dropout draws other numbers on a GPU, so the results of such launches are not compared.
 """
 
-from __future__ import annotations
-
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType, NoneType
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
-from ..boundary.call import Mode, in_mode, mode
-from ..errors import StepError
-from ..graph import graph_of
-from ..kernels import fp8_kernels, merge, paged, ragged
-from ..numpy_engine.interpreter import evaluate
-from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
-from ..problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
-from ..problem.view import View
-from ..runtime import cupy_runtime
-from ..runtime.interpreted_array import InterpretedArray
-from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
-from .program import Program
-from .steps import Scalar, Step
+from cupy_sdpa.boundary.call import in_mode
+from cupy_sdpa.graph import graph_of
+from cupy_sdpa.kernels import fp8_kernels, merge, paged, ragged
+from cupy_sdpa.numpy_engine.interpreter import evaluate
+from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
+from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
+from cupy_sdpa.problem.view import View
+from cupy_sdpa.programs.executor import ProgramCall
+from cupy_sdpa.programs.steps import Scalar, Step
+from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.runtime.interpreted_array import InterpretedArray
+from cupy_sdpa.tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
 
 T = TypeVar("T")
 
@@ -43,104 +39,63 @@ _SUMS = (ragged.sum_over_scores,)
 
 
 @contextlib.contextmanager
-def validate() -> Iterator[None]:
-    """A context manager that runs every step of every call in its block on numpy, too, and compares the results.
+def validated_steps() -> Iterator[None]:
+    """Compare each step of the calls in the block with numpy. Calls are parsed again and run step by step, without CUDA graphs.
 
-    The inputs of each step are copied from the GPU. Attention is compared with the float64 result of its graph: the error may
-    be twice that of the naive computation in the same precision, plus rounding errors. Other steps are compared with their
-    numpy functions, except the one that splits keys. Dropout draws other numbers on a GPU, so the results of such launches are
-    not compared. A call takes much more time and host memory. ``CUPY_SDPA_VALIDATE=1`` validates all calls of a process.
-
-    Raises:
-        StepError: a step has another result; the message names the first one, and the largest difference.
-
-    >>> import numpy as np, cupy_sdpa
-    >>> x = np.ones((8, 2, 16, 1), np.float32, order="F")
-    >>> with cupy_sdpa.validate():
-    ...     out = cupy_sdpa.attention(x, x, x, causal=True)
+    Calls of other threads that start in the block are compared unless they are repeated. Those on a stream that is being
+    captured are not compared.
     """
-    with in_mode(validate=True):
+    own = ProgramCall._run_step
+
+    def run(call: ProgramCall, step: Step, arguments: Any, device: int | None, *others: Any) -> Any:
+        def work() -> Any:
+            return own(call, step, arguments, device, *others)
+
+        return work() if device is not None and cupy_runtime.capturing() else compared(call, step, arguments, work)
+
+    with in_mode(noted=[]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramCall, "_run_step", run)
         yield
 
 
-def watcher(program: Program, *, on_gpu: bool) -> Watcher | None:
-    """What watches the steps of a run; None if no mode is on, or if the stream is being captured."""
-    found = mode.get()
-    if not (found.debug or found.validate) or (on_gpu and cupy_runtime.capturing()):
-        return None
-    return Watcher(program, found, on_gpu=on_gpu)
+def compared(call: ProgramCall, step: Step, arguments: Any, work: Callable[[], T]) -> T:
+    """Run a step by ``work``, and compare what it wrote; ``arguments`` has arrays and numbers in place of its views and scalars.
+
+    Raises:
+        AssertionError: a result differs from that on numpy.
+    """
+    on_gpu, attend = call.on_gpu, step.attend
+    pairs = list(_pairs(attend.arrays if attend else step.arguments, arguments))
+    copies = _HostCopies(pairs)
+    result = work()
+    if attend:
+        scalars = {**call.scalars, **attend.scalars}
+        problems = _differences_of_attention(attend.problem, copies.of(arguments), arguments, scalars)
+    elif step.function in _NOT_COMPARED or isinstance(step.function, MethodType | NoneType):
+        return result  # a method of an object, such as an exchange between members, is not repeated
+    elif step.function is merge.merge and on_gpu and len(arguments) > 5 and arguments[5] is not None:
+        return result  # FP8: on numpy keys are not split
+    else:
+        problems = _differences_of_kernel(step, arguments, pairs, copies)
+    for text in problems:
+        assert not text, f"step {step.name!r} differs from its result on numpy with the same inputs: {text}"
+    return result
 
 
-class Watcher:
-    """Watches the steps of one run of a program."""
-
-    def __init__(self, program: Program, mode: Mode, *, on_gpu: bool) -> None:
-        self._mode, self._on_gpu, self._number = mode, on_gpu, 0
-        if mode.debug:
-            print(f"cupy_sdpa: {program.summary}", file=sys.stderr)
-
-    def run(self, step: Step, arguments: Any, scalars: Mapping[str, float], work: Callable[[], T]) -> T:
-        """Run a step by ``work``; ``arguments`` has arrays and numbers in place of its views and scalars.
-
-        Raises:
-            StepError: the result differs from that on numpy.
-        """
-        self._number += 1
-        pairs = list(_pairs(step.attend.arrays if step.attend else step.arguments, arguments))
-        copies = _HostCopies(pairs) if self._mode.validate else None
-        if not self._mode.debug:
-            result = work()
-        else:
-            result, seconds = self._timed(work)
-            self._print(step, pairs, seconds)
-        if copies is not None:
-            self._compare(step, arguments, scalars, pairs, copies)
-        return result
-
-    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """The result of a function, and its time on the device of its arrays."""
-        if not self._on_gpu:
-            start = time.perf_counter()
-            return work(), time.perf_counter() - start
-        cuda = cupy_runtime.cupy().cuda
-        events = cuda.Event(), cuda.Event()
-        events[0].record()
-        result = work()
-        events[1].record()
-        events[1].synchronize()
-        return result, cuda.get_elapsed_time(*events) / 1000
-
-    def _print(self, step: Step, pairs: Sequence[tuple[View, Any]], seconds: float) -> None:
-        """One line: the number, the name, the time, the bytes of all arrays, and bytes per second."""
-        moved = sum({view: array.nbytes for view, array in pairs}.values())
-        rate = f"{moved / seconds / 1e9:8.1f} GB/s" if seconds else ""
-        print(f"  {self._number:3}. {step.name:<32} {seconds * 1e6:10.1f} us {moved / 2**20:10.3f} MiB {rate}", file=sys.stderr)
-
-    def _compare(
-        self, step: Step, arguments: Any, scalars: Mapping[str, float], pairs: Sequence[tuple[View, Any]], copies: _HostCopies
-    ) -> None:
-        """Compare what a step wrote with numpy."""
-        if step.attend:
-            problems = _differences_of_attention(step.attend.problem, copies.of(arguments), arguments, scalars)
-        elif step.function in _NOT_COMPARED or isinstance(step.function, MethodType | NoneType):
-            return  # a method of an object, such as an exchange between members, is not repeated
-        elif step.function is merge.merge and self._on_gpu and len(arguments) > 5 and arguments[5] is not None:
-            return  # FP8: on numpy keys are not split
-        else:
-            scratch = arguments[_SCRATCH[step.function]] if step.function in _SCRATCH else None
-            written = {view: array for view, array in pairs if view in step.writes and array is not scratch}
-            own = copies.of(arguments)
-            step.function(*own)
-            largest = 0.0
-            if step.function in _SUMS:  # whose terms may be larger than the sum
-                largest = float(np.abs(own[0].astype(np.float32)).sum(axis=(0, 1)).max(initial=0))
-            found = ((view.storage.name, _on_host(array), copies.of(array)) for view, array in written.items())
-            problems = (_difference(*one, largest) for one in found)
-        for text in problems:
-            if text:
-                raise StepError(
-                    f"step {self._number}, {step.name!r}, differs from its result on numpy with the same inputs: {text}"
-                )
+def _differences_of_kernel(
+    step: Step, arguments: Any, pairs: "Sequence[tuple[View, Any]]", copies: "_HostCopies"
+) -> Iterator[str]:
+    """How what a kernel wrote differs from what its numpy function writes."""
+    scratch = arguments[_SCRATCH[step.function]] if step.function in _SCRATCH else None
+    written = {view: array for view, array in pairs if view in step.writes and array is not scratch}
+    own = copies.of(arguments)
+    assert step.function
+    step.function(*own)
+    largest = 0.0
+    if step.function in _SUMS:  # whose terms may be larger than the sum
+        largest = float(np.abs(own[0].astype(np.float32)).sum(axis=(0, 1)).max(initial=0))
+    for view, array in written.items():
+        yield _difference(view.storage.name, _on_host(array), copies.of(array), largest)
 
 
 def _pairs(views: Any, bound: Any) -> Iterator[tuple[View, Any]]:
