@@ -16,7 +16,7 @@ from ..score_fn.expression import AXES, COMMUTES, FLIPPED, LEAVES, OPPOSITE, Ste
 from .nodes import POINTWISE, Builder, Tensor
 
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
-_LARGEST = 3e38
+LARGEST = 3e38
 #: Modes whose result may be infinite for finite operands, and the score, which may be infinite.
 UNBOUNDED = frozenset(
     {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
@@ -123,7 +123,7 @@ class Emitter:
             return ds
         factor = self.tensors[derivative] if self._is_scalar(derivative) else self(derivative)
         if finite and _is_virtual(factor) and self._unbounded(derivative):
-            zero, largest = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, _LARGEST))
+            zero, largest = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, LARGEST))
             # factor <- factor where |factor| < largest, else 0
             bounded = self._pointwise("cmp_lt", self._pointwise("abs", factor), largest)
             factor = self._pointwise("binary_select", factor, zero, bounded)

@@ -16,7 +16,6 @@ from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
 from ..runtime.interpreted_array import on_host
-from ..score_fn.mask_analysis import MASKED_SCORE
 
 #: A finite replacement for -inf in a bias. It masks a key as well as -inf, and remains finite when multiplied by log2(e).
 LOWEST = -1e30
@@ -256,10 +255,9 @@ def _zero_padded_kernel() -> str:
 def backward_stats(copy: Any, stats: Any) -> None:
     """Copy the log-sum-exp for the backward pass, with +inf in fully masked rows, so that exp(S - L) is 0 there."""
     if not cupy_runtime.is_array(stats):
-        copy[...] = np.where(stats <= MASKED_SCORE, np.float32(np.inf), stats)
+        copy[...] = np.where(np.isneginf(stats), np.inf, stats)
         return
-    kernel = elementwise("float32 x, float32 lowest, float32 top", "float32 y", "y = x <= lowest ? top : x", "backward_stats")
-    kernel(stats, MASKED_SCORE, math.inf, copy)
+    elementwise("float32 x, float32 top", "float32 y", "y = x == -top ? top : x", "backward_stats")(stats, math.inf, copy)
 
 
 def replace_infinite(bias: Any) -> None:

@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .expression import FLIPPED, Step, Writer
 
-#: Scores at or below this value count as masked if a bias or a score function produced them, so that masks of finite values,
-#: such as finfo.min, also mask whole rows. float32 values of this magnitude are 0.06 apart: differences between such scores,
-#: and the logarithm of the number of keys in the log-sum-exp, would be lost.
+#: A finite number masks where it lowers a score by more than 1e6, to less than -1e6: a number or an array's element that is
+#: added to the score or takes its place. So masks of finfo.min or -1e9 also mask whole rows. float32 values of this magnitude
+#: are 0.06 apart: differences between such scores, and the logarithm of the number of keys in the log-sum-exp, would be lost.
+#: A score that is low by itself is not masked.
 MASKED_SCORE = -1e6
+#: Modes whose result is low where an operand is low, and those of them with operands that are terms.
+_LOWERED = frozenset({"add", "sub", "min", "max", "mul", "div", "neg", "binary_select"})
+_WITH_TERMS = frozenset({"add", "sub", "min", "binary_select"})
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
 
@@ -69,19 +73,46 @@ class SplitScore(NamedTuple):
     conditions: tuple[int, ...] = ()
 
 
-def split_score(writer: Writer, numbers: Mapping[str, float], score: int) -> tuple[int, list[int]]:
+def without_terms(writer: Writer, score: int, wide: Container[str]) -> int:
+    """The score without the terms that may mask by a finite number; the same step if there are none.
+
+    A term does not depend on the score. It is added to the score, or takes its place by ``np.where`` or ``np.minimum``. It may
+    mask if it reads one of the arrays ``wide``, or contains a constant of a magnitude above 1e6; 0 replaces it.
+    """
+    replaced: dict[int, int] = {}
+    dependent, low = set(), set()
+    for number in writer.reachable(score):
+        mode, args, name, kind, value = writer.steps[number]
+        if mode == "score" or not dependent.isdisjoint(args):
+            dependent.add(number)
+        elif kind != "bool" and (
+            (mode == "captured" and name in wide)
+            or (mode == "constant" and -MASKED_SCORE < abs(value) < math.inf)
+            or not low.isdisjoint(args)
+        ):
+            low.add(number)
+        replaced[number] = number
+        if number in dependent and mode in _LOWERED:
+            operands = [replaced[arg] for arg in args[:2]]
+            if mode in _WITH_TERMS:
+                operands = [writer.constant(0, writer.steps[x].kind) if x in low else x for x in operands]
+            replaced[number] = writer.add(mode, *operands, *args[2:], kind=kind)
+    return replaced[score]
+
+
+def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
     """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
 
     ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
-    all hold. A score that is ``-inf`` everywhere, or a number up to :data:`MASKED_SCORE`, becomes 0 and a False condition.
-    A condition on the score itself remains a part of the score, which is ``-inf`` where it does not hold.
+    all hold. A score that is ``-inf`` everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
+    ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where it does not hold.
     """
     splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
         for infinity in (-math.inf, math.inf):
             splits[known, infinity] = _split(writer, known, infinity, splits)
     step, conditions = splits[score, -math.inf]
-    if step is None or numbers.get(writer.steps[step].name, 0.0) <= MASKED_SCORE:
+    if step is None:
         return writer.constant(0.0), [writer.constant(0.0, "bool")]
     return step, list(conditions)
 
@@ -92,7 +123,10 @@ def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int,
     if mode == "constant" and value == infinity:
         return SplitScore(None)
     if mode == "binary_select":
-        return _split_selection(writer, step, *(known[arg, infinity] for arg in args[:2]))
+        sign = math.copysign(1, infinity)
+        low = [sign * (writer.value(arg) or 0.0) > -MASKED_SCORE for arg in args[:2]]
+        parts = (SplitScore(None) if is_low else known[arg, infinity] for arg, is_low in zip(args, low, strict=False))
+        return _split_selection(writer, step, *parts)
     same = mode == "add" or mode == ("min" if infinity < 0 else "max")
     if not same and mode not in ("sub", "neg"):
         return SplitScore(step)

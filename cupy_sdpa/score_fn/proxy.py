@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .expression import AXES, COMMUTES, LEAVES, OPPOSITE, Kind, Step, Writer
+from .mask_analysis import MASKED_SCORE
 from .recorded import Access, Computed, Recorded
 
 #: The refusal of Python's branches in functions, after the reason.
@@ -25,8 +26,8 @@ NO_BRANCHES = (
 )
 #: The operations of computed indices, all on integers: they are exact, so every engine reads the same element.
 _INDEX_MODES = COMMUTES | OPPOSITE.keys() | {"sub", "neg", "abs", "div", "binary_select"}
-#: Numbers that are constants of the expression; all others are by-value scalars.
-_CONSTANTS = (0.0, 1.0, -1.0, math.inf, -math.inf)
+#: Numbers that are constants of the expression, besides floats that may mask; all others are by-value scalars.
+_CONSTANTS = (0.0, 1.0, -1.0)
 #: The end of the message of an index that is not computed with integers.
 _NOT_EXACT = (
     "; an index is computed with integers, so that every engine reads the same element: use +, -, *, //, %, abs, comparisons, "
@@ -52,11 +53,11 @@ class Tracer:
         self.line = ""  # the source line of the numpy call that is being traced
 
     def number(self, number: Any, kind: Kind) -> int:
-        """Record a number of the function: a constant if it is 0, 1, -1 or infinite, else a by-value scalar."""
+        """Record a number of the function: a constant if it is 0, 1, -1 or a float beyond 1e6, else a by-value scalar."""
         value = int(number) if kind == "int" else float(number)
         if kind == "int" and not -(2**63) <= value < 2**63:
             raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
-        if value in _CONSTANTS:
+        if value in _CONSTANTS or (kind == "float" and abs(value) > -MASKED_SCORE):
             return self.writer.constant(value, kind)
         self.numbers[repr(value)] = value
         return self.writer.leaf("number", repr(value), kind)

@@ -207,7 +207,7 @@ def trace(
     score = None if score_mod is None else tracer.score(score_mod).step
     conditions: list[int] = []
     if score is not None:
-        score, conditions = split_score(writer, tracer.numbers, score)
+        score, conditions = split_score(writer, score)
         score = None if writer.steps[score].mode == "score" else tracer.full(score)
     if mask_mod is not None:
         conditions.append(tracer.mask(mask_mod).step)

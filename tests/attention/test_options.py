@@ -1,7 +1,9 @@
 """What the options mean: diagonals and windows, lengths, packed sequences, masks and biases, sinks, slopes and dropout."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+from low_scores import close, low_scores
 
 import cupy_sdpa
 from cupy_sdpa import Unsupported, alibi_slopes, attention, attention_backward, attention_vjp, dropout_mask, explain, reference
@@ -196,3 +198,19 @@ def test_a_captured_graph_reads_seed_and_offset(engine):
             np.testing.assert_array_equal(found, engine.get(wanted))
         del graph
     engine.forget_plans()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mask", [0.0, -2e6, "min", -np.inf])
+def test_a_bias_masks_by_its_own_value(mask, dtype, engine):
+    """Scores of -2e6 beside the score 0 of a key that a bias masks: its weight is 0 in both passes; zeros mask nothing."""
+    q, k, v = low_scores(engine, other=0.0)
+    bias = np.zeros((20, 20, 1, 1), dtype, order="F")
+    bias[-1] = float(ml_dtypes.finfo(dtype).min) if mask == "min" else mask
+    out, pullback = attention_vjp(q, k, v, scale=1.0, bias=engine.put(bias))
+    exact = [engine.get(x).astype(np.float64) for x in (q, k, v)]
+    visible = np.ones((20, 1, 1, 1), bool)
+    visible[-1] = mask == 0
+    want, own = attention_vjp(*exact, scale=1.0, mask=visible)
+    np.testing.assert_allclose(engine.get(out), want, atol=2 * engine.tolerance)
+    close(engine, pullback(v)[2:], own(exact[2])[2:])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from functions import Functions, agrees
+from low_scores import close, low_scores
 
 from cupy_sdpa import attention_vjp, problem
 
@@ -32,6 +33,8 @@ OTHERS = {
     "infinity": (lambda s, *_: -INF, lambda s, *_: s, lambda b, h, i, j: j < 0),
     "finite number": (lambda s, *_: -1e9, lambda s, *_: s, lambda b, h, i, j: j < 0),
     "nothing": (lambda s, *_: np.where(True, s, -INF), lambda s, *_: s, lambda b, h, i, j: j >= 0),
+    "finite term": (lambda s, *_: -1e9 + s, lambda s, *_: s, lambda b, h, i, j: j < 0),
+    "product": (lambda s, b, h, i, j: s + (i < j) * -1e9, lambda s, *_: s, lambda b, h, i, j: i >= j),
     "bias": (lambda s, b, h, i, j, t: s + t[j], lambda s, *_: s + 0.25, lambda b, h, i, j: j % 3 != 1),
     "logarithm": (lambda s, b, h, i, j, t: s + np.log(t[j] + 1.75) * 1.0, lambda s, *_: s + np.log(2.0), lambda b, h, i,
     j: j % 3 != 1),
@@ -57,10 +60,10 @@ def test_a_mask_in_a_score_function_equals_a_mask_function(name, softcap, engine
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_in_a_score_function_is_a_band(name):
-    """Conditions on the distance become causal=True, however they are written; finite masks are masks by value."""
+    """Conditions on the distance become causal=True, however they are written, also with -1e9 for -inf."""
     shape = (64, 2, 128, 1)
     band = problem(shape, shape, shape, dtype="bfloat16", score_mod=CAUSAL[name][0]).settings.band
-    assert (band and band[:2]) == {"within": None, "finite": None, "nested": (29, 0)}.get(name, (None, 0))
+    assert (band and band[:2]) == {"within": None, "nested": (29, 0)}.get(name, (None, 0))
 
 
 #: name -> a score function that masks by the score that it receives.
@@ -110,3 +113,30 @@ def test_random_conditions_on_the_score():
             return np.where(condition, inner, hidden[1]) + np.where(i >= j, s, hidden[2])
 
         agrees(Functions("random", score_mod), 9, 8, [None, 3.0][rng.integers(2)])
+
+
+#: name -> a score function of scores that are all -2e6, and the score to which it is equal.
+LOW = {
+    "zeros": (lambda s, b, h, i, j, t: s + t[j], lambda s, b, h, i, j: s),
+    "factors": (lambda s, b, h, i, j, t: s * (t[j] + 2), lambda s, b, h, i, j: 2 * s),
+    "selection": (lambda s, b, h, i, j, t: np.where(i >= j, s, s + t[j]), lambda s, b, h, i, j: s),
+    "minimum": (lambda s, b, h, i, j, t: np.minimum(s, t[j]), lambda s, b, h, i, j: s),
+    "maximum": (lambda s, b, h, i, j, t: np.maximum(s, t[j] - 1e9), lambda s, b, h, i, j: s),
+    "rounded": (lambda s, b, h, i, j, t: (s + 4e6) - 4e6 + t[j], lambda s, b, h, i, j: s),
+    "mask": (lambda s, b, h, i, j, t: s + np.where(i < j, -1e9, t[j]), lambda s, b, h, i, j: np.where(i < j, -INF, s)),
+    "product": (lambda s, b, h, i, j, t: s + (i < j) * -1e9 + t[j], lambda s, b, h, i, j: np.where(i < j, -INF, s)),
+    "of the score": (lambda s, b, h, i, j, t: np.where(s < 0, s + t[j], -1e9), lambda s, b, h, i, j: s),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_score_is_not_masked_because_it_is_low(name, engine):
+    """Only a term masks, whatever the score is: output, log-sum-exp and the gradients of v."""
+    q, k, v = low_scores(engine)
+    function, equal = LOW[name]
+    zeros = engine.put({"t": np.zeros(20, np.float32)})
+    out, pullback = attention_vjp(q, k, v, scale=1.0, score_mod=function, tensors=zeros)
+    exact = [engine.get(x).astype(np.float64) for x in (q, k, v)]
+    want, own = attention_vjp(*exact, scale=1.0, score_mod=equal)
+    np.testing.assert_allclose(engine.get(out), want, atol=2 * engine.tolerance)
+    close(engine, pullback(v)[2:], own(exact[2])[2:])
