@@ -68,9 +68,11 @@ def attention(
     Args:
         q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)``, ``(Dv, Hkv, Skv, B)``, or all without B; Hq is a multiple of Hkv.
             float16 or bfloat16; on the CPU also float32 and float64. FP8: :func:`cupy_sdpa.fp8.attention`.
-        return_stats: also return L, float32; ``"max_sumexp"``: also the maximum m and the sum of :math:`e^{S_{ij} - m_i}`.
+        return_stats: also return L, float32, and float64 for float64 arrays; ``"max_sumexp"``: also the maximum m and the sum
+            of :math:`e^{S_{ij} - m_i}`.
         deterministic: return the same bits in every run. Default False.
-        out, stats: arrays ``(Dv, Hq, Sq, B)`` and ``(Sq, Hq, B)`` to write the results into.
+        out, stats: arrays ``(Dv, Hq, Sq, B)`` and ``(Sq, Hq, B)`` to write the results into. For float64 arrays stats may be
+            float32.
         causal, window, mask, mask_mod, block_mask: masks. Default: every query attends to every key.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of padded sequences.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.
@@ -166,16 +168,16 @@ def attention_backward(
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
 
-    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. With a float32
-    log-sum-exp, gradients of float64 arrays have a relative accuracy of about 1e-7; with a float64 one they are exact.
+    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. An error of the
+    log-sum-exp is a relative error of the gradients: a float32 one has an error of 6e-8 times its magnitude.
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype.
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
-        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)`` float32, in Fortran order. With float64 inputs it
-            may be float64, from ``attention(..., stats=)``. On the CPU, out and stats of another call are refused, unless
-            ``score_mod`` is passed; with ``block_mask`` only statistics that are too small are.
+        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)``, in Fortran order: float32, and float64 for float64
+            inputs, which may also have a float32 one. On the CPU, out and stats of another call raise ValueError, unless
+            ``score_mod`` is passed; with ``block_mask`` only statistics that are too small do.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on

@@ -160,9 +160,8 @@ def merge(
     Args:
         outs: n outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``; n is 1 or more. float16, bfloat16 or
             float32; also float64 on the CPU. Any strides.
-        stats: their log-sum-exps to base e, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``:
-            ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used. With
-            float64 outputs they may be float64: ``attention(..., stats=)`` writes them.
+        stats: their log-sum-exps to base e, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``, also float64 for float64
+            outputs: ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used.
         sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
             Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
@@ -235,10 +234,7 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    of_rows, of_heads = (
-        "float64" if dtype == np.float64 == getattr(x, "dtype", None) else "float32" for x in (rows, arrays["sinks"])
-    )
-    table = expected_arrays(like, like, like, stats=of_rows, of_heads=of_heads)
+    table = expected_arrays(like, like, like, given={"stats": rows, "sinks": arrays["sinks"]})
     legend = "the shape of outs[0]"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]

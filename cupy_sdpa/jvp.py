@@ -15,7 +15,7 @@ from .boundary.layouts import in_own_layout
 from .boundary.options import PAGES, Options, check_names, read_flag, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
-from .problem.problem import Problem, row_stats_shape
+from .problem.problem import Problem, row_stats_dtype, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
 from .programs.calls import call_program, parts_of, resolved
@@ -73,11 +73,12 @@ def attention_jvp(
             time; at least one is given.
         widened: the arrays that :func:`cupy_sdpa.composed.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
             and v must be the arrays that it was called with. Default None.
-        return_stats: also return the log-sum-exp of the scores, float32. Default False.
+        return_stats: also return the log-sum-exp of the scores, float32, and float64 for float64 arrays. Default False.
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
-        stats: float32 array ``(Sq, Hq, B)`` to write the log-sum-exp into; implies ``return_stats``.
+        stats: float32 array ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp into; implies
+            ``return_stats``.
         options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
             constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
             same weights from the output and its derivative.
@@ -144,11 +145,11 @@ def _run(
         tangents = own["dq"], own["dk"], own["dv"]
         form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
         forms.append(form)
-        check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v)
+        check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v, dtype)
         wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
         wanted["dout"] = wanted["out"]
         if return_stats or arrays["stats"] is not None:
-            wanted["stats"] = row_stats_shape(q.shape), np.dtype(np.float32)
+            wanted["stats"] = row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype))
         of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
         return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
 

@@ -205,8 +205,8 @@ def scores(
         h, b: the query head and the batch entry.
         softcap: :math:`c`.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
-        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. It masks a score that it lowers by more than
-            1e6, to less than -1e6.
+        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. It masks a score that it lowers by more
+            than 1e6, to less than -1e6.
         mask: bool, with the axes of the bias; False masks a key.
         options: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
 

@@ -17,7 +17,7 @@ from .boundary.options import Options, check_names, read_band, read_flag, read_s
 from .boundary.user_functions import FUNCTIONS, kept_options
 from .errors import Unsupported
 from .kernels.weights_kernel import exponentials, gathered, negated_rows
-from .problem.problem import Problem, row_stats_shape
+from .problem.problem import Problem, row_stats_dtype, row_stats_shape
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
 from .programs.calls import call_program
@@ -63,10 +63,10 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
             ``batch_invariant``; ``block_mask`` is computed as a dense mask.
 
     Returns:
-        float32 ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed sequences ``(Hq, Tkv)`` or
-        ``(Hkv, Tkv)``. With ``page_table``, Skv is the number of rows of the table times the page size. 0 for keys that no
-        query attends to, also those after the length of a sequence. Without sinks, the sum over the keys is the number of
-        queries that attend to a key.
+        float32, or float64 for float64 arrays: ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed
+        sequences ``(Hq, Tkv)`` or ``(Hkv, Tkv)``. With ``page_table``, Skv is the number of rows of the table times the page
+        size. 0 for keys that no query attends to, also those after the length of a sequence. Without sinks, the sum over the
+        keys is the number of queries that attend to a key.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; or an option is not supported.
@@ -95,7 +95,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
         inputs = Inputs(named, kept_options(q, others))
         shape = _shape_of_keys(k, inputs.options)
         heads = k.shape[1] if per_kv_head else q.shape[1]
-        wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(np.float32))}
+        wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(row_stats_dtype(q.dtype)))}
 
         def build(builder: Builder) -> None:
             views = inputs.views
@@ -155,7 +155,8 @@ def _add_steps(builder: Builder, q: View, k: View, sums: View, options: Mapping[
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     options = {**options, "scale": read_scale(options.get("scale"), q.shape[0])}
-    stats = builder.temporary(row_stats_shape(q.shape), np.float32)
+    wide = sums.dtype
+    stats = builder.temporary(row_stats_shape(q.shape), wide)
     builder.part = "statistics of queries"
     builder.attend("attention", q, k, k, options, out=builder.temporary(q.shape, q.dtype), stats=stats)
     builder.part = "sums over queries"
@@ -169,9 +170,9 @@ def _add_steps(builder: Builder, q: View, k: View, sums: View, options: Mapping[
     group, of_queries = q.shape[1] // max(k.shape[1], 1), sums.shape[0 if packed else 1] == q.shape[1]
     for member in range(group):
         own = slice(member, None, group)
-        bias = builder.temporary((longest, 1, k.shape[1], batch), np.float32)
+        bias = builder.temporary((longest, 1, k.shape[1], batch), wide)
         builder.run(negated_rows, bias, stats[own] if packed else stats[:, own], starts, writes=[bias])
-        logarithms = builder.temporary(row_stats_shape(keys.shape), np.float32)
+        logarithms = builder.temporary(row_stats_shape(keys.shape), wide)
         out = builder.temporary(keys.shape, keys.dtype)
         swapped = {**_swapped(builder, options, own, k.shape[1]), "bias": bias}
         queries = q[:, own]

@@ -204,11 +204,7 @@ def check_arrays(
     """
     q, k, v = (arrays[name] for name in "qkv")
     given = {**arrays, "sinks": sinks}
-    # gradients of float64 arrays also take float64 statistics
-    doubles = not rounded and "stats" not in results and q.dtype == np.float64 == getattr(arrays.get("stats"), "dtype", None)
-    wide = not rounded and q.dtype == np.float64 == getattr(sinks, "dtype", None)
-    dtypes = {"stats": "float64" if doubles else "float32", "of_heads": "float64" if wide else "float32"}
-    table = expected_arrays(q, k, v, **dtypes)
+    table = expected_arrays(q, k, v, given=given, computed="float32" if rounded else None)
     if dtype is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)

@@ -30,6 +30,7 @@ The options of a case are literals. Their values:
 ``weight_sums``     ``"query heads"`` or ``"key heads"``: the call is ``weight_sums``, for the sums of these heads
 ``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
+``offset``          a number that is added to the products of all queries and keys, by the first element of the head dim
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
                     ``return_dsinks`` and ``return_dtensors``
 ==================  ================================================================================================

@@ -14,14 +14,14 @@ SHARES = {
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
-#: compute neither FP8 nor groups.
+#: compute neither FP8 nor groups. An offset needs float64.
 LEFT_OUT: dict[str, set[str]] = {
-    "cpu": set(), "gpu": {"parallel"}, "cupy": {"fp8", "parallel"},
-    "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache"},
+    "cpu": set(), "gpu": {"parallel", "offset"}, "cupy": {"fp8", "parallel"},
+    "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache", "offset"},
 }  # fmt: skip
 #: The described GPUs that problems in FP8 are planned for.
 FP8_GPUS = ("h200", "b200")
-_OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace"}
+_OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace", "offset"}
 _OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
 #: The options that can be combined with a feature; a feature that is not listed has no such limit.
 ONLY_WITH = {
@@ -31,7 +31,7 @@ ONLY_WITH = {
     "cache": {*_OF_PAGES, "tree", "deterministic", "preallocated"},
     "weight_sums": {
         "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
-        "paged", "alibi_slopes", "score_mod", "mask_mod", "block_mask", "bucket",
+        "paged", "alibi_slopes", "score_mod", "mask_mod", "block_mask", "bucket", "offset",
     },
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
@@ -43,6 +43,7 @@ _NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod", "b
 #: Sets of options that cannot be combined.
 CONFLICTS: tuple[set[str], ...] = (
     {"tree", "mask_mod"},
+    *({"offset", other} for other in ("score_mod", "cache")),  # derivatives are differences; a rotation changes the offset
     {"weight_sums", "packed", "paged"},
     *({"block_mask", "mask", other} for other in ("mask_mod", "tree")),
     *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree")),

@@ -214,6 +214,8 @@ def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
         array = np.where(inside.any(axis=1), array, np.nan)
     elif lengths is not None:
         array = np.where(np.arange(array.shape[2])[:, None] < lengths, array, np.nan)
+    if "offset" in case.options and name in "qk":
+        array[0] = case.options["offset"] if name == "q" else 1
     if "fp8" in case.options:
         array = round_fp8(array, case.options["fp8"], FP8_SCALE)
     return np.asfortranarray(array.astype(dtype_of(case.dtype)))
@@ -249,7 +251,8 @@ def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
     shape = _score_shape(case, axes)
     bias = rng.standard_normal(shape).astype(dtype_of(dtype))
     if kind != "normal":
-        masked = -np.inf if kind.startswith("inf") else -LARGEST[dtype]
+        finite = -2e6 if kind.startswith("low") and dtype != "float16" else -LARGEST[dtype]
+        masked = -np.inf if kind.startswith("inf") else finite
         mask_shape = [1 if i == 0 else n for i, n in enumerate(shape)] if kind.endswith("rows") else shape
         bias = np.where(rng.random(mask_shape) < 0.3, np.array(masked, bias.dtype), bias)
     return np.asfortranarray(bias)

@@ -223,7 +223,7 @@ class Sampler:
 def _bias(sampler: Sampler) -> Any:
     axes = sampler.axes()
     dtype = sampler.pick("float16", "bfloat16", "float32", *(["float64"] if sampler.engine == "cpu" else []))
-    return axes, dtype, sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows")
+    return axes, dtype, sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows", "low", "low_rows")
 
 
 def _lengths(sampler: Sampler) -> Any:
@@ -326,6 +326,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
+    "offset": lambda sampler: sampler.pick(1e5, -3e6),
 }
 #: Every pair of options that can be combined.
 PAIRS = tuple(pair for pair in itertools.combinations(OPTIONS, 2) if is_valid(with_required({*pair})))
@@ -368,8 +369,10 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
     dtypes = ["float16", "bfloat16"]
     if sampler.engine == "cpu":
         dtypes.append("float32")
-        if not {"block_mask", "fp8", "merge", "shared_prefix"} & options.keys():  # parts are merged by float32 statistics
+        if "fp8" not in options:
             dtypes.append("float64")
+        if "offset" in options:
+            dtypes = ["float64"]
     gpus = () if sampler.engine != "plan" else FP8_GPUS if "fp8" in options else GPUS
     return Case(
         sampler.engine, sampler.pick(*dtypes), **sampler.sizes, backward=sampler.backward, layouts=layouts,

@@ -133,7 +133,7 @@ def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
         memory.allocate_interleaved({name: shape_of(case, name) for name in "qkv"}, dtype)
     for name in names:
         if name == "stats":
-            memory.allocate(name, shape_of(case, name), np.dtype(np.float32))
+            memory.allocate(name, shape_of(case, name), np.dtype(np.float64 if case.dtype == "float64" else np.float32))
         elif name not in memory.views:
             shape, layout = shape_of(case, name), case.layouts.get(name, "qkv")
             if case.paged and name in ("k", "v"):

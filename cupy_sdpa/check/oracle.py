@@ -4,8 +4,8 @@ The masks and the softmax are those of :mod:`cupy_sdpa.reference`. Besides, the 
 the roundings of a kernel, and all heads at once. It uses no other code of the package.
 
 All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
-In float64 the result is the truth. In float32, with the roundings of a fused kernel (P, dS and the results to the dtype of the
-arrays, L to float32), it is the naive computation of flash-attention's tolerance rule.
+In float64 the result is the truth. With the roundings of a fused kernel (P, dS and the results to the dtype of the arrays, the
+rest in float32, or float64 for float64 arrays), it is the naive computation of flash-attention's tolerance rule.
 
 Vaswani et al. 2017, equation 1; Dao 2023, "FlashAttention-2", sections 2.2 and 3.1. The derivatives of score functions are
 central differences of the plain Python functions.
@@ -242,8 +242,8 @@ class Results:
             return array if self.dtype is None else array.astype(self.dtype).astype(self.work)
 
     def _round_stats(self, array: Array) -> Array:
-        """Round to float32, the dtype of row statistics."""
-        return array if self.dtype is None else array.astype(np.float32).astype(self.work)
+        """Round to the dtype of row statistics, that of the work."""
+        return array if self.dtype is None else array.astype(self.work)
 
     def _add_outputs(self) -> None:
         """Compute the weights, and add the results of the forward pass."""

@@ -2,8 +2,8 @@ r"""The tolerance of a result: flash-attention's rule plus the propagated roundi
 
 The allowed error is :data:`.FACTOR` times the error of the naive computation in the same precision, plus a floor. The naive
 error of a few elements may be small by chance, so the floor is the effect of independent roundings to first order: weights and
-dS are rounded to the dtype of the arrays, scores and L to float32 (Higham and Mary 2019, "A new approach to probabilistic
-rounding error analysis").
+dS are rounded to the dtype of the arrays, scores and L to float32, or float64 for float64 arrays (Higham and Mary 2019, "A new
+approach to probabilistic rounding error analysis").
 
 The derivative of a score function or softcap has an error of its own. It is computed at a rounded score, which adds the
 curvature times the error of the score. Its operations have errors relative to their operands, not to their difference: where a
@@ -76,7 +76,7 @@ class _Floors:
         is_function = "softcap" in case.options or "score_mod" in case.options
         self.of_derivative = truth.score_curvature * self.of_scores + truth.difference_error
         self.of_derivative = self.of_derivative + 4 * work * (1 + np.abs(derivative)) * is_function
-        self.of_stats = SINGLE * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
+        self.of_stats = work * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
 
     def all(self) -> dict[str, float]:
         """The floor of every result of the case."""
@@ -87,17 +87,17 @@ class _Floors:
         of_attended = _finite_max(self.of_scores[p > 0])
         floors = {
             "out": DEVIATIONS * _finite_max(of_out),
-            "stats": 2 * _finite_max(of_rows) + 4 * SINGLE * _max_abs(values["stats"]),
-            "max": 2 * of_attended + 4 * SINGLE * _max_abs(values["max"]),
-            "sum_exp": 8 * (of_attended + SINGLE) * max(1.0, _max_abs(values["sum_exp"])),
+            "stats": 2 * _finite_max(of_rows) + 4 * self.work * _max_abs(values["stats"]),
+            "max": 2 * of_attended + 4 * self.work * _max_abs(values["max"]),
+            "sum_exp": 8 * (of_attended + self.work) * max(1.0, _max_abs(values["sum_exp"])),
         }
         if self.inputs.case.backward:
             floors |= self._gradients(of_out)
         if "jvp" in self.inputs.case.options:
             floors["jvp"] = self._derivative()
         if "weight_sums" in self.inputs.case.options:
-            terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * SINGLE)).sum(axis=-2)
-            floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * SINGLE * _max_abs(values["weights"])
+            terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * self.work)).sum(axis=-2)
+            floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * self.work * _max_abs(values["weights"])
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])

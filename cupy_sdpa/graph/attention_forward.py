@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from ..problem.problem import SEEDS, Problem
+from ..problem.problem import SEEDS, Problem, row_stats_dtype
 from ..problem.tensor_spec import FP8_LARGEST
 from .nodes import Bernoulli, Builder, Graph, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, Operands, operand
@@ -106,4 +106,4 @@ class Dropout:
 
 def compute_dtype(problem: Problem) -> str:
     """The dtype of intermediate results."""
-    return "float64" if problem.dtype == "float64" else "float32"
+    return row_stats_dtype(problem.dtype)

@@ -19,7 +19,6 @@ from .emit import LARGEST, UNBOUNDED, Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import Operands
 
-
 #: The dtypes with numbers below ``MASKED_SCORE``; float16 has none.
 _WIDE = ("bfloat16", "float32", "float64")
 

@@ -50,15 +50,15 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
         array: the array.
         items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
         heads: H', the number of heads in a group.
-        of_stats: whether the array is the log-sum-exp, float32 ``(1, H, S, B)``, for the backward pass: rows without keys, and
-            those after S, are inf. Default False.
+        of_stats: whether the array is the log-sum-exp, float32 (numpy: also float64) ``(1, H, S, B)``, for the backward pass:
+            rows without keys, and those after S, are inf. Default False.
     """
     d, _, rows, _ = array.shape
     if not cupy_runtime.is_array(array):
         copies[...] = np.inf if of_stats else 0
         for n, (i, g, b) in enumerate(items):
             block = array[:, g * heads : (g + 1) * heads, i * BLOCK : min((i + 1) * BLOCK, rows), b]
-            copies[:, :, : block.shape[2], n] = np.where(np.isneginf(block), np.float32(np.inf), block) if of_stats else block
+            copies[:, :, : block.shape[2], n] = np.where(np.isneginf(block), np.inf, block) if of_stats else block
         return
     if copies.size:
         size = array.itemsize
@@ -141,7 +141,8 @@ def merge_blocks(sources: Sources, copies: Any, copied_stats: Any, out: Any, sta
     Args:
         sources: the copies of every block of queries.
         copies: ``(Dv, H', BLOCK, n)``, dense.
-        copied_stats: float32 ``(H', BLOCK, n)``, dense, their log-sum-exp; where it is -inf, the copy is not used.
+        copied_stats: float32 (numpy: also float64) ``(H', BLOCK, n)``, dense, their log-sum-exp; where it is -inf, the copy is
+            not used.
         out: ``(Dv, H, S, B)``: the results in place, if there is ``base``; written.
         stats: float32 ``(S, H, B)``, written; or None.
         base: float32 ``(S, H, B)``, the log-sum-exp of the results in place; or None.

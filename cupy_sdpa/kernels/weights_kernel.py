@@ -18,8 +18,8 @@ _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"
 def negated_rows(bias: Any, stats: Any, starts: Any) -> None:
     """Write the negated log-sum-exp of each query as a bias of keys; -inf where there is no query, or one without keys.
 
-    The bias is float32 ``(Sq, 1, H, B)`` in Fortran order. The log-sum-exp is float32 ``(Sq, H, B)``, or packed ``(H, Tq)``
-    with ``starts``, int32 or int64 ``(B + 1,)``, where the queries of each sequence begin; any strides.
+    The bias is float32 (numpy: also float64) ``(Sq, 1, H, B)`` in Fortran order. The log-sum-exp has its dtype, any strides,
+    and the shape ``(Sq, H, B)``, or packed ``(H, Tq)`` with ``starts``, int32 or int64 ``(B + 1,)``, where sequences begin.
     """
     if not cupy_runtime.is_array(bias):
         _negated_rows_on_numpy(bias, stats, starts)
@@ -63,7 +63,7 @@ def _negated_rows_kernel(integer: str) -> str:
 
 
 def exponentials(sums: Any, logarithms: Any, add: bool) -> None:
-    """``sums = exp(logarithms)``, or ``sums += exp(logarithms)``; float32 arrays of one shape."""
+    """``sums = exp(logarithms)``, or ``sums += exp(logarithms)``; arrays of one shape, float32 (numpy: also float64)."""
     if not cupy_runtime.is_array(sums):
         sums[...] = (sums if add else 0) + np.exp(logarithms)
     elif add:

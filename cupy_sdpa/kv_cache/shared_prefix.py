@@ -16,7 +16,7 @@ from ..boundary.conversion import OUTPUTS
 from ..boundary.options import Options, check_names, is_one_of, takes_options
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
-from ..problem.problem import Problem, row_stats_shape
+from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
 from ..programs.calls import call_program
@@ -54,7 +54,7 @@ def shared_prefix_attention(
             columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
             keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU and with
             ``engine="cupy"`` this is checked; with cuDNN the pages of the first sequence that is long enough are read for all.
-        return_stats: also return the log-sum-exp, float32 ``(Sq, Hq, B)``. Default False.
+        return_stats: also return the log-sum-exp, float32 (float64 for float64 arrays) ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
             ``num_splits``, ``max_workspace``, ``layout``, ``engine``, and ``causal="bottom_right"``.
@@ -130,12 +130,12 @@ def _add_steps(builder: Builder, inputs: Inputs, pages: int) -> None:
     options = dict(inputs.options)
     table, lengths = options.pop("page_table"), options.pop("seq_lens_kv")
     options.pop("sinks", None)
-    (_, _, sq, b), integers = q.shape, np.dtype(np.int32)
+    (_, _, sq, b), integers, stats_dtype = q.shape, np.dtype(np.int32), np.dtype(row_stats_dtype(q.dtype))
     shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
     builder.run(paged.divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
     own = {"page_table": table[pages:], "seq_lens_kv": rest}
     results: dict[str, Any] = {
-        "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), np.float32)
+        "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), stats_dtype)
     }  # fmt: skip
     builder.branch = True
     builder.attend("own keys", q, k, v, {**options, **own}, **results)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..boundary.options import band_options
 from ..helpers import dropout_mask
-from ..problem.problem import LENGTHS, SEEDS, Problem
+from ..problem.problem import LENGTHS, SEEDS, Problem, row_stats_dtype
 from ..problem.tensor_spec import numpy_dtype
 from ..programs.program import Builder
 from ..programs.steps import Constant
@@ -222,4 +222,4 @@ class Configuration:
     @property
     def stats(self) -> Any:
         """The dtype of the log-sum-exp, and of sums of gradients: float64 for float64 arrays, else float32."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return np.dtype(row_stats_dtype(self.dtype))

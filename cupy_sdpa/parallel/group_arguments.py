@@ -76,8 +76,7 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
             "than one GPU: omit dropout_p"
         )
     own = {name: argument.array for name, argument in given.items()}
-    doubles = problem.dtype == "float64" == getattr(own.get("stats"), "dtype", None)
-    table = expected_arrays(*(own[name] for name in "qkv"), stats="float64" if doubles else "float32")
+    table = expected_arrays(*(own[name] for name in "qkv"), given=own, computed=of.dtype)
     check_arrays([table[name] for name in ("dout", "out", "stats")], own)
     band = problem.band
     aligned = band is not None and band.bottom_right

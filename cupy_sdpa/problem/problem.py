@@ -39,7 +39,7 @@ SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
 OPTION_ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-#: The row statistics: float32 results with one value per query and head.
+#: The row statistics: results with one value per query and head, of :func:`row_stats_dtype`.
 ROW_STATS = ("stats", "max", "sum_exp")
 
 
@@ -308,6 +308,15 @@ class Problem:
             "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
         yield from (description for description, applies in descriptions.items() if applies)
+
+
+def row_stats_dtype(dtype: object) -> str:
+    """The dtype of the row statistics of arrays that are computed in a dtype: float32, and float64 for float64.
+
+    >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
+    ('float32', 'float64')
+    """
+    return "float64" if dtype == "float64" else "float32"
 
 
 def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:

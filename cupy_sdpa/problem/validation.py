@@ -21,6 +21,7 @@ from .problem import (
     SEEDS,
     Problem,
     Settings,
+    row_stats_dtype,
     row_stats_shape,
 )
 from .split import obstacle
@@ -122,7 +123,7 @@ def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem
 
     The gradients are float32 or float64: a call may sum several of them before it rounds to the dtype of the array.
     """
-    dtype = "float64" if problem.dtype == "float64" else "float32"
+    dtype = row_stats_dtype(problem.dtype)
     dcaptured = tuple(dense_spec(f"d{spec.name}", dtype, spec.shape) for spec in problem.captured if spec.name in names)
     return dataclasses.replace(problem, dcaptured=dcaptured) if dcaptured else problem
 
@@ -299,12 +300,10 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
     expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
     expected += [Expected(name, (1,), "float32", "one number") for name in FP8_FACTORS]
-    table = expected_arrays(problem.q, problem.k, problem.v)
+    table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
     for option in (*expected, table["alibi_slopes"], table["sinks"]):
         if option.name in arrays:
-            spec = arrays[option.name]
-            of_heads = spec.name in ("alibi_slopes", "sinks") and problem.dtype == spec.dtype == "float64"
-            check_spec(spec, option._replace(dtype="float64") if of_heads else option)
+            check_spec(arrays[option.name], option)
     for name in SCORE_INPUTS:
         if name in arrays:
             check_broadcastable(arrays[name], scores, problem.packed)
@@ -313,29 +312,37 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
         raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
 
 
-def expected_arrays(q: Any, k: Any, v: Any, *, stats: str = "float32", of_heads: str = "float32") -> dict[str, Expected]:
+def expected_arrays(
+    q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
+) -> dict[str, Expected]:
     """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
 
-    ``stats`` is the dtype of the row statistics, ``of_heads`` that of sinks and slopes.
+    The row statistics are of :func:`row_stats_dtype`, sinks and slopes float32. Those of float64 arrays may be of either dtype:
+    that of the array in ``given``. ``computed`` is the dtype to compute in, by default that of q.
     """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
     dtype, packed = dtypes["q"], len(q.shape) == 3
     out, of_out = (v.shape[0], *q.shape[1:]), "(Dv, Hq, Tq)" if packed else "(Dv, Hq, Sq, B)"
     rows, of_rows = row_stats_shape(q.shape), "(Hq, Tq)" if packed else "(Sq, Hq, B)"
+    wide = row_stats_dtype(dtype if computed is None else computed)
+
+    def of(name: str, default: str) -> str:
+        """The dtype of an array that may be float32 or float64 if the call is computed in float64."""
+        own = getattr((given or {}).get(name), "dtype", None)
+        return str(own) if wide == "float64" and own in ("float32", "float64") else default
+
     found = [Expected(name, out, dtype, f"{of_out}, the dtype of q") for name in ("out", "dout")]
-    found += [Expected(name, rows, stats, of_rows) for name in ("stats", "max", "sum_exp")]
+    found += [Expected(name, rows, of(name, wide), of_rows) for name in ("stats", "max", "sum_exp")]
     found += [Expected(f"d{name}", x.shape, dtypes[name], f"the shape and dtype of {name}") for name, x in inputs.items()]
-    found += [Expected(name, q.shape[1:2], of_heads, "(Hq,)") for name in ("alibi_slopes", "sinks")]
+    found += [Expected(name, q.shape[1:2], of(name, "float32"), "(Hq,)") for name in ("alibi_slopes", "sinks")]
     return {expected.name: expected for expected in found}
 
 
 def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
     """The results of a forward pass; or the additional inputs and the results of a backward pass."""
-    table = expected_arrays(problem.q, problem.k, problem.v)
+    table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
     stats, out = table["stats"], table["out"]
-    if "stats" in arrays and problem.dtype == arrays["stats"].dtype == "float64":  # which may be float32, too
-        stats = stats._replace(dtype="float64")
     if not requested.backward:
         yield out._replace(dtype=requested.out_dtype or out.dtype, writable=True)
         if problem.fp8:

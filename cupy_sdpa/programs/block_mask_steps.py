@@ -18,7 +18,7 @@ from ..block_masks.method import as_pages, flattened, gradient_function, is_atte
 from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
 from ..kernels.blocks import BLOCK, Sources, copy_blocks, copy_elements, merge_blocks, sum_blocks
-from ..problem.problem import KEY_ARRAYS
+from ..problem.problem import KEY_ARRAYS, row_stats_dtype
 from ..problem.view import View
 from ..score_fn.expression import AXES
 from .program import Builder
@@ -136,7 +136,7 @@ class _Parts:
 
     def copies(self, x: View, items: View, heads: int, *, of_stats: bool = False) -> View:
         """Copies of blocks ``(D, heads, BLOCK, n)``."""
-        made = self.builder.temporary((x.shape[0], heads, BLOCK, items.shape[0]), np.float32 if of_stats else x.dtype)
+        made = self.builder.temporary((x.shape[0], heads, BLOCK, items.shape[0]), x.dtype)
         self.builder.run(copy_blocks, made, x, items, heads, of_stats, writes=(made,))
         return made
 
@@ -213,7 +213,7 @@ def _packed(parts: _Parts, arrays: Arrays, packed: Packed) -> None:
             if x is None:
                 continue
             s, h, b = x.shape
-            rows = builder.temporary((h, s, b), np.float32)
+            rows = builder.temporary((h, s, b), x.dtype)
             flat[name] = rows.reshape((h, s * b), order="F")
             if backward:
                 builder.copy(rows, x.transpose(1, 0, 2))
@@ -311,14 +311,14 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     builder, mask = parts.builder, parts.mask
     q, k, v, out, stats = (arrays[name] for name in FORWARD)
     groups, sinks = tables.groups, parts.options.pop("sinks", None)
-    (_, hq, sq, batch), dv = q.shape, v.shape[0]
+    (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], np.dtype(row_stats_dtype(q.dtype))
     pages = {"k": _pages(parts, k, groups), "v": _pages(parts, v, groups)}
     merges = bool(tables.copied) or sinks is not None
     target, base = out, None
     if tables.direct:
         if flattened(out) is None:
             target = builder.temporary(out.shape, out.dtype)
-        rows = builder.temporary((hq, sq * batch), np.float32) if merges or stats is not None else None
+        rows = builder.temporary((hq, sq * batch), wide) if merges or stats is not None else None
         starts = [i * BLOCK + b * mask.sq for i, _, b in tables.direct.items.tolist()]
         given = _entry_options(parts, ("direct",), tables.direct, [*starts, mask.sq * batch])
         parts.attend("blocks", {"q": parts.flat(q), **pages, "out": flattened(target), "stats": rows}, given)
@@ -326,7 +326,7 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     if not tables.direct or merges:
         heads, count = hq // groups, sum(len(entries.items) for entries in tables.copied)
         copies = builder.temporary((dv, heads, BLOCK, count), q.dtype)
-        copied_stats = builder.temporary((heads, BLOCK * count), np.float32)
+        copied_stats = builder.temporary((heads, BLOCK * count), wide)
         begin = 0
         for number, entries in enumerate(tables.copied):
             own = slice(begin, begin + BLOCK * len(entries.items))

@@ -19,7 +19,7 @@ from ..boundary.call import Call, mode
 from ..boundary.compute import read_compute_dtype
 from ..boundary.options import read_band
 from ..problem.bucket import read_bucket
-from ..problem.problem import row_stats_shape
+from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..replay.replay_cache import cache_call, run_cached
 from ..runtime import cupy_runtime
 from .block_mask_calls import reasons_for_dense, with_dense_mask
@@ -95,5 +95,5 @@ def _with_missing(arrays: dict[str, Any]) -> dict[str, Any]:
     if not all(x.ndim in (3, 4) for x in (q, k, v)):
         read_forward(q, k, v, {})  # raises
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
-    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(np.float32)}
+    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(row_stats_dtype(q.dtype))}
     return arrays | {name: cupy_runtime.new_result(q, shapes[like], dtypes[like]) for name, like in likes.items()}

@@ -19,7 +19,7 @@ from ..boundary.layouts import check_strides_of
 from ..boundary.options import Options, check_names, read_scale, takes_options
 from ..errors import Unsupported, in_words
 from ..kernels.derivative_terms import Terms, add_terms, concatenate
-from ..problem.problem import row_stats_shape
+from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected
 from ..problem.validation import expected_arrays
 from ..problem.view import View
@@ -93,8 +93,9 @@ def derivative(
         wide, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), lambda like, *array: builder.temporary(*array))
         if wanted:
             builder.run(concatenate, wanted, writes=[one.target for one in wanted])
-    if stats is None and form.scores:
-        stats = builder.temporary(row_stats_shape(q.shape), np.float32)
+    own_stats, wide_dtype = stats, np.dtype(row_stats_dtype(q.dtype))
+    if form.scores and (stats is None or stats.dtype != wide_dtype):  # the derivative needs the log-sum-exp in full precision
+        stats = builder.temporary(row_stats_shape(q.shape), wide_dtype)
     output = builder.temporary((2 * form.value_dim, *q.shape[1:]), q.dtype) if form.values else out
     attend("output", wide.values if form.values else v, output, stats)
     scores = means = None
@@ -112,6 +113,8 @@ def derivative(
     terms = Terms(scores, output if form.values else None, means, form.head_dim, form.value_dim, form.mean_index)
     given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
+    if own_stats is not None and own_stats is not stats:
+        builder.copy(own_stats, stats)
     finish()
 
 
@@ -191,9 +194,13 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
     check_arrays([Expected(name, shape, read_array(of, like).spec.dtype, legend)], {of: like, name: array})
 
 
-def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any) -> None:
-    """Check the dtypes, shapes and strides of the arrays that the output, its derivative and the log-sum-exp are written to."""
-    given, table = {"out": out, "dout": dout, "stats": stats}, expected_arrays(q, v, v)
+def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any, dtype: str | None) -> None:
+    """Check the dtypes, shapes and strides of the arrays that the output, its derivative and the log-sum-exp are written to.
+
+    ``dtype`` is the dtype to compute in, or None for that of q.
+    """
+    given = {"out": out, "dout": dout, "stats": stats}
+    table = expected_arrays(q, v, v, given=given, computed=dtype)
     check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
 
 

@@ -15,7 +15,7 @@ from ..boundary.call import Call, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
-from ..problem.problem import row_stats_shape
+from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
@@ -139,7 +139,7 @@ def results_of(
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
     if mask is not None:
         with_stats = "stats" in views or bool(flags.get("return_stats"))
-        rows = {"stats": (row_stats_shape(q.shape), np.dtype(np.float32))} if with_stats else {}
+        rows = {"stats": (row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype)))} if with_stats else {}
         return ({f"d{name}": (views[name].shape, own) for name in "qkv"} if gradients else {"out": (out, own), **rows}), None
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     if gradients:

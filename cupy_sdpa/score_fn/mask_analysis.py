@@ -80,7 +80,8 @@ def without_terms(writer: Writer, score: int, wide: Container[str]) -> int:
     mask if it reads one of the arrays ``wide``, or contains a constant of a magnitude above 1e6; 0 replaces it.
     """
     replaced: dict[int, int] = {}
-    dependent, low = set(), set()
+    dependent: set[int] = set()
+    low: set[int] = set()
     for number in writer.reachable(score):
         mode, args, name, kind, value = writer.steps[number]
         if mode == "score" or not dependent.isdisjoint(args):
@@ -105,7 +106,8 @@ def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
 
     ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
     all hold. A score that is ``-inf`` everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
-    ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where it does not hold.
+    ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where
+    it does not hold.
     """
     splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
@@ -123,10 +125,10 @@ def _split(writer: Writer, step: int, infinity: float, known: Mapping[tuple[int,
     if mode == "constant" and value == infinity:
         return SplitScore(None)
     if mode == "binary_select":
-        sign = math.copysign(1, infinity)
-        low = [sign * (writer.value(arg) or 0.0) > -MASKED_SCORE for arg in args[:2]]
-        parts = (SplitScore(None) if is_low else known[arg, infinity] for arg, is_low in zip(args, low, strict=False))
-        return _split_selection(writer, step, *parts)
+        lowest = math.copysign(MASKED_SCORE, infinity)
+        masks = ((writer.value(arg) or 0.0) / lowest > 1 for arg in args[:2])
+        chosen, other = (SplitScore(None) if mask else known[arg, infinity] for arg, mask in zip(args[:2], masks, strict=True))
+        return _split_selection(writer, step, chosen, other)
     same = mode == "add" or mode == ("min" if infinity < 0 else "max")
     if not same and mode not in ("sub", "neg"):
         return SplitScore(step)

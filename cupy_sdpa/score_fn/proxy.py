@@ -6,7 +6,6 @@ exception in the line of the function that uses it; the message names a replacem
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
 import sys
