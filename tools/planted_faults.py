@@ -80,7 +80,7 @@ TESTS = {
     "cupy_sdpa/runtime/cupy_runtime.py": ("kernels", "kv_cache", "attention"),
     "cupy_sdpa/score_fn": ("score_fn",),
     "cupy_sdpa/sequences.py": ("kv_cache",),
-    "cupy_sdpa/store.py": ("plans",),
+    "cupy_sdpa/store.py": ("plans", "check"),
     "cupy_sdpa/support": ("support", "boundary"),
     "cupy_sdpa/support/batch.py": ("attention",),
     "cupy_sdpa/tree.py": ("kv_cache",),

@@ -76,7 +76,10 @@ OTHER_CALLS = {
     "another scale": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **o, scale=0.1), "stats"),
     "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **{**o, "sinks": None}), "stats"),
     "no softcap": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **{**o, "softcap": None}), "stats"),
-    "infinite": (lambda q, k, v, o: (attention(q, k, v, **o), np.full((16, 4, 2), -np.inf, np.float32, order="F")), "stats"),
+    "infinite": (
+        lambda q, k, v, o: (attention(q, k, v, **o), np.full_like(attention(q, k, v, return_stats=True)[1], -np.inf)),
+        "stats",
+    ),
     "other values": (lambda q, k, v, o: (attention(q, k, v - 1, **o), attention(q, k, v, return_stats=True, **o)[1]), "out"),
     "no output": (lambda q, k, v, o: (np.zeros_like(v), attention(q, k, v, return_stats=True, **o)[1]), "out"),
 }

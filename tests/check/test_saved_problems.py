@@ -61,6 +61,14 @@ def test_problems_are_read_back(number, path):
         assert store.read_problems(path) == list(dict.fromkeys(found))
 
 
+@pytest.mark.parametrize("function", [np.log1p, np.expm1, np.arctan, lambda x: np.hypot(x, x + 1)])
+def test_functions_that_are_composed_of_others_are_read_back(function, path):
+    """cuDNN has no operation of that name."""
+    wanted = asked(score_mod=lambda s, *_: function(s))
+    problem_file.add(path, [wanted])
+    assert store.read_problems(path) == [wanted]
+
+
 def test_only_what_is_not_the_default_is_written(path):
     """A score function is its expression, also with infinity; contents and names of the caller are not written."""
     problem_file.add(path, [asked(score_mod=lambda s, b, h, q, k: np.where(s > 2.5, -np.inf, 2 * s), max_workspace=4096)])
