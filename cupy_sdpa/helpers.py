@@ -162,6 +162,8 @@ def merge(
             float32; also float64 on the CPU. Any strides.
         stats: their log-sum-exps to base e, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``, also float64 for float64
             outputs: ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used.
+            +inf, which flash-attention 2 returns for rows without keys, raises ValueError on the CPU; on a GPU, where elements
+            are not read, the row is NaN: replace it by -inf.
         sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
             Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
         out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
@@ -176,7 +178,8 @@ def merge(
 
     Raises:
         TypeError: numpy and CuPy arrays are mixed, or an array has a type or dtype that is not supported.
-        ValueError: numbers of arrays or shapes do not match, or ``out`` is read-only or overlaps an input.
+        ValueError: numbers of arrays or shapes do not match, ``out`` is read-only or overlaps an input, or numpy statistics are
+            +inf.
 
     Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018, "Online normalizer
     calculation for softmax".
@@ -239,3 +242,13 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]
     check_arrays([*wanted, table["sinks"], table["out"]._replace(legend=legend, writable=True)], arrays)
+    for i in range(count):
+        rows = arrays[f"stats[{i}]"]
+        if isinstance(rows, np.ndarray) and np.isposinf(rows).any():  # the elements of a GPU's arrays are not read
+            places = np.isposinf(rows if len(shape) == 4 else rows.T)
+            query, head, *entry = (int(n) for n in np.argwhere(places)[0])
+            place = f"query {query}, head {head}{''.join(f' and batch entry {b}' for b in entry)}"
+            raise ValueError(
+                f"stats[{i}] is inf in {int(places.sum())} of {places.size} rows, first at {place}: a row without keys has the "
+                f"log-sum-exp -inf, but inf in flash-attention 2: pass np.where(stats[{i}] == np.inf, -np.inf, stats[{i}])"
+            )

@@ -33,8 +33,9 @@ class Rope:
     .. math:: x_a \to f\,(x_a \cos p\,\theta_i - x_b \sin p\,\theta_i), \qquad
               x_b \to f\,(x_a \sin p\,\theta_i + x_b \cos p\,\theta_i)
 
-    for the i-th pair of channels (a, b) of the token at position p. Angles are computed in integers modulo a whole turn, so
-    they are as exact at a position of a million as at the first one. 16-bit numbers are rotated in float32.
+    for the i-th pair of channels (a, b) of the token at position p. Angles are computed in integers modulo a whole turn, with
+    an error of at most 2e-19 p radians: 2e-13 at a position of a million, far below the precision of float32. 16-bit numbers
+    are rotated in float32.
 
     ===================================================  ========================================================
     model                                                rotation

@@ -304,6 +304,20 @@ FUNCTIONS = [
         "computed indices", "mask_mod="),
     row("attention", "a document id for each batch entry read without b",
         passing(mask_mod=zoo.causal_document, tensors={"document_id": np.zeros((3, 6), "i4")}), IndexError, "document_id", "needs 2"),
+    row("attention", "a method of an array in a score function", passing(score_mod=lambda s, b, h, i, j, t: s + t.sum(), tensors={
+        "t": np.ones(4)}), AttributeError, "tensors['t']", "no attribute 'sum'", "t[kv_idx]", "before the call"),
+    row("attention", "a score function that writes to an array", passing(
+        score_mod=lambda s, b, h, i, j, t: t.__setitem__(0, 1), tensors={"t": np.ones(4)}), TypeError, "tensors['t']", "read-only"),
+    row("attention", "a power of an array in a score function", passing(score_mod=lambda s, b, h, i, j, t: s + t**2, tensors={
+        "t": np.ones(4)}), TypeError, "tensors['t']", "index it, such as t[kv_idx]"),
+    row("attention", "a score function that writes to the score", passing(score_mod=lambda s, b, h, i, j: s.__setitem__(0, 1)),
+        TypeError, "cannot be indexed"),
+    row("attention", "a score divided by 0", passing(score_mod=lambda s, b, h, i, j: s / 0), ZeroDivisionError, "constant 0",
+        "np.inf"),
+    row("attention", "a number divided by 0 times the score", passing(score_mod=lambda s, b, h, i, j: 1 / (s * 0)), ZeroDivisionError,
+        "constant 0"),
+    row("attention", "an integer that is no float", passing(score_mod=lambda s, b, h, i, j: s + 10**400), OverflowError, "401 digits",
+        "np.inf"),
     row("attention", "complex tensors", passing(score_mod=zoo.alibi, tensors={"slopes": np.ones(4, complex)}), TypeError,
         "complex128", ".astype("),
     row("attention", "a tensor named like an index", passing(mask_mod=zoo.causal, tensors={"h": np.ones(4)}), ValueError, "'h'",

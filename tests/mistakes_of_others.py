@@ -36,6 +36,14 @@ def halves(x):
     return [list(part) for part in zip(*parts, strict=True)]
 
 
+def infinite_parts(x):
+    """Halves with a log-sum-exp of inf, as flash-attention 2 returns it for a row without keys."""
+    outs, stats = halves(x)
+    stats[1] = stats[1].copy(order="F")
+    stats[1][5, 1, 2] = np.inf
+    return outs, stats
+
+
 def merged(change=lambda outs, stats: (outs, stats), **options):
     """The merged results of two halves, of which one was changed."""
     return lambda x: merge(*change(*halves(x)), **options)
@@ -54,6 +62,8 @@ HELPERS = [
     row("merge", "None in place of statistics", merged(lambda o, s: (o, [None, s[1]])), TypeError, "stats[0] is None"),
     row("merge", "outputs of two shapes with a layout", merged(lambda o, s: ([o[0].T, o[1].T[:, :1]], [a.T for a in s]), layout="bhsd"),
         ValueError, "outs[1] has shape (3, 1, 4, 16)", "must be (3, 4, 6, 16), the shape of outs[0] ["),
+    row("merge", "inf of flash-attention 2 in the log-sum-exp", lambda x: merge(*infinite_parts(x)), ValueError,
+        "stats[1] is inf in 1 of 72 rows, first at query 5, head 1 and batch entry 2", "-np.inf", engine="numpy"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
     row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
     row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ MAX_PAIRS = 128
 #: A rotation as kernels read it. ``turns`` are the turns per position: angle / (2 pi) * 2^64, modulo 2^64.
 RECORD = np.dtype([("pairs", "i8"), ("interleaved", "i8"), ("factor", "f8"), ("turns", "u8", MAX_PAIRS)])
 
-#: The angle is computed in integers, modulo a whole turn: it is exact at every position.
+#: The angle is computed in integers, modulo a whole turn: only the turns per position are rounded.
 ROPE = f"""
 struct Rope {{ long long pairs, interleaved; double factor; unsigned long long turns[{MAX_PAIRS}]; }};
 __device__ void turn(unsigned long long angle, float& s, float& c) {{ sincospif((int)(angle >> 32) / 2147483648.0f, &s, &c); }}
@@ -55,8 +56,34 @@ def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> An
     """The record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
     made = np.zeros((), RECORD)
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
-    made["turns"][: len(angles)] = [round(math.ldexp(angle / (2 * math.pi), 64)) % (1 << 64) for angle in angles]
+    made["turns"][: len(angles)] = [_turns(angle) for angle in angles]
     return made
+
+
+#: The fractional bits of pi: as many as the largest frequency has integer bits, about 500, and more than the 64 of turns.
+_PI_BITS = 640
+
+
+def _turns(angle: float) -> int:
+    """``angle / (2 pi) * 2^64`` modulo 2^64, rounded once: an error of a turn is multiplied by the position."""
+    numerator, denominator = angle.as_integer_ratio()
+    turn = 2 * denominator * _pi()
+    return ((numerator << (_PI_BITS + 65)) + turn) // (2 * turn) % (1 << 64)
+
+
+@functools.cache
+def _pi() -> int:
+    """``pi * 2^_PI_BITS``, by Machin's formula ``pi / 4 = 4 arctan(1/5) - arctan(1/239)``."""
+
+    def arctan_of_inverse(x: int) -> int:
+        total, power, n = 0, (1 << (_PI_BITS + 16)) // x, 1
+        while power:
+            total += power // n if n % 4 == 1 else -(power // n)
+            power //= x * x
+            n += 2
+        return total
+
+    return 4 * (4 * arctan_of_inverse(5) - arctan_of_inverse(239)) >> 16
 
 
 def rotated(x: Any, record: Any, positions: Any) -> Any:

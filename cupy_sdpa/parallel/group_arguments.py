@@ -211,7 +211,7 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -
         elif hasattr(value, "dtype") and not isinstance(value, np.generic):
             key.append((name, value.shape, value.dtype.name, value.dtype.str))
         else:
-            key.append((name, tuple(value) if isinstance(value, list) else value))
+            key.append((name, tuple(value) if isinstance(value, list) else value or repr(value)))  # 0.0 and -0.0 differ
     identities = function_identities(options)
     if any(options.get(name) is not None and own is None for name, own in zip(FUNCTIONS, identities, strict=True)):
         return None

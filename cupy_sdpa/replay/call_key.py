@@ -61,7 +61,7 @@ def read_key(of: ArrayType, kind: Any, arrays: tuple[Any, ...], options: Mapping
         key.append(name)
         if value_type in _KEY_TYPES:
             key.append(value_type)
-            key.append(value)
+            key.append(value or repr(value))  # 0.0 and -0.0 are equal and differ
         elif value_type is ndarray:
             key += (value.dtype, value.shape, (has_flag and value._f_contiguous) or value.strides)
             passed.append(value)

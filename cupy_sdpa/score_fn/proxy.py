@@ -6,6 +6,7 @@ exception in the line of the function that uses it; the message names a replacem
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import sys
@@ -53,10 +54,16 @@ class Tracer:
 
     def number(self, number: Any, kind: Kind) -> int:
         """Record a number of the function: a constant if it is 0, 1, -1 or a float beyond 1e6, else a by-value scalar."""
-        value = int(number) if kind == "int" else float(number)
+        try:
+            value = int(number) if kind == "int" else float(number)
+        except OverflowError:
+            digits = len(f"{abs(number):x}") * math.log10(16)
+            raise OverflowError(
+                f"an integer of about {digits:.0f} digits is used as a float, which is at most 1.8e308: write np.inf or -np.inf"
+            ) from None
         if kind == "int" and not -(2**63) <= value < 2**63:
             raise OverflowError(f"{number} does not fit into 64 bits: write it as a float")
-        if value in _CONSTANTS or (kind == "float" and abs(value) > -MASKED_SCORE):
+        if (value in _CONSTANTS and repr(value) != "-0.0") or (kind == "float" and abs(value) > -MASKED_SCORE):
             return self.writer.constant(value, kind)
         self.numbers[repr(value)] = value
         return self.writer.leaf("number", repr(value), kind)
@@ -180,8 +187,10 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
         hint = f"write {replacement} in place of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
         raise AttributeError(f"a traced value has no attribute {name!r}: {hint}")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, *_: Any) -> Any:
         raise TypeError("a traced value is one element and cannot be indexed; pass arrays as tensors={'name': array}")
+
+    __setitem__ = __getitem__
 
     def _number(self, *_: Any) -> Any:
         raise TypeError(
@@ -271,12 +280,29 @@ class CapturedArray:
         return step.name
 
     def _element(self, *_: Any) -> Any:
-        raise TypeError(f"{self!r} is an array; index it, such as {self._name}[{', '.join(AXES[-self.ndim :])}]")
+        raise TypeError(f"{self!r} is an array; index it, such as {self._example}")
+
+    @property
+    def _example(self) -> str:
+        return f"{self._name}[{', '.join(AXES[-self.ndim :])}]"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python and numpy look up protocols
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self!r} has no attribute {name!r} in a function, which reads single elements, such as {self._example}: compute "
+            f"{self._name}.{name} before the call, and pass the result in tensors"
+        )
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError(f"{self!r} is read-only in a function: change the array before the call")
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __array__ = __array_ufunc__ = __array_function__ = (
         _element
     )
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __abs__ = _element
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __matmul__ = __rmatmul__ = __pos__ = _element
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __lshift__ = __rshift__ = _element
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _element
 
 

@@ -230,9 +230,16 @@ def _integer_division(x: Value, b: Value) -> tuple[Value, Value]:
 
 
 def _division_operands(x: Any, b: Any) -> list[Value]:
-    if isinstance(b, numbers.Real) and b == 0:
-        raise ZeroDivisionError("a traced value is divided by 0")
+    constant = b.tracer.writer.value(b.step) if isinstance(b, Value) else b
+    if isinstance(constant, numbers.Real) and constant == 0:
+        raise ZeroDivisionError("a traced value is divided by the constant 0: write np.inf or -np.inf for an infinite score")
     return _operands(x, b)
+
+
+def _divided(x: Any, b: Any) -> Value:
+    """``x / b``, a float."""
+    _division_operands(x, b)
+    return _binary("div", x, b)
 
 
 def _divisor_sign(b: Value) -> int | None:
@@ -306,7 +313,7 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     **{
         name: (lambda x, b, mode=mode: _binary(mode, x, b))
         for name, mode in (
-            ("add", "add"), ("subtract", "sub"), ("multiply", "mul"), ("divide", "div"), ("true_divide", "div"),
+            ("add", "add"), ("subtract", "sub"), ("multiply", "mul"),
             ("maximum", "max"), ("minimum", "min"), ("fmax", "max"), ("fmin", "min"), ("hypot", "hypot"),
             ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
             ("less", "cmp_lt"), ("less_equal", "cmp_le"),
@@ -335,6 +342,7 @@ FUNCTIONS: Mapping[str, Callable[..., Value]] = {
     "right_shift": lambda x, b: _shifted(x, b, left=False),
     "logical_not": _not,
     "invert": lambda x: -1 - x if isinstance(x, Value) and x.kind == "int" else _not(x),
+    **dict.fromkeys(("divide", "true_divide"), _divided),
     "where": _where,
     "clip": _clip,
     "sign": _sign,

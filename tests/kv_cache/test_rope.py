@@ -1,6 +1,7 @@
 """Rotary position embeddings: of queries, and of keys while they are appended to a cache."""
 
 import pickle
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -158,3 +159,23 @@ def test_keys_of_a_layer_are_rotated_alike():
     cache.append(x, x, 1)  # rotated before
     cache.release(0)
     cache.append(x, x, rope=other)
+
+
+#: 2 pi, in decimal digits.
+TWO_PI = Decimal("6.2831853071795864769252867665590057683943387987502116419498891846156328125724179972560696")
+
+
+@pytest.mark.parametrize(
+    "frequencies", [10_000.0 ** -np.linspace(0, 1, 8), [3.0, -1.7, 1e5, 1e30, 123.25, 0.1, 7e-9, 0.0]], ids=["base", "others"]
+)
+@pytest.mark.parametrize("position", [1, 1_000_000, 2**31 - 2])
+def test_angles_of_float64_are_exact(position, frequencies, engine):
+    """The only error besides that of float64 is the rounding of the turns per position, 2^-65."""
+    rope = Rope(16, frequencies=frequencies)
+    x = np.zeros((16, 1, 1, 1), order="F")
+    x[:8] = 1
+    with localcontext() as context:
+        context.prec = 80
+        angles = [float(Decimal(position) * Decimal(float(frequency)) % TWO_PI) for frequency in rope.frequencies]
+    found = engine.get(apply_rope(engine.put(x), rope, start=position)).ravel()
+    np.testing.assert_allclose(found, [*np.cos(angles), *np.sin(angles)], atol=1e-15 + position * 2 * np.pi * 2.0**-65)

@@ -9,9 +9,19 @@ from engines import Engine, numbers
 from not_parsed import not_parsed
 from replayed_calls import CASES, Calls, functions_run
 
-from cupy_sdpa import BlockMask, attention, attention_backward, attention_jvp, fp8, shared_prefix_attention
+from cupy_sdpa import (
+    BlockMask,
+    attention,
+    attention_backward,
+    attention_jvp,
+    fp8,
+    prepare,
+    shared_prefix_attention,
+    weight_sums,
+)
 from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.composed import widen
+from cupy_sdpa.parallel import Loopback, context_parallel
 from cupy_sdpa.replay import replay_cache
 
 ENGINE = Engine("numpy", np)
@@ -193,3 +203,27 @@ def test_the_cache_is_bounded(monkeypatch):
     del first
     gc.collect()
     assert [ref() for ref in kept] == [None, None, None]
+
+
+#: Calls of q = k and v by name.
+OF_SCALE = {
+    "attention": lambda x, v, **options: attention(x, x, v, **options),
+    "derivative": lambda x, v, **options: attention_jvp(x, x, v, None, None, v, **options)[1],
+    "sums of weights": lambda x, v, **options: weight_sums(x, x, **options),
+    "prepared": lambda x, v, **options: prepare(x, x, v, **options)(x, x, v),
+}
+
+
+@pytest.mark.parametrize("name", [*OF_SCALE, "group"])
+def test_zeros_of_both_signs_are_different_numbers(name, engine):
+    """A call with the other sign of the scale is another call."""
+    x, v = engine.put(np.ones((16, 2, 4, 1), engine.dtype, order="F")), engine.normal(0, 16, 2, 4, 1)
+    group = context_parallel(Loopback(1).members[0])
+    call = OF_SCALE.get(name, lambda x, v, **options: group.attention(x, x, v, **options))
+
+    def sign(s, b, h, i, j):
+        return np.where(1 / s > 0, np.where(i >= j, 1.0, 0.0), np.where(i <= j, 1.0, 0.0))
+
+    found = [engine.get(call(x, v, scale=zero, score_mod=sign)).tobytes() for zero in (0.0, -0.0, 0.0, -0.0)]
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
