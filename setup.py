@@ -1,10 +1,10 @@
 """The README on a package index: its relative links become links to the repository.
 
-Everything else about the package is in pyproject.toml, the address of the repository, too.
+Everything else about the package is in pyproject.toml, also the address of the repository. This file runs on older versions of
+Python than the package, so that pip can report which version is required.
 """
 
 import re
-import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -28,6 +28,7 @@ def absolute(text: str, repository: str) -> str:
 if __name__ == "__main__":
     from setuptools import setup
 
-    project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    # tomllib requires Python 3.11
+    (repository,) = re.findall(r'^Repository = "(.*)"$', (HERE / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     readme = (HERE / "README.md").read_text(encoding="utf-8")
-    setup(long_description=absolute(readme, project["urls"]["Repository"]), long_description_content_type="text/markdown")
+    setup(long_description=absolute(readme, repository), long_description_content_type="text/markdown")

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from tiers import missing
 
-#: Importing it, as the search for doctests does, replaces the public functions by faulty ones.
-collect_ignore = ["planted_errors.py"]
+#: The search for doctests must not import these: one replaces the public functions by faulty ones, the other one needs CuPy.
+collect_ignore = ["planted_errors.py", "parallel_member.py"]
 TIERS = ("cudnn", "gpu", "multi_gpu", "large")
 REQUIRES = {
     "": (),

@@ -5,8 +5,11 @@ describes a GPU. A process that may use a GPU must not load the stub, and some g
 """
 
 import contextlib
+import hashlib
+import json
 import shutil
 import sys
+from typing import NamedTuple
 from unittest import mock
 
 from cupy_sdpa._workers import Pool, Worker, WorkerEnded, environment
@@ -97,6 +100,37 @@ def plan_graph(graph, gpu: str, config=None):
         return str(error)
     plan.close()
     return plan.info
+
+
+class Kernels(NamedTuple):
+    """The kernels that cuDNN compiles for a graph.
+
+    Attributes:
+        digest: of their machine code.
+        passed: the names of the graph's tensors that they are passed, as pointers or by value.
+    """
+
+    digest: str
+    passed: frozenset[str]
+
+
+def kernels_of(graph, gpu: str):
+    """In a child: the kernels in the serialized plan of a graph for a described GPU, or the text of the refusal."""
+    from cupy_sdpa import Unsupported
+    from cupy_sdpa.cudnn_engine.engines import engine_search
+    from cupy_sdpa.offline.remote_planner import load_target
+
+    try:
+        with engine_search(graph, load_target(gpu)) as search:
+            candidate = search.first()
+    except Unsupported as error:
+        return str(error)
+    with candidate.descriptor:
+        kernels = json.loads(candidate.text)["engine"]["payload"]["kernels"]
+    code = "".join(kernel["cubin"] for kernel in kernels)
+    bound = {entry.get("uid") for kernel in kernels for entry in kernel["kernelParams"]["offsets"]}
+    passed = frozenset(name for name, uid in candidate.facts.uids.items() if uid in bound)
+    return Kernels(hashlib.sha256(code.encode()).hexdigest(), passed)
 
 
 def descriptors_of(problem, gpu):

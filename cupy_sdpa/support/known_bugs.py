@@ -153,7 +153,11 @@ def _direct_with_narrow_values(problem: Problem) -> bool:
 
 
 def _without_mask(problem: Problem) -> bool:
-    """The last queries may attend to the last keys: no causal mask, no right bound of a window, no lengths."""
+    """The last queries may attend to the last keys: no causal mask, no right bound of a window, no lengths.
+
+    With a right bound the gradients were right without a guard, also where all queries attend to the last keys (H200, 9.19;
+    ``test_a_right_bound_prevents_the_bug_of_the_last_keys`` repeats it).
+    """
     return not problem.ragged and (problem.band is None or problem.band.right is None)
 
 

@@ -48,7 +48,7 @@ _HEADER = """
 #define __launch_bounds__(...)
 #define CUDART_INF_F INFINITY
 #define CUDART_NAN_F NAN
-static inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+#define rsqrtf(x) (1 / std::sqrt(float(x)))  // a macro: newer C libraries declare the function
 static inline void sincospi(double x, double* s, double* c) { *s = std::sin(x * M_PI); *c = std::cos(x * M_PI); }
 static inline void sincospif(float x, float* s, float* c) { double y, z; sincospi(x, &y, &z); *s = y; *c = z; }
 using std::isinf; using std::isnan; using std::isfinite;

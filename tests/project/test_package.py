@@ -51,7 +51,7 @@ CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.a
 
 def test_import_loads_neither_cupy_nor_cudnn(tmp_path):
     """Nor does a call on numpy arrays. The import loads almost nothing, and a call no module of another function."""
-    code = "import sys, numpy; before = {*sys.modules}; import cupy_sdpa; print(*{*sys.modules} - before)"
+    code = "import importlib, sys, numpy; before = {*sys.modules}; import cupy_sdpa; print(*{*sys.modules} - before)"
     code += f"; {CALL}; print(*{{*sys.modules}} - before); cupy_sdpa.explain(x, x, x); print(*sys.modules)"
     done = python("-c", f"{code}; import ml_dtypes; print(*sys.modules)", cwd=tmp_path)
     loaded, after_a_call, after_explain, after_another = (set(line.split()) for line in done.lines)
@@ -130,6 +130,13 @@ def test_the_readme_on_a_package_index():
             assert (kind == "raw") == path.endswith(".svg")
     assert re.findall(r"```.*?```", text, re.S) == re.findall(r"```.*?```", converted, re.S)
     assert absolute("```python\nx[i](y)\n```\n", address) == "```python\nx[i](y)\n```\n"
+
+
+def test_old_versions_of_python_read_the_requirement():
+    """setup.py runs on Python 3.10, so that pip reports the required version."""
+    path = ROOT / "setup.py"
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+    assert {*imports(path)} == {"re", "pathlib", "setuptools"}
 
 
 def test_the_citation():
