@@ -74,7 +74,7 @@ def _problems():
 
 
 PROBLEMS = _problems()
-SHORT = ("forward, bias, ALiBi, softcap", "gradients, ALiBi, softcap, dropout")
+SHORT = ("forward, sinks, window", "gradients, ALiBi, softcap, dropout")
 
 
 def options_of(problem):
@@ -116,9 +116,10 @@ def tensors_of(graph):
 
 
 def dropped(compiled, graph, others):
-    """The arrays, scalars and options of a graph that the kernel that cuDNN compiles for it ignores."""
+    """The arrays, scalars and options of a graph that its compiled kernel ignores; None if cuDNN has no plan for the graph."""
     kernels = compiled(graph)
-    assert not isinstance(kernels, str), kernels
+    if isinstance(kernels, str):
+        return None
     arrays, constants = tensors_of(graph)
     exempt = EXEMPT_GRADIENTS if "dout" in arrays else EXEMPT
     missing = {name for name in (arrays | constants) - kernels.passed if not re.fullmatch("|".join(exempt), name)}
@@ -128,7 +129,8 @@ def dropped(compiled, graph, others):
             own = (arrays | constants).difference(*tensors_of(other))
             if own & arrays and not own & missing:
                 continue
-            if compiled(other).digest == kernels.digest:
+            other_kernels = compiled(other)
+            if isinstance(other_kernels, str) or other_kernels.digest == kernels.digest:
                 same.add(option)
             else:
                 missing -= own
@@ -148,7 +150,7 @@ def check(names, gpu, planner, kernels):
         problem, capability = PROBLEMS[name], gpus.capability(gpu)
         if not why_not(problem, version, capability):
             found[name] = dropped(compiled, *graphs_of(problem, guards(problem, version, capability)))
-    assert len(found) > len(names) // 2
+    assert sum(ignored == set() for ignored in found.values()) > len(names) // 2
     assert not {name: ignored for name, ignored in found.items() if ignored}
 
 
