@@ -121,7 +121,7 @@ class BlockMask(NoArray):
     """
 
     #: The end of the error message of a call that takes arrays only.
-    not_an_array = (
+    _not_an_array = (
         "pass it as block_mask=; its method to_dense() returns a bool array (Skv, Sq, heads, batch). Combine conditions in "
         "the function from which cupy_sdpa.block_mask creates it"
     )
@@ -286,7 +286,7 @@ class BlockMask(NoArray):
 
     def __dir__(self) -> list[str]:
         """The public names."""
-        return [name for name in dir(type(self)) if name[0] != "_" and name not in NoArray.__annotations__]
+        return [name for name in dir(type(self)) if name[0] != "_"]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

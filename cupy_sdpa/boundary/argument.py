@@ -53,14 +53,14 @@ class NoArray:
     """Base of masks that are not arrays: operators and attributes of arrays raise an error that names the array of the mask.
 
     Attributes:
-        not_an_array: what to use instead; the end of the message.
+        _not_an_array: what to use instead; the end of the message.
     """
 
-    not_an_array: str
+    _not_an_array: str
     __array_ufunc__: Any
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"{in_words(self)} is not an array: {self.not_an_array}")
+        raise TypeError(f"{in_words(self)} is not an array: {self._not_an_array}")
 
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __getitem__ = _refuse
     __iter__ = __contains__ = __array_ufunc__ = _refuse
@@ -68,7 +68,7 @@ class NoArray:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self.not_an_array}")
+        raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self._not_an_array}")
 
 
 def read_array(name: str, array: Any) -> Argument:
@@ -82,7 +82,7 @@ def read_array(name: str, array: Any) -> Argument:
     if type(array) is InterpretedArray:
         return Argument(name, array, array.data.ptr, None)
     if not cupy_runtime.is_array(array):
-        if remedy := getattr(type(array), "not_an_array", None):
+        if remedy := getattr(type(array), "_not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
         if array is ...:
             raise TypeError(f"{name} is not passed: pass it by position, or as {name}=")

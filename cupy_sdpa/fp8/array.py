@@ -52,7 +52,7 @@ class Fp8Array:
     """
 
     #: The end of the error message of a call that does not take FP8 arrays.
-    not_an_array = (
+    _not_an_array = (
         "attention, explain and KVCache.append take FP8 arrays, q, k and v together; convert it with its method dequantize(), "
         "or for gradients call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays"
     )
@@ -173,7 +173,7 @@ class Fp8Array:
         Raises:
             TypeError: always.
         """
-        raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self.not_an_array}")
+        raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self._not_an_array}")
 
     def dequantize(self, dtype: Any = "float32") -> Any:
         """The values as an array with the memory order of the elements; a rotation is undone.

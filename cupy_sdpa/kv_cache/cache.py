@@ -87,7 +87,7 @@ class KVCache(CacheState):
     """
 
     #: The end of the error message of a call that takes the cache for an array.
-    not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
+    _not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Mask(NoArray):
         shape: ``(keys, queries)``, or ``(keys, queries, 1, B)`` with lengths.
     """
 
-    not_an_array = "its attribute .array is a bool array"
+    _not_an_array = "its attribute .array is a bool array"
     __array_ufunc__ = None  # numpy and CuPy leave ``array & mask`` to :meth:`__rand__`
 
     def __init__(self, xp: Any, keys: int, queries: int, *, causal: bool = False, lengths: Any = None) -> None:

@@ -66,7 +66,7 @@ def to_four_axes(array: Any) -> Any:
 
 def check_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not an array."""
-    if remedy := getattr(type(x), "not_an_array", None):
+    if remedy := getattr(type(x), "_not_an_array", None):
         raise TypeError(f"{name} is {in_words(x)}; {remedy}")
     if not hasattr(x, "ndim"):
         raise TypeError(f"{name} is {in_words(x)}; pass an array: convert with numpy.asarray(...) or cupy.asarray(...)")

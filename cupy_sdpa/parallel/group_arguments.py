@@ -204,7 +204,7 @@ def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -
     tensors = {f"tensors[{name!r}]": x for name, x in (options.get("tensors") or {}).items()}
     others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}
     for name, value in {**arrays, **others, **tensors}.items():
-        if name in arrays and (remedy := getattr(type(value), "not_an_array", None)):
+        if name in arrays and (remedy := getattr(type(value), "_not_an_array", None)):
             raise TypeError(f"{name} is {in_words(value)}; {remedy}")
         if name in CU_SEQLENS and not cupy_runtime.is_array(value):
             key.append((name, np.asarray(value).tobytes()))
