@@ -205,8 +205,8 @@ def scores(
         h, b: the query head and the batch entry.
         softcap: :math:`c`.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
-        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. It masks a score that it lowers by more
-            than 1e6, to less than -1e6.
+        bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. A score of at most -5e8 with the
+            bias is masked.
         mask: bool, with the axes of the bias; False masks a key.
         options: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
 
@@ -232,9 +232,8 @@ def scores(
         center = diagonal(i, *lengths, causal=options.get("causal", False), window=options.get("window"))
         s = s - float(alibi_slopes[h]) * np.abs(center - j)
     if bias is not None:
-        unbiased = s
         s = s + np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
-        attends = attends & ~(s < np.minimum(unbiased, 0) - 1e6)  # NaN is not masked
+        attends = attends & ~(s <= -5e8)  # NaN is not masked
     return np.where(attends, s, -np.inf)
 
 

@@ -24,8 +24,8 @@ from .functions import COMPUTED, function_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: A bias masks a score that it lowers by more than this, to less than its negative.
-MASKING = 1e6
+#: Scores up to this value count as masked.
+MASKED = -5e8
 #: The step of the central differences.
 STEP = 1e-6
 #: A score function is not differentiable if its derivative changes by more than this in a step, at weights above the second.
@@ -201,7 +201,7 @@ class Results:
     Attributes:
         values: the results by name, in the shapes of the call's.
         q, k, v, out, product: in the working precision; the product of q and k is scaled.
-        softcap_input, unbiased: the scores before the softcap, and before the bias.
+        softcap_input: the scores before the softcap.
         scores: the scores after the mask, -inf where masked.
         sink: the score of the sink, ``(B, Hkv, G, Sq, 1)``.
         p, sink_weight: the weights, softmax of the scores, and that of the sink.
@@ -252,8 +252,7 @@ class Results:
         self.product = np.broadcast_to(work.type(inputs.scale) * (self.q @ self.k.swapaxes(-1, -2)), inputs.shape)
         scores = self._scores()
         # A score of -inf from a score function is masked, even if the softcap or the bias makes it finite.
-        masked = (scores < np.minimum(self.unbiased, 0) - MASKING) | np.isneginf(self.softcap_input)
-        self.attended = inputs.visible() & ~masked
+        self.attended = inputs.visible() & ~(scores <= MASKED) & ~np.isneginf(self.softcap_input)
         self.scores = np.where(self.attended, scores, -np.inf).astype(work)
         self.sink = self._sink()
         found, *rows = exponentials(self.scores, self.sink[..., 0])
@@ -285,7 +284,7 @@ class Results:
         return np.where(inside, inputs.expand_heads(inputs.data.arrays["sinks"]), sink).astype(self.work)
 
     def _scores(self) -> Array:
-        """Return the scores before the mask; also set the scores before the softcap and before the bias."""
+        """Return the scores before the mask; also set the scores before the softcap."""
         inputs, work, options, arrays = self.inputs, self.work, self.inputs.case.options, self.inputs.data.arrays
         scores = self.product
         if "score_mod" in options:
@@ -297,7 +296,6 @@ class Results:
         if "alibi_slopes" in options:
             distance = np.abs(inputs.diagonal() - np.arange(inputs.case.skv)).astype(work)
             scores = scores - inputs.expand_heads(arrays["alibi_slopes"]).astype(work) * distance
-        self.unbiased = scores
         if "bias" in options:
             with np.errstate(over="ignore"):
                 scores = scores + inputs.expand_scores(arrays["bias"]).astype(work)

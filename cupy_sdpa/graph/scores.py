@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from .. import zoo
 from ..problem.band import Band
 from ..problem.problem import Problem
-from ..score_fn.expression import AXES, EMPTY_EXPRESSION, Writer
-from ..score_fn.mask_analysis import MASKED_SCORE, without_terms
+from ..score_fn.expression import AXES, EMPTY_EXPRESSION
+from ..score_fn.mask_analysis import MASKED_SCORE
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
-from .emit import LARGEST, UNBOUNDED, Emitter, is_repeated
+from .emit import UNBOUNDED, Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import Operands
 
@@ -25,17 +27,10 @@ _WIDE = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """The modified scores as a function of the scaled scores.
-
-    Attributes:
-        emitter: emits the steps.
-        root: the step of the modified scores. Its derivative is used: masked scores have the weight 0.
-        masked: the same with -inf where a finite number masks.
-    """
+    """The modified scores, the step ``root`` of the emitter, as a function of the scaled scores."""
 
     emitter: Emitter
     root: int
-    masked: int
 
 
 class Scores:
@@ -58,7 +53,7 @@ class Scores:
         """``S <- f(scale S)`` with the score function, softcap, ALiBi slopes and bias in f; and f itself."""
         s = self._scaled(s)
         function = self._function(s)
-        return function.emitter(function.masked), function
+        return self._mask_by_value(function.emitter(function.root)), function
 
     def derivative(self, ds: Tensor, function: ScoreFunction) -> Tensor:
         """``dS <- dS * dS/dx`` with the scaled score x, or the array ``gradient_of`` of the settings."""
@@ -117,34 +112,39 @@ class Scores:
         tracer = FunctionTracer({}, {}, self.program.steps)
         leaf = tracer.writer.leaf
         score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
-        kept = self._kept_by_function(tracer.writer, score.step)
         indices = [Value(tracer, leaf("index", axis, "int")) for axis in AXES]
         if self.settings.softcap:
-            score = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
+            capped = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
+            score = self._unless_masked(tracer, score, capped) if self.program.score is not None else capped
         if self.problem.alibi_slopes:
             slope, (_, _, row, column) = Value(tracer, leaf("captured", "alibi_slopes")), indices
             score = zoo.add_linear_bias(score, slope, self._distance(tracer, s, row, column))
         if self.problem.bias:
-            before, score = score, score + Value(tracer, leaf("captured", "bias"))
-            if self.problem.bias.dtype in _WIDE:
-                kept.append(_kept(tracer.writer, score.step, before.step))
-        masked = score.step
-        for condition in kept:
-            masked = tracer.writer.add("binary_select", masked, tracer.writer.constant(-math.inf), condition)
-        return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step, masked)
+            score = score + Value(tracer, leaf("captured", "bias"))
+        return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
 
-    def _kept_by_function(self, writer: Writer, score: int) -> list[int]:
-        """The condition under which the score function does not mask by a finite number, if it may.
+    def _unless_masked(self, tracer: FunctionTracer, score: Value, capped: Value) -> Value:
+        """``-inf where score <= MASKED_SCORE, else capped``: the softcap of a masked score would be finite."""
+        may_mask = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
+        if not any(step.mode in may_mask for step in self.program.steps):
+            return capped
+        lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
+        return np.where(score <= lowest, -math.inf, capped)  # type: ignore[return-value]
 
-        With a softcap, which makes -inf finite, the condition also holds for -inf.
+    def _mask_by_value(self, s: Tensor) -> Tensor:
+        """``S <- S where not (S <= MASKED_SCORE), else -inf``, in a forward pass that may need it: NaN is not masked.
+
+        Comparing the score needs no second copy of it: a comparison of what a float32 array adds made Hopper's kernel spill
+        registers, and take 2.4 times as long.
         """
-        wide = {spec.name for spec in self.problem.captured if spec.dtype in _WIDE}
-        before, capped = without_terms(writer, score, wide), bool(self.settings.softcap)
-        infinite = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
-        may_be_infinite = capped and any(step.mode in infinite for step in self.program.steps)
-        if before == score and not may_be_infinite:
-            return []
-        return [_kept(writer, score, before, finite=capped)]
+        if self.problem.backward or not _may_mask_by_value(self.problem):
+            return s
+        lowest, zero = (
+            self.g.scalar(name, self.g.compute_dtype, value=x) for name, x in (("lowest", MASKED_SCORE), ("zero″", 0.0))
+        )
+        # The conditions are floats: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
+        masked = self.g.pointwise(f"masked = {s} ≤ {MASKED_SCORE:g}", "cmp_le", s, lowest, out="masked")
+        return self._where(s, self.g.pointwise("kept = masked = 0", "cmp_eq", masked, zero, out="kept"))
 
     def _distance(self, tracer: FunctionTracer, s: Tensor, row: Value, column: Value) -> Value:
         """``|p - j|``, the distance of a key from the diagonal p."""
@@ -248,15 +248,15 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     return frozenset(name for name, length in (("keys", skv), ("queries", sq)) if length % 128)
 
 
-def _kept(writer: Writer, score: int, before: int, *, finite: bool = False) -> int:
-    """``score >= min(before, 0) + MASKED_SCORE``: whether a score is not masked by the terms that ``before`` lacks.
+def _may_mask_by_value(problem: Problem) -> bool:
+    """True if a bias or a score function may mask by finite numbers, scores at or below ``MASKED_SCORE``.
 
-    A score that these terms lower by more than 1e6, to less than -1e6, is masked; a NaN is not. With ``finite`` -inf is masked
-    in any case.
+    float16 has no such numbers. The backward pass does not need the step: fully masked rows have L = -inf, and in other rows
+    such scores have the weight 0.
     """
-    zero = writer.constant(0.0)
-    lowest = writer.add("add", writer.add("min", before, zero), writer.constant(MASKED_SCORE))
-    if finite:
-        lowest = writer.add("max", lowest, writer.constant(-LARGEST))
-    # The conditions are floats: with a boolean the H200's forward kernel is 5 to 10 % slower (9.19 and 9.28).
-    return writer.add("cmp_eq", writer.add("cmp_lt", score, lowest), zero)
+    wide = [spec for spec in (problem.bias, *problem.captured) if spec and spec.dtype in _WIDE]
+    if not problem.has_score_mod:
+        return problem.bias in wide
+    program = problem.settings.program
+    selects = program is not None and any(step.mode == "binary_select" for step in program.steps)
+    return bool(wide) or selects

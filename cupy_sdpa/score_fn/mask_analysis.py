@@ -7,19 +7,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .expression import FLIPPED, Step, Writer
 
-#: A finite number masks where it lowers a score by more than 1e6, to less than -1e6: a number or an array's element that is
-#: added to the score or takes its place. So masks of finfo.min or -1e9 also mask whole rows. float32 values of this magnitude
-#: are 0.06 apart: differences between such scores, and the logarithm of the number of keys in the log-sum-exp, would be lost.
-#: A score that is low by itself is not masked.
-MASKED_SCORE = -1e6
-#: Modes whose result is low where an operand is low, and those of them with operands that are terms.
-_LOWERED = frozenset({"add", "sub", "min", "max", "mul", "div", "neg", "binary_select"})
-_WITH_TERMS = frozenset({"add", "sub", "min", "binary_select"})
+#: A score at or below this value counts as masked if a bias was added, or a function read an array or selected a number. So
+#: masks of finite numbers such as -1e9 or finfo.min also mask whole rows. float32 numbers of this magnitude are 32 apart:
+#: the softmax of such scores has no meaning. Without a bias and such a function no score is masked.
+MASKED_SCORE = -5e8
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
 
@@ -73,39 +69,11 @@ class SplitScore(NamedTuple):
     conditions: tuple[int, ...] = ()
 
 
-def without_terms(writer: Writer, score: int, wide: Container[str]) -> int:
-    """The score without the terms that may mask by a finite number; the same step if there are none.
-
-    A term does not depend on the score. It is added to the score, or takes its place by ``np.where`` or ``np.minimum``. It may
-    mask if it reads one of the arrays ``wide``, or contains a constant of a magnitude above 1e6; 0 replaces it.
-    """
-    replaced: dict[int, int] = {}
-    dependent: set[int] = set()
-    low: set[int] = set()
-    for number in writer.reachable(score):
-        mode, args, name, kind, value = writer.steps[number]
-        if mode == "score" or not dependent.isdisjoint(args):
-            dependent.add(number)
-        elif kind != "bool" and (
-            (mode == "captured" and name in wide)
-            or (mode == "constant" and -MASKED_SCORE < abs(value) < math.inf)
-            or not low.isdisjoint(args)
-        ):
-            low.add(number)
-        replaced[number] = number
-        if number in dependent and mode in _LOWERED:
-            operands = [replaced[arg] for arg in args[:2]]
-            if mode in _WITH_TERMS:
-                operands = [writer.constant(0, writer.steps[x].kind) if x in low else x for x in operands]
-            replaced[number] = writer.add(mode, *operands, *args[2:], kind=kind)
-    return replaced[score]
-
-
 def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
     """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
 
     ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
-    all hold. A score that is ``-inf`` everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
+    all hold. A score that is masked everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
     ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where
     it does not hold.
     """
@@ -114,7 +82,7 @@ def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
         for infinity in (-math.inf, math.inf):
             splits[known, infinity] = _split(writer, known, infinity, splits)
     step, conditions = splits[score, -math.inf]
-    if step is None:
+    if step is None or (writer.value(step) or 0.0) <= MASKED_SCORE:
         return writer.constant(0.0), [writer.constant(0.0, "bool")]
     return step, list(conditions)
 

@@ -53,7 +53,7 @@ class Tracer:
         self.line = ""  # the source line of the numpy call that is being traced
 
     def number(self, number: Any, kind: Kind) -> int:
-        """Record a number of the function: a constant if it is 0, 1, -1 or a float beyond 1e6, else a by-value scalar."""
+        """Record a number of the function: a constant if it is 0, 1, -1 or a float beyond 5e8, else a by-value scalar."""
         try:
             value = int(number) if kind == "int" else float(number)
         except OverflowError:

@@ -16,7 +16,7 @@ from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of
 from cupy_sdpa.check.execute import Expected, execute
-from cupy_sdpa.check.oracle import MASKING, Inputs, Results
+from cupy_sdpa.check.oracle import MASKED, Inputs, Results
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
@@ -224,7 +224,7 @@ def test_rows_masked_by_finite_values():
     """A bias below the threshold masks a key; a row of such keys gives output 0, log-sum-exp -inf and gradient 0."""
     case = Case(dtype="float64", sq=3, skv=4, backward=True, options={"bias": ("kq11", "float32", "normal")})
     data = build(case, 0)
-    data.arrays["bias"][:, 1] = -2 * MASKING
+    data.arrays["bias"][:, 1] = 2 * MASKED
     wanted = Expected(data)
     assert np.isneginf(wanted.truth.values["stats"][1]).all()
     assert wanted.exact["out"][:, :, 1].all()

@@ -33,8 +33,6 @@ OTHERS = {
     "infinity": (lambda s, *_: -INF, lambda s, *_: s, lambda b, h, i, j: j < 0),
     "finite number": (lambda s, *_: -1e9, lambda s, *_: s, lambda b, h, i, j: j < 0),
     "nothing": (lambda s, *_: np.where(True, s, -INF), lambda s, *_: s, lambda b, h, i, j: j >= 0),
-    "finite term": (lambda s, *_: -1e9 + s, lambda s, *_: s, lambda b, h, i, j: j < 0),
-    "product": (lambda s, b, h, i, j: s + (i < j) * -1e9, lambda s, *_: s, lambda b, h, i, j: i >= j),
     "bias": (lambda s, b, h, i, j, t: s + t[j], lambda s, *_: s + 0.25, lambda b, h, i, j: j % 3 != 1),
     "logarithm": (lambda s, b, h, i, j, t: s + np.log(t[j] + 1.75) * 1.0, lambda s, *_: s + np.log(2.0), lambda b, h, i,
     j: j % 3 != 1),
