@@ -13,7 +13,7 @@ from ..errors import INSTALL_FOR_GPU, CudnnError, pip_install
 from ..runtime import cupy_runtime
 from ..support.rules import MINIMUM_CAPABILITY
 from ..version import MINIMUM_CUDNN, version_text
-from .console import CommandError, one_line
+from .console import one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,
 #: the module was built for a different numpy version, the versions of its parts do not match.
@@ -121,13 +121,3 @@ def cuda_text(version: int) -> str:
     '12.9'
     """
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def check_memory(needed: int, what: str) -> None:
-    """Check that the system has the needed bytes of memory, without swapping, if it reports that."""
-    path = Path("/proc/meminfo")  # on Linux
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE) if path.exists() else None
-    if found and needed > (available := int(found[1]) * 1024):
-        raise CommandError(
-            f"{what} needs {needed / 2**30:.1f} GiB of memory including the result, {available / 2**30:.1f} GiB are available"
-        )

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 SHAPES = " ".join(f"64,8,{length},2" for length in range(100, 3000, 100))
 COMMANDS = [
-    "demo --engine numpy --seq 4000 --heads 16",
+    "demo --engine numpy --seq 8000",
     pytest.param("check --engine cpu", marks=pytest.mark.slow),
     pytest.param(f"plan {SHAPES} --gpu h200 -o plans", marks=[pytest.mark.cudnn, pytest.mark.slow]),
 ]

@@ -54,7 +54,7 @@ def check(value, rows):
 
 
 COMMANDS = (
-    "demo --seq 40 --engine numpy --json", "info --json", "explain 64,8,256,2 --causal --gpu h200 --json",
+    "info --json", "explain 64,8,256,2 --causal --gpu h200 --json",
     "explain 12,8,1000,2 --gpu h200 --json", pytest.param("support --json", marks=pytest.mark.slow),
 )  # fmt: skip
 
