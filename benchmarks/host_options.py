@@ -126,6 +126,11 @@ def forward(options: OptionsOf = lambda x: {}) -> Callable[[Inputs], Call]:
     return lambda x: functools.partial(cupy_sdpa.attention, *x.qkv, **options(x))
 
 
+def learned_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
+    """A score function with an array whose gradient is returned."""
+    return score + bias[h, q_idx, kv_idx]
+
+
 def gradients(options: OptionsOf = lambda x: {}, **outputs: bool) -> Callable[[Inputs], Call]:
     """:func:`cupy_sdpa.attention_backward` with options, after a forward pass."""
 
@@ -204,7 +209,7 @@ _OTHERS: dict[str, Callable[[Inputs], Call]] = {
     "gradients_lengths": gradients(lengths),
     "gradients_bias": gradients(lambda x: {"bias": x.bias}, return_dbias=True),
     "gradients_sinks": gradients(lambda x: {"sinks": x.sinks}, return_dsinks=True),
-    "gradients_tensors": gradients(lambda x: {"score_mod": zoo.bias, "tensors": {"bias": x.learned}}, return_dtensors=True),
+    "gradients_tensors": gradients(lambda x: {"score_mod": learned_bias, "tensors": {"bias": x.learned}}, return_dtensors=True),
 }
 KINDS = tuple(Kind(name, mix, call) for mix, calls in ((OPTIONS, _FORWARD), (OTHERS, _OTHERS)) for name, call in calls.items())
 

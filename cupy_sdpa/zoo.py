@@ -58,29 +58,9 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> A
     return add_linear_bias(score, slopes[h], abs(q_idx - kv_idx))
 
 
-def alibi_by_index(heads: int) -> Function:
-    """:func:`alibi` without an array: the slopes are ``2^(-8 (h + 1) / Hq)``, the usual ones if Hq is a power of two."""
-    _check(1, heads=heads)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return add_linear_bias(score, np.exp((h + 1) * (-8 * float(np.log(2)) / heads)), abs(q_idx - kv_idx))
-
-    return score_mod
-
-
 def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """``s + (i - j)``; Dong et al. 2024, "Flex Attention", section 3."""
     return score + (q_idx - kv_idx)
-
-
-def relative_causal(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``s + (i - j)`` where j <= i, else -inf: a causal mask in a score function."""
-    return np.where(q_idx >= kv_idx, score + (q_idx - kv_idx), -np.inf)
-
-
-def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
-    """``s + bias_hij``, ``bias`` (Hq, Sq, Skv): a learned relative position bias; Raffel et al. 2020, "T5", section 2.1."""
-    return score + bias[h, q_idx, kv_idx]
 
 
 def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Any:
@@ -142,16 +122,6 @@ def swin(height: int, width: int) -> Function:
     return score_mod
 
 
-def head_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
-    """``s + bias_h (j - i)``, ``bias`` (Hq,): a learned linear bias for each head."""
-    return score + bias[h] * (kv_idx - q_idx)
-
-
-def key_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, weight: Any) -> Any:
-    """``s + weight_bj``, ``weight`` (B, Skv): a bias for each key."""
-    return score + weight[b, kv_idx]
-
-
 def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature: Any) -> Any:
     """``s t_h``, ``temperature`` (Hq,); Henry et al. 2020, "Query-Key Normalization for Transformers", section 3."""
     return score * temperature[h]
@@ -163,87 +133,6 @@ def length_scaled(factor: float) -> Function:
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * (factor * np.log(q_idx + 1.0))
-
-    return score_mod
-
-
-def kerple(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, r1: Any, r2: Any) -> Any:
-    """``s - r1_h log(1 + r2_h |i - j|)``, ``r1``, ``r2`` (Hq,); Chi et al. 2022, "KERPLE", section 4."""
-    return score - r1[h] * np.log(1 + r2[h] * abs(q_idx - kv_idx))
-
-
-def gaussian(sigma: float) -> Function:
-    """``s - (i - j)^2 / (2 sigma^2)``: a soft window; Guo et al. 2019, "Gaussian Transformer", section 3, with b = 0."""
-    _check(_SMALLEST**0.5, _LARGEST**0.5, sigma=sigma)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        distance = q_idx - kv_idx
-        return score - distance * (0.5 / sigma**2) * distance  # in float: the square of 46341 overflows int32
-
-    return score_mod
-
-
-def decayed(rate: float) -> Function:
-    """``s exp(-rate |i - j|)``: the decay of Sun et al. 2023, "Retentive Network", section 2, which has no softmax."""
-    _check(0, _LARGEST, rate=rate)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score * np.exp(abs(q_idx - kv_idx) * -rate)
-
-    return score_mod
-
-
-def periodic(theta: float) -> Function:
-    """``s cos((i - j) theta)``: periodic in the distance."""
-    _check(-_LARGEST, _LARGEST, theta=theta)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score * np.cos((q_idx - kv_idx) * theta)
-
-    return score_mod
-
-
-def clipped(low: float, high: float) -> Function:
-    """``min(max(s, low), high)``."""
-    _check(-np.inf, np.inf, low=low, high=high)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return np.clip(score, low, high)
-
-    return score_mod
-
-
-def softsign(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``s / (1 + |s|)``."""
-    return score / (1 + abs(score))
-
-
-def quadratic(factor: float) -> Function:
-    """``s + a s^2``."""
-    _check(-_LARGEST, _LARGEST, factor=factor)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + factor * score * score
-
-    return score_mod
-
-
-def squared_relu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``s^2`` where s > 0, else 0: of the scores; So et al. 2021, "Primer", section 4, use it in feed-forward layers."""
-    return np.where(score > 0, score * score, 0.0)
-
-
-def root(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``sqrt(1 + s^2)``, a smooth absolute value."""
-    return np.sqrt(1 + score * score)
-
-
-def same_segment(bonus: float) -> Function:
-    """``s + bonus`` where query and key are in the same segment; ``segment`` (B, Sq), for Sq = Skv."""
-    _check(-np.inf, _LARGEST, bonus=bonus)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, segment: Any) -> Any:
-        return score + np.where(segment[b, q_idx] == segment[b, kv_idx], bonus, 0.0)
 
     return score_mod
 
@@ -309,16 +198,6 @@ def chunked(size: int) -> Function:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & (q_idx // size == kv_idx // size)
-
-    return mask_mod
-
-
-def block_sparse(size: int, every: int) -> Function:
-    """The keys of the query's block of ``size`` positions, and of every ``every``-th block, earlier or later."""
-    _check(1, size=size, every=every)
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx // size == kv_idx // size) | ((kv_idx // size) % every == 0)
 
     return mask_mod
 
@@ -424,11 +303,6 @@ def streaming(size: int, count: int) -> Function:
     return mask_mod
 
 
-def head_windows(b: Any, h: Any, q_idx: Any, kv_idx: Any, size: Any) -> Any:
-    """``0 <= i - j <= size_h``, ``size`` (Hq,): a window of ``size_h + 1`` keys for each head."""
-    return (q_idx >= kv_idx) & (q_idx - kv_idx <= size[h])
-
-
 def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
     """``order_j <= order_i``, ``order`` (Sq,): causal in a permuted order; Yang et al. 2019, "XLNet", content stream."""
     return order[q_idx] >= order[kv_idx]
@@ -452,11 +326,6 @@ def tree(b: Any, h: Any, q_idx: Any, kv_idx: Any, tree_number: Any, tree_first: 
     """
     number = tree_number[b, q_idx]
     return (number >= tree_first[b, kv_idx]) & (number <= tree_last[b, kv_idx])
-
-
-def checkered(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """``i + j`` is even."""
-    return (q_idx + kv_idx) % 2 == 0
 
 
 __all__ = [name for name, made in globals().items() if getattr(made, "__module__", "") == __name__ and name[0] != "_"]

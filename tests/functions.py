@@ -66,28 +66,11 @@ ZOO = [
     Functions("softcap", zoo.softcap(2.0)),
     Functions("alibi", zoo.alibi, None, lambda rng, h, q, kv, b: {"slopes": alibi_slopes(h)}),
     Functions("alibi_causal", zoo.alibi, zoo.causal, lambda rng, h, q, kv, b: {"slopes": alibi_slopes(h)}),
-    Functions("alibi_by_index", zoo.alibi_by_index(HQ)),
     Functions("relative_position", zoo.relative_position),
-    Functions("relative_causal", zoo.relative_causal),
-    Functions("bias", zoo.bias, None, lambda rng, h, q, kv, b: {"bias": _float(rng.standard_normal((h, q, kv)))}),
-    Functions("head_bias", zoo.head_bias, None, lambda rng, h, q, kv, b: {"bias": _float(rng.standard_normal(h) / 10)}),
-    Functions("key_bias", zoo.key_bias, None, lambda rng, h, q, kv, b: {"weight": _float(rng.standard_normal((b, kv)))}),
     Functions("temperature", zoo.temperature, None, lambda rng, h, q, kv, b: {"temperature": _float(rng.random(h) + 0.5)}),
     Functions("length_scaled", zoo.length_scaled(0.4)),
-    Functions("kerple", zoo.kerple, None, lambda rng, h, q, kv, b: {"r1": _float(rng.random(h)), "r2": _float(rng.random(h))}),
-    Functions("gaussian", zoo.gaussian(20.0)),
-    Functions("decayed", zoo.decayed(0.05)),
-    Functions("periodic", zoo.periodic(0.3)),
-    Functions("clipped", zoo.clipped(-0.7, 1.1)),
-    Functions("softsign", zoo.softsign),
-    Functions("quadratic", zoo.quadratic(0.3)),
-    Functions("squared_relu", zoo.squared_relu),
-    Functions("root", zoo.root),
     Functions("t5", zoo.t5(), None, lambda rng, h, q, kv, b: {"table": _float(rng.standard_normal((32, h)))}),
     Functions("t5_causal", zoo.t5(False, 8, 40), zoo.causal, lambda rng, h, q, kv, b: {"table": _float(rng.random((8, h)))}),
-    Functions(
-        "same_segment", zoo.same_segment(1.5), zoo.causal, lambda rng, h, q, kv, b: {"segment": _documents(rng, max(q, kv), b)}
-    ),
     Functions("causal", None, zoo.causal),
     Functions("sliding_window", None, zoo.sliding_window(15)),
     Functions("nearby", None, zoo.nearby(9)),
@@ -99,22 +82,17 @@ ZOO = [
     ),
     Functions("dilated", None, zoo.dilated(30, 3)),
     Functions("chunked", None, zoo.chunked(16)),
-    Functions("block_sparse", None, zoo.block_sparse(8, 3)),
     Functions("fixed", None, zoo.fixed(8, 2)),
     Functions("strided", None, zoo.strided(9)),
     Functions("natten", None, zoo.natten(7, 10, 3, 2)),
     Functions("image_window", None, zoo.image_window(10, 2)),
     Functions("with_global", None, zoo.with_global(5, 3)),
     Functions("streaming", None, zoo.streaming(12, 4)),
-    Functions(
-        "head_windows", None, zoo.head_windows, lambda rng, h, q, kv, b: {"size": rng.integers(0, 20, h).astype(np.int32)}
-    ),
     Functions("permuted", None, zoo.permuted, lambda rng, h, q, kv, b: {"order": rng.permutation(q).astype(np.int32)}),
     Functions("valid_keys", None, zoo.valid_keys, lambda rng, h, q, kv, b: {"valid": rng.random((b, kv)) < 0.7}),
     Functions("images", None, zoo.images, lambda rng, h, q, kv, b: {"image": _documents(rng, q, b) - 1}),
     Functions("tree", None, zoo.tree, lambda rng, h, q, kv, b: _tree(rng, q, kv, b)),
-    Functions("checkered", None, zoo.checkered),
-    Functions("checkered_quadratic", zoo.quadratic(-0.2), zoo.checkered),
+    Functions("dilated_length_scaled", zoo.length_scaled(-0.2), zoo.dilated(90, 2)),
 ]
 
 
@@ -157,6 +135,8 @@ OPERATIONS = [
         "hypot_of": lambda s: np.hypot(1.5, s), "modulus": lambda s: s + 0.05 * (5.0 % (s * s + 1)), "negative": lambda s: -s,
         "lesser": lambda s: np.minimum(s, 0.5 * s),
         "power_of": lambda s: (s * s + 1) ** (0.3 * s), "logaddexp": lambda s: np.logaddexp(0.5, s),
+        "squares": lambda s: np.where(s > 0, s * s, 0.0),
+        "clipped": lambda s: np.clip(s, -0.7, 1.1), "softsign": lambda s: s / (1 + abs(s)), "quadratic": lambda s: s + 0.3 * s * s,
         "bits": lambda s: s * (s > 0) + (s > 1), "constant": lambda s: 0.5, "itself": lambda s: s, "less": lambda s: 1 - s,
     }.items()
 ]  # fmt: skip
@@ -177,16 +157,16 @@ def _table(*axes):
 
 
 #: Functions with captured arrays whose gradients are compared: those of the zoo, and more ways to index an array.
-LEARNED = [
-    functions
-    for functions in ZOO
-    if functions.name in {"t5", "t5_causal", "alibi_causal", "bias", "head_bias", "key_bias", "temperature", "kerple"}
-]
+LEARNED = [functions for functions in ZOO if functions.name in {"t5", "t5_causal", "alibi_causal", "temperature"}]
 LEARNED += [
     Functions(name, function, None, _table(*axes))
     for name, axes, function in (
         ("added_before", "hqk", lambda s, b, h, i, j, x: 3 * np.tanh((s + x[h, i, j]) / 3)),
         ("added_behind", "bhqk", lambda s, b, h, i, j, x: 3 * np.tanh(s / 3) + x[b, h, i, j]),
+        ("bias", "hqk", lambda s, b, h, i, j, x: s + x[h, i, j]),
+        ("slope", "h", lambda s, b, h, i, j, x: s + x[h] * (j - i)),
+        ("key_bias", "bk", lambda s, b, h, i, j, x: s + x[b, j]),
+        ("logarithmic", "h2", lambda s, b, h, i, j, x: s - x[h, 0] * np.log(1 + x[h, 1] * abs(i - j))),
         ("gated", "bhq", lambda s, b, h, i, j, x: s * x[b, h, i]),
         ("pairs", "bq", lambda s, b, h, i, j, x: s + x[b, i] * x[b, j]),
         ("places", "2", lambda s, b, h, i, j, x: s * x[0] + x[1] * abs(i - j) * 0.05),

@@ -275,7 +275,7 @@ DESCRIPTIONS = [
         "dq is not a result"),
     row("Prepared", "return_stats at the call", prepared(lambda x, call: call(*x.qkv, return_stats=True)), TypeError,
         "return_stats"),
-    row("Prepared", "another function", prepared(lambda x, call: call(*x.qkv, score_mod=zoo.root), score_mod=zoo.softsign),
+    row("Prepared", "another function", prepared(lambda x, call: call(*x.qkv, score_mod=zoo.relative_position), score_mod=zoo.softcap(2.0)),
         ValueError, "function"),
     row("Prepared", "the forward arrays of a prepared backward pass", lambda x: prepare(*x.qkv, backward=True)(*x.qkv), TypeError,
         "3 arrays", "dout, q, k, v, out, stats"),

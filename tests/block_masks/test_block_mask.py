@@ -49,7 +49,7 @@ MASKS = [
     (zoo.sliding_window(40), (129, 127), 128), (zoo.sliding_window(7), (50, 30), 1),
     (zoo.sliding_window(70), (700, 257), 256), (zoo.sliding_window(70), (128, 300), (128, 64)),
     (zoo.image_window(20, 3), (500, 300), 64), (zoo.image_window(20, 3), (1, 1), 384),
-    (zoo.chunked(100), (128, 128), (256, 128)), (zoo.chunked(100), (1000, 1), 384), (zoo.checkered, (500, 300), 64),
+    (zoo.chunked(100), (128, 128), (256, 128)), (zoo.chunked(100), (1000, 1), 384), (zoo.dilated(499, 2), (500, 300), 64),
 ]  # fmt: skip
 
 

@@ -79,11 +79,6 @@ MASKS = {
     "fixed": (zoo.fixed(8, 2), fixed(8, 2), {}),
     "fixed, uneven": (zoo.fixed(9, 1), fixed(9, 1), {}),
     "strided": (zoo.strided(9), strided(9), {}),
-    "block sparse": (
-        zoo.block_sparse(4, 3),
-        lambda i: {*range(i // 4 * 4, i // 4 * 4 + 4), *(j for n in range(0, S // 4, 3) for j in range(4 * n, 4 * n + 4))},
-        {},
-    ),
     "causal": (zoo.causal, lambda i: range(i + 1), {}),
     "sliding window": (zoo.sliding_window(9), lambda i: range(max(0, i - 9), i + 1), {}),
     "dilated": (zoo.dilated(12, 3), lambda i: [i - 3 * n for n in range(5) if i >= 3 * n], {}),
@@ -94,7 +89,6 @@ MASKS = {
     "causal document": (
         zoo.causal_document, lambda i: [j for j in range(i + 1) if IDS[j] == IDS[i]], {"document_id": IDS}
     ),
-    "head windows": (zoo.head_windows, lambda i: range(max(0, i - 5), i + 1), {"size": np.array([5])}),
     "permuted": (
         zoo.permuted, lambda i: np.argsort(ORDER)[: ORDER[i] + 1].tolist(), {"order": ORDER}
     ),
@@ -104,7 +98,6 @@ MASKS = {
         lambda i: {*range(i + 1), *(j for j in range(S) if IMAGE[i] >= 0 and IMAGE[j] == IMAGE[i])},
         {"image": IMAGE[None]},
     ),
-    "checkered": (zoo.checkered, lambda i: range(i % 2, S, 2), {}),
 }  # fmt: skip
 
 
@@ -126,17 +119,14 @@ def test_masks_are_those_of_the_papers(name):
 def test_every_mask_function_is_compared():
     """A mask function without a definition here fails."""
     compared = {getattr(mask_mod, "__qualname__", "").split(".")[0] for mask_mod, *_ in MASKS.values()}
-    of_masks = {"causal", "prefix_lm", "document", "causal_document", "head_windows", "permuted", "valid_keys", "images"}
-    made = {"sliding_window", "nearby", "dilated", "chunked", "block_sparse", "fixed", "strided", "natten", "image_window"}
-    assert compared == of_masks | made | {"with_global", "streaming", "checkered"}
+    of_masks = {"causal", "prefix_lm", "document", "causal_document", "permuted", "valid_keys", "images"}
+    made = {"sliding_window", "nearby", "dilated", "chunked", "fixed", "strided", "natten", "image_window"}
+    assert compared == of_masks | made | {"with_global", "streaming"}
 
 
 SCORES = {
     "softcap": (zoo.softcap(3.0), lambda s, i, j: 3 * np.tanh(s / 3)),
-    "alibi": (zoo.alibi_by_index(8), lambda s, i, j: s - 2.0**-1 * abs(i - j)),
     "scalable softmax": (zoo.length_scaled(0.43), lambda s, i, j: s * 0.43 * np.log(i + 1)),
-    "gaussian": (zoo.gaussian(4.0), lambda s, i, j: s - (i - j) ** 2 / 32),
-    "decayed": (zoo.decayed(0.1), lambda s, i, j: s * np.exp(-0.1) ** abs(i - j)),
 }
 
 

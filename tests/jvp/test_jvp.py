@@ -58,8 +58,8 @@ def difference(arrays, tangents, step=1e-6, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": "bottom_right", "softcap": 3.0}, {"score_mod": zoo.softsign, "dropout_p": 0.3, "seed": 5},
-        {"mask_mod": zoo.checkered, "sinks": np.ones(4, "f4")}, {"score_mod": zoo.quadratic(0.3), "mask_mod": zoo.causal},
+        {"causal": "bottom_right", "softcap": 3.0}, {"score_mod": zoo.softcap(1.5), "dropout_p": 0.3, "seed": 5},
+        {"mask_mod": zoo.dilated(90, 2), "sinks": np.ones(4, "f4")}, {"score_mod": zoo.length_scaled(0.3), "mask_mod": zoo.causal},
     ],
     ids=["softcap", "dropout", "sinks", "functions"],
 )  # fmt: skip

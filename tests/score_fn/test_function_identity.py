@@ -254,9 +254,9 @@ NAMED = {f"{f.name}.{kind}": getattr(f, kind) for f in functions.ZOO for kind in
 def test_functions_of_the_zoo():
     """Each has an identity; functions that are created with equal parameters have equal identities."""
     assert [name for name, function in NAMED.items() if identity(function) is None] == []
-    one = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
-    same = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.alibi_by_index(4), zoo.clipped(-1.0, 1.0), zoo.dilated(3, 4)]
-    other = [zoo.softcap(2.5), zoo.natten(10, 10, 5), zoo.alibi_by_index(5), zoo.clipped(-1.0, 1), zoo.dilated(4, 3)]
+    one = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.length_scaled(4), zoo.chunked(8), zoo.dilated(3, 4)]
+    same = [zoo.softcap(2.0), zoo.natten(10, 10, 3), zoo.length_scaled(4), zoo.chunked(8), zoo.dilated(3, 4)]
+    other = [zoo.softcap(2.5), zoo.natten(10, 10, 5), zoo.length_scaled(5), zoo.chunked(9), zoo.dilated(4, 3)]
     assert [identity(f) for f in one] == [identity(f) for f in same]
     assert len({identity(f) for f in [*one, *other]}) == 10
 

@@ -34,7 +34,7 @@ def test_gradients_match_finite_differences(functions):
 
 
 @pytest.mark.parametrize(
-    ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("kerple", 3), ("pairs", 3)]
+    ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("logarithmic", 3), ("pairs", 3)]
 )
 def test_arrays_share_a_launch_where_they_can(name, launched):
     """An array whose derivative equals that of the product of q and k shares its subproblem; any other has its own."""
@@ -48,7 +48,7 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
 def test_every_launch_is_planned_before_the_first_runs(fake):
     """If the second subproblem is refused, nothing has been written."""
     q, k, v, dout = map(fake.asarray, arrays("float16", s=30))
-    options = NAMED["kerple"].options(fake, q=30, kv=30)
+    options = NAMED["logarithmic"].options(fake, q=30, kv=30)
     out, stats = attention(q, k, v, return_stats=True, **options)
     attention_backward(dout, q, k, v, out, stats, **options)  # the first subproblem has a plan
     targets = {name: fake.full(x.shape, np.nan, np.float16, order="F") for name, x in (("dq", q), ("dk", k), ("dv", v))}
@@ -60,8 +60,9 @@ def test_every_launch_is_planned_before_the_first_runs(fake):
 def test_only_requested_gradients_are_returned():
     """Names select them; an array that only a mask function reads, or that no score depends on, has the gradient 0."""
     q, k, v, dout = arrays(s=30)
-    _, pullback = attention_vjp(q, k, v, return_dtensors=["r2"], **NAMED["kerple"].options(q=30, kv=30))
-    assert set(pullback(dout)[3]) == {"r2"}
+    gains = {"score_mod": lambda s, b, h, i, j, x, y: s * x[h] + y[j], "tensors": {"x": np.ones(4), "y": np.ones(30)}}
+    _, pullback = attention_vjp(q, k, v, return_dtensors=["y"], **gains)
+    assert set(pullback(dout)[3]) == {"y"}
     cut = {"mask_mod": lambda b, h, i, j, x: x[j] > 0.5, "tensors": {"x": np.linspace(0, 1, 30)}}
     _, pullback = attention_vjp(q, k, v, return_dtensors="x", **cut)
     assert not pullback(dout)[3]["x"].any()
