@@ -75,7 +75,7 @@ class Problem:
 
     def widened(self) -> Call:
         """The same from arrays that are widened before."""
-        arrays = cupy_sdpa.composed.widen(*self.arrays.values(), **self.given)
+        arrays = cupy_sdpa.widen(*self.arrays.values(), **self.given)
         return functools.partial(cupy_sdpa.attention_jvp, *self.arrays.values(), widened=arrays, causal=self.size.causal)
 
     def forward(self) -> Any:

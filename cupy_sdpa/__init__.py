@@ -3,13 +3,14 @@
 ``help(cupy_sdpa.attention)`` shows one function. The functions and classes are:
 
 ============  ========================================================================================================
-attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, weight_sums
+attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, widen, weight_sums
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
 inference     KVCache, Rope, apply_rope, shared_prefix_attention, merge
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
-plans         explain (Report), prepare (Prepared), get_plan_cache, problem (Problem); store: plans on disk
+plans         explain (Report), explain_function, prepare (Prepared), get_plan_cache; store: plans on disk
+problems      problem (Problem), jvp_problems, weight_sums_problems: to plan ahead of time
 checks        reference: attention in float64
-more          composed, fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
+more          fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
 errors        Unsupported, CudnnError, OutOfPages, DiskCacheWarning
 ============  ========================================================================================================
 
@@ -41,7 +42,9 @@ __all__ = [
     "cu_seqlens_with_gaps",
     "dropout_mask",
     "explain",
+    "explain_function",
     "get_plan_cache",
+    "jvp_problems",
     "merge",
     "page_table_from_lists",
     "prepare",
@@ -49,28 +52,31 @@ __all__ = [
     "shared_prefix_attention",
     "tree_mask",
     "weight_sums",
+    "weight_sums_problems",
+    "widen",
 ]
 
 #: Public modules, imported on first use.
-_MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+_MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 #: Modules with public names, imported on the first use of a name; type checkers read the imports below instead.
 _NAMES = {
     "attention_functions": ("attention", "attention_backward"),
     "block_masks.block_mask": ("BlockMask", "block_mask"),
     "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
-    "explanation": ("explain", "get_plan_cache", "problem"),
+    "explanation": ("explain", "explain_function", "get_plan_cache", "problem"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge"),
-    "jvp": ("attention_jvp",),
+    "jvp": ("attention_jvp", "jvp_problems"),
     "kv_cache.cache": ("KVCache",),
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
     "preparation": ("Prepared", "prepare"),
     "problem.problem": ("Problem",),
+    "programs.derivative": ("widen",),
     "replay.call_report": ("Report",),
     "rope": ("Rope", "apply_rope"),
     "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
     "tree": ("tree_mask",),
     "vjp": ("Pullback", "attention_vjp"),
-    "weights": ("weight_sums",),
+    "weights": ("weight_sums", "weight_sums_problems"),
 }
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
@@ -79,7 +85,6 @@ _OTHER_FUNCTIONS = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import composed as composed
     from . import fp8 as fp8
     from . import layout as layout
     from . import nnlib as nnlib
@@ -93,21 +98,22 @@ if TYPE_CHECKING:
     from .errors import DiskCacheWarning as DiskCacheWarning
     from .errors import OutOfPages as OutOfPages
     from .errors import Unsupported as Unsupported
-    from .explanation import explain, get_plan_cache, problem
+    from .explanation import explain, explain_function, get_plan_cache, problem
     from .helpers import alibi_slopes, dropout_mask, merge
-    from .jvp import attention_jvp
+    from .jvp import attention_jvp, jvp_problems
     from .kv_cache.cache import KVCache
     from .kv_cache.shared_prefix import shared_prefix_attention
     from .preparation import Prepared as Prepared
     from .preparation import prepare
     from .problem.problem import Problem as Problem
+    from .programs.derivative import widen
     from .replay.call_report import Report as Report
     from .rope import Rope, apply_rope
     from .sequences import cu_seqlens_with_gaps, page_table_from_lists
     from .tree import tree_mask
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
-    from .weights import weight_sums
+    from .weights import weight_sums, weight_sums_problems
 else:
     from . import problem
 

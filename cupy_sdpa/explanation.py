@@ -220,7 +220,7 @@ def explain_function(
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((8, 1, 256, 1), np.float32, order="F")
     >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.sliding_window(64), 256, 256)
-    >>> report = cupy_sdpa.composed.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
+    >>> report = cupy_sdpa.explain_function(cupy_sdpa.attention_jvp, x, x, x, x, block_mask=mask)
     >>> bool(report), len(report.steps) > 1
     (True, True)
     """

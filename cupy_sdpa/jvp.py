@@ -71,7 +71,7 @@ def attention_jvp(
         q, k, v: as for :func:`cupy_sdpa.attention`.
         dq, dk, dv: the direction: arrays of the shapes and dtypes of q, k and v, with any strides. None is 0, and takes less
             time; at least one is given.
-        widened: the arrays that :func:`cupy_sdpa.composed.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
+        widened: the arrays that :func:`cupy_sdpa.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
             and v must be the arrays that it was called with. Default None.
         return_stats: also return the log-sum-exp of the scores, float32, and float64 for float64 arrays. Default False.
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
@@ -207,7 +207,7 @@ def jvp_problems(
 
     >>> import cupy_sdpa
     >>> shape = (64, 8, 1024, 2)
-    >>> for problem in cupy_sdpa.composed.jvp_problems(shape, shape, shape, dtype="bfloat16"):
+    >>> for problem in cupy_sdpa.jvp_problems(shape, shape, shape, dtype="bfloat16"):
     ...     print("gradients" if problem.backward else "forward", problem.q.shape[0], problem.v.shape[0])
     forward 64 128
     forward 64 128

@@ -72,7 +72,7 @@ def build(
     folder. Trivial problems, which need no plan, are skipped. Plans that are in the folder already are not built again.
 
     Args:
-        problems: from :func:`cupy_sdpa.problem` and :func:`cupy_sdpa.composed.jvp_problems`.
+        problems: from :func:`cupy_sdpa.problem` and :func:`cupy_sdpa.jvp_problems`.
         gpu: the name of a described GPU, such as ``"h200"``, or the path of a description; or several of them.
         folder: where to store the plans; if it does not exist, it is created, accessible only to its owner.
         cudnn: the required version of cuDNN, such as ``"9.19"``; or the path of the libcudnn.so.9 to plan with. Default None:

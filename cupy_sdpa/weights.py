@@ -121,7 +121,7 @@ def weight_sums_problems(
     Raises:
         TypeError, ValueError, Unsupported: the arguments are invalid.
 
-    >>> from cupy_sdpa.composed import weight_sums_problems
+    >>> from cupy_sdpa import weight_sums_problems
     >>> for problem in weight_sums_problems((64, 8, 1024, 2), (64, 4, 4096, 2), dtype="bfloat16"):
     ...     print(problem.q.shape, problem.k.shape)
     (64, 8, 1024, 2) (64, 4, 4096, 2)

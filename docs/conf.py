@@ -32,7 +32,6 @@ release = cupy_sdpa.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include them
 autodoc_typehints = "none"
-autodoc_mock_imports = ["torch", "thinc"]  # of cupy_sdpa.integrations
 myst_heading_anchors = 3
 napoleon_use_param = False  # one entry for several names, as in "dq, dk, dv: ..."
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]

@@ -18,7 +18,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 #: Modules that import a library, and are imported anew with its stand-in.
-_INTEGRATIONS = ("cupy_sdpa.integrations.torch", "cupy_sdpa.integrations.thinc")
+_IMPORTING = ("examples.torch_attention", "examples.thinc_layer")
 
 
 class Wrapped:
@@ -210,11 +210,11 @@ def installed():
     thinc, api, types = make_thinc()
     modules = {
         "torch": torch, "jax": jax, "numba": numba, "numba.cuda": cuda, "another": another, "thinc": thinc, "thinc.api": api,
-        "thinc.types": types, **dict.fromkeys(_INTEGRATIONS),
+        "thinc.types": types, **dict.fromkeys(_IMPORTING),
     }  # fmt: skip
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update({name: made for name, made in modules.items() if made})
-    for name in _INTEGRATIONS:
+    for name in _IMPORTING:
         sys.modules.pop(name, None)
     Wrapped.streams.clear()
     try:

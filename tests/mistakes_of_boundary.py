@@ -148,7 +148,7 @@ LIBRARIES = [
     row("fp8.quantize", "tensors", in_torch(fp8.quantize), TypeError, "quantize takes numpy and CuPy arrays: share"),
     row("attention", "a tensor that requires a gradient", shared(lambda own,
         x: attention(*[own.torch(x, requires_grad=True)] * 3)),
-        TypeError, "q requires a gradient", "cupy_sdpa.integrations.torch.attention"),
+        TypeError, "q requires a gradient", "examples/torch_attention.py"),
     row("attention", "arrays traced by JAX", shared(lambda own, x: attention(*[own.modules["jax"].DynamicJaxprTracer()] * 3)),
         TypeError,
         "q is traced by JAX"),
@@ -158,19 +158,7 @@ LIBRARIES = [
         "__dlpack_device__": lambda self: (8, 0), "__module__": "another"})(x)] * 3)), TypeError, "DLPack type 8"),
     row("attention", "arrays of an unknown library", lambda _: attention(*[type("Unknown", (), {
         "__dlpack__": None, "shape": (1,), "__module__": "nothing"})()] * 3), TypeError, "nothing.Unknown", "cupy.from_dlpack"),
-    row("integrations.torch.attention", "a numpy array among tensors", in_torch(lambda t: torch_attention(t, X, t)), TypeError,
-        "k is a numpy.ndarray; pass a torch.Tensor"),
-    row("integrations.torch.attention", "captured arrays that require a gradient", shared(lambda own, x: torch_attention(
-        *[own.torch(x)] * 3, tensors={"x": own.torch(np.ones(2, "f4"), requires_grad=True)})), TypeError,
-        "tensors['x'] requires a gradient"),
 ]  # fmt: skip
-
-
-def torch_attention(*arrays, **options):
-    """The function for PyTorch."""
-    from cupy_sdpa.integrations.torch import attention as differentiable
-
-    return differentiable(*arrays, **options)
 
 
 ENGINES = [

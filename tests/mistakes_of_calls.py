@@ -20,9 +20,9 @@ from cupy_sdpa import (
     merge,
     problem,
     shared_prefix_attention,
+    widen,
     zoo,
 )
-from cupy_sdpa.composed import widen
 
 
 def passing(**options):
@@ -425,7 +425,7 @@ OPTIONS += [
       for name, value in (("backward", True), ("k", np.ones(1)))),
     row("explain", "a read-only out", lambda x: explain(x.s, x.s, x.s, out=read_only(x.s)), ValueError, "out is read-only"),
     row("explain", "q passed twice", lambda x: explain(x.s, x.s, x.s, q=x.s), TypeError, "multiple values for argument 'q'"),
-    row("composed.widen", "a mask by position", lambda x: widen(x.s, x.s, x.s, np.ones((6, 6, 1, 1), bool)), TypeError, "dq is bool", "mask="),
+    row("widen", "a mask by position", lambda x: widen(x.s, x.s, x.s, np.ones((6, 6, 1, 1), bool)), TypeError, "dq is bool", "mask="),
 ]  # fmt: skip
 
 

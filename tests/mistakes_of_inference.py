@@ -21,8 +21,8 @@ from cupy_sdpa import (
     shared_prefix_attention,
     tree_mask,
     weight_sums,
+    weight_sums_problems,
 )
-from cupy_sdpa.composed import weight_sums_problems
 
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
@@ -231,10 +231,10 @@ ROWS += [
         page_size=2**31), ValueError, "page_size is 2147483648", "below 2**31"),
     row("page_table_from_lists", "more tokens than 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 3], [0, 1, 2], [3],
         page_size=2**30), ValueError, "2147483651 tokens", "below 2**31"),
-    row("composed.weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
-    row("composed.weight_sums_problems", "a number of tensors", lambda x: weight_sums_problems(x.q, x.k, tensors=3), TypeError,
+    row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
+    row("weight_sums_problems", "a number of tensors", lambda x: weight_sums_problems(x.q, x.k, tensors=3), TypeError,
         "tensors is an int", "mapping"),
-    row("composed.weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
+    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip
 
 

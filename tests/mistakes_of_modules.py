@@ -1,13 +1,11 @@
-"""Mistakes with FP8 arrays, NNlib's functions, groups, plans, the reference and the integrations."""
+"""Mistakes with FP8 arrays, NNlib's functions, groups, plans and the reference."""
 
 # mypy: ignore-errors
 # (most mistakes are type errors)
 
-import importlib
 import tempfile
 from pathlib import Path
 
-import fake_libraries
 import ml_dtypes
 import numpy as np
 from mistakes import output, read_from, row
@@ -20,6 +18,7 @@ from cupy_sdpa import (
     attention_vjp,
     block_mask,
     explain,
+    explain_function,
     fp8,
     nnlib,
     parallel,
@@ -29,7 +28,6 @@ from cupy_sdpa import (
     store,
     zoo,
 )
-from cupy_sdpa.composed import explain_function
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
 FP8 = [
@@ -342,48 +340,6 @@ REFERENCE = [
 ]  # fmt: skip
 
 
-def torch_call(**options):
-    """A call of the function for PyTorch."""
-
-    def make(x):
-        with fake_libraries.installed() as libraries:
-            call = importlib.import_module("cupy_sdpa.integrations.torch").attention
-            tensors = [libraries.torch(np.ascontiguousarray(a.transpose(3, 1, 2, 0))) for a in x.qkv]
-            given = {name: value(x, libraries) if callable(value) else value for name, value in options.items()}
-            positional = given.pop("positional", tensors)
-            return call(*positional, **given)
-
-    return make
-
-
-def thinc_call(heads=2, width=24, lengths=(2, 4), **options):
-    """A call of the layer for Thinc."""
-
-    def make(x):
-        with fake_libraries.installed() as libraries:
-            layer = importlib.import_module("cupy_sdpa.integrations.thinc").fused_attention(heads, **options)
-            ragged = libraries.modules["thinc.types"].Ragged
-            return layer(ragged(np.zeros((6, width), "f4"), np.array(lengths, "i4")), is_train=True)
-
-    return make
-
-
-INTEGRATIONS = [
-    row("integrations.torch.attention", "is_causal", torch_call(is_causal=True), TypeError, "causal=True"),
-    row("integrations.torch.attention", "return_stats", torch_call(return_stats=True), TypeError, "return_stats"),
-    row("integrations.torch.attention", "an option that requires a gradient", torch_call(alibi_slopes=lambda x, libraries: libraries.torch(
-        np.ones(4, "f4"), requires_grad=True)), TypeError, "alibi_slopes", ".detach()"),
-    row("integrations.torch.attention", "(B, S, H, D)", torch_call(layout="bshd"), ValueError, "(3, 4, 6, 8)"),
-    row("integrations.torch.attention", "a mask of this package", torch_call(mask=lambda x, libraries: libraries.torch(
-        np.ones((7, 6, 4, 3), bool))), ValueError, "mask.T"),
-    row("integrations.torch.attention", "a sequence of a fused projection", torch_call(positional=lambda x, libraries: [libraries.torch(x.pq.T[:, 0])] * 3),
-        ValueError, "2 axes"),
-    row("integrations.thinc.fused_attention", "heads that do not divide the width", thinc_call(heads=5), ValueError, "24", "15"),
-    row("integrations.thinc.fused_attention", "no heads", thinc_call(heads=0), ValueError, "heads"),
-    row("integrations.thinc.fused_attention", "lengths of another batch", thinc_call(lengths=(2, 5)), ValueError, "7", "6"),
-]  # fmt: skip
-
-
 def elements(x):
     """Elements of FP8 without a factor."""
     return x.q.astype(ml_dtypes.float8_e4m3fn)
@@ -535,10 +491,10 @@ def built(problems=(), gpu="h200", **options):
 
 
 OF_PLANS = [
-    row("composed.explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
-    row("composed.explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
+    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
         "alibi_slopes runs no program"),
-    row("composed.explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
+    row("explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
         "head dim"),
     row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),
     row("problem", "two head dims", posed(k=(32, 2, 6, 1)), ValueError, "head dims"),
@@ -562,5 +518,5 @@ OF_PLANS = [
 ]  # fmt: skip
 
 
-ROWS = [*FP8, *NNLIB, *PARALLEL, *STORE, *REFERENCE, *INTEGRATIONS]
+ROWS = [*FP8, *NNLIB, *PARALLEL, *STORE, *REFERENCE]
 ROWS += OF_FP8 + OF_PARALLEL + OF_PLANS

@@ -25,9 +25,9 @@ from cupy_sdpa import (
     merge,
     shared_prefix_attention,
     weight_sums,
+    widen,
     zoo,
 )
-from cupy_sdpa.composed import widen
 
 
 def halves(x):
@@ -580,7 +580,7 @@ JVP = [
     row("attention_jvp", "float32 on the GPU", lambda x: attention_jvp(*[x.s.astype("f4")] * 4), TypeError, "float32", engine="fake"),
     row("attention_jvp", "head dims that are too large", lambda x: attention_jvp(*[x.normal(136, 1, 4, 1)] * 6), Unsupported,
         "head dims 136 and 136 needs", "Use head dims with D + Dv, 2 D and 2 Dv up to 256 on Hopper", engine="fake"),
-    row("composed.widen", "a softcap in the second call alone", lambda x: attention_jvp(x.s, x.s, x.s, softcap=1.0, widened=widen(
+    row("widen", "a softcap in the second call alone", lambda x: attention_jvp(x.s, x.s, x.s, softcap=1.0, widened=widen(
         x.s, x.s, x.s, x.s)), ValueError, "widened is for"),
 ]  # fmt: skip
 

@@ -47,7 +47,6 @@ TESTS = {
     "cupy_sdpa/fp8": ("fp8",),
     "cupy_sdpa/graph": ("graph", "attention"),
     "cupy_sdpa/helpers.py": ("attention", "boundary"),
-    "cupy_sdpa/integrations": ("boundary",),
     "cupy_sdpa/jvp.py": ("jvp",),
     "cupy_sdpa/kernels": ("kernels", "attention"),
     "cupy_sdpa/kernels/blocks.py": ("block_masks",),

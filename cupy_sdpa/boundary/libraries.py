@@ -153,8 +153,8 @@ def _share_torch(name: str, tensor: Any) -> Any:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
-            f"{name} requires a gradient, which this function does not record: call cupy_sdpa.integrations.torch.attention, or "
-            f"pass {name}.detach()"
+            f"{name} requires a gradient, which this function does not record: use the autograd function in "
+            f"examples/torch_attention.py, or pass {name}.detach()"
         )
     tensor = tensor.detach()
     if is_on_gpu(tensor):

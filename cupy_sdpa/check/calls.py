@@ -161,13 +161,13 @@ class CaseRunner:
         return results
 
     def _derivative(self, memory: Memory, options: dict[str, Any], form: Form, *, widen: bool) -> dict[str, Any]:
-        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.composed.widen` before it."""
+        """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
         views, stats, array = memory.views, "stats" in self.case.options, form.array
         q, k, v = (array(views[name]) for name in "qkv")
         given: dict[str, Any] = {name: array(views[other]) for name, other in self.case.tangents.items()} | self.deterministic
         self.count += 1
         if widen:
-            given = {"widened": cupy_sdpa.composed.widen(q, k, v, **given, **options)} | self.deterministic
+            given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
         results = cupy_sdpa.attention_jvp(q, k, v, dout=array(views.get("jvp")), return_stats=stats, **given, **options)
         return dict(zip(("out", "jvp", "stats"), results, strict=False))
 
@@ -255,10 +255,10 @@ def problems(case: Case) -> list[Any]:
     if "deterministic" in case.options:
         options["deterministic"] = True
     if case.tangents:
-        return list(cupy_sdpa.composed.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
+        return list(cupy_sdpa.jvp_problems(q, k, v, tangents=list(case.tangents), return_stats=stats, **options))
     if "weight_sums" in case.options:
         options.pop("num_splits", None)
-        return list(cupy_sdpa.composed.weight_sums_problems(q, k, **options))
+        return list(cupy_sdpa.weight_sums_problems(q, k, **options))
     if "fp8" in case.options:
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]

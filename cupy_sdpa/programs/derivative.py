@@ -165,9 +165,9 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
 
 
 def check_widened(widened: Any) -> None:
-    """Check that wider arrays are those of :func:`cupy_sdpa.composed.widen`; raises TypeError."""
+    """Check that wider arrays are those of :func:`cupy_sdpa.widen`; raises TypeError."""
     if not isinstance(widened, Widened):
-        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.composed.widen")
+        raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.widen")
 
 
 def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ def widen(
     >>> import numpy as np, cupy_sdpa
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dq, dk, dv = (np.asfortranarray(rng.standard_normal((8, 2, 5, 1))) for _ in range(6))
-    >>> arrays = cupy_sdpa.composed.widen(q, k, v, dq, dk, dv)
+    >>> arrays = cupy_sdpa.widen(q, k, v, dq, dk, dv)
     >>> arrays
     <widened: q (24, 2, 5, 1), k (24, 2, 5, 1), v (16, 2, 5, 1), dout (16, 2, 5, 1), values (16, 2, 5, 1)>
     >>> out, dout = cupy_sdpa.attention_jvp(q, k, v, widened=arrays, causal=True)

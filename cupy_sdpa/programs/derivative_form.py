@@ -76,7 +76,7 @@ class Form(NamedTuple):
 
 
 class Widened(NamedTuple):
-    """The arrays from which :func:`cupy_sdpa.attention_jvp` computes; returned by :func:`cupy_sdpa.composed.widen`.
+    """The arrays from which :func:`cupy_sdpa.attention_jvp` computes; returned by :func:`cupy_sdpa.widen`.
 
     W is the head dim of q and k, and X that of v and dout. New tangents may be written into these arrays in place.
 

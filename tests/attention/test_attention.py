@@ -16,7 +16,7 @@ from cupy_sdpa import attention, explain, reference
 TYPES = (
     "CudnnError", "DiskCacheWarning", "OutOfPages", "Prepared", "Problem", "Pullback", "Report", "Unsupported",
 )  # fmt: skip
-MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 
 def arrays(engine=None, d=16, hq=4, hkv=2, sq=6, skv=7, b=2, dv=None, dtype="float32"):
@@ -117,9 +117,9 @@ def test_the_public_names_are_these():
     """A new public name is a decision; each is there."""
     called = [
         "BlockMask", "KVCache", "Rope", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
-        "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain",
-        "get_plan_cache", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_mask",
-        "weight_sums",
+        "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain", "explain_function",
+        "get_plan_cache", "jvp_problems", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_mask",
+        "weight_sums", "weight_sums_problems", "widen",
     ]  # fmt: skip
     assert sorted(cupy_sdpa.__all__) == called
     assert dir(cupy_sdpa) == sorted([*called, *TYPES, *MODULES])
@@ -151,7 +151,7 @@ FUNCTIONS = {
     "attention": (attention, "q k v"), "attention_backward": (cupy_sdpa.attention_backward, "dout q k v out stats"),
     "attention_vjp": (cupy_sdpa.attention_vjp, "q k v"), "attention_jvp": (cupy_sdpa.attention_jvp, "q k v dq dk dv"),
     "explain": (explain, "q k v"), "prepare": (cupy_sdpa.prepare, "q k v"), "problem": (cupy_sdpa.problem, "q k v"),
-    "widen": (cupy_sdpa.composed.widen, "q k v dq dk dv"), "fp8.attention": (cupy_sdpa.fp8.attention, "q k v"),
+    "widen": (cupy_sdpa.widen, "q k v dq dk dv"), "fp8.attention": (cupy_sdpa.fp8.attention, "q k v"),
 }  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def function_and_arguments(request):
 def test_names_of_other_libraries_are_answered_with_ours(function_and_arguments):
     """By every function that takes the options; the message names options that exist."""
     function, given = function_and_arguments
-    if function is cupy_sdpa.composed.widen:  # it ignores the options that do not select the form
+    if function is cupy_sdpa.widen:  # it ignores the options that do not select the form
         return
     known = {*inspect.signature(attention).parameters, "Skv", "Sq", "B"}
     for name in OTHER_NAMES.keys() - inspect.signature(function).parameters.keys():

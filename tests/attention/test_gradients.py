@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference
-from cupy_sdpa.composed import widen
+from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, prepare, reference, widen
 
 NAMES = ("dq", "dk", "dv")
 

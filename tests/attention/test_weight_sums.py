@@ -5,8 +5,7 @@ import pytest
 from engines import numbers, one_in
 from planner import plan_problem
 
-from cupy_sdpa import weight_sums
-from cupy_sdpa.composed import weight_sums_problems
+from cupy_sdpa import weight_sums, weight_sums_problems
 
 
 @pytest.mark.parametrize("options", ["", "packed", "paged", "score_mod", "mask_mod", "sinks", "window"])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from planner import library_version, plan_problem
 
-from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, zoo
-from cupy_sdpa.composed import jvp_problems
+from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, jvp_problems, zoo
 from cupy_sdpa.programs import block_mask_steps, describe
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not

@@ -66,14 +66,14 @@ def test_every_call_takes_a_layout(letters):
         assert pullback.nbytes == own_pullback.nbytes
         assert explain(*theirs[:3], layout=letters, **options).problem == explain(q, k, v, **options).problem
     same(attention_jvp(*theirs[:3], theirs[3], layout=letters), attention_jvp(q, k, v, dout))
-    wide = cupy_sdpa.composed.widen(*theirs[:3], theirs[3], layout=letters)
+    wide = cupy_sdpa.widen(*theirs[:3], theirs[3], layout=letters)
     same(attention_jvp(*theirs[:3], widened=wide, layout=letters), attention_jvp(q, k, v, dout))
     same([prepare(*theirs[:3], layout=letters, causal=True)(*theirs[:3])], [attention(q, k, v, causal=True)])
     backward = prepare(*theirs[:3], layout=letters, backward=True)
     out, stats = attention(*theirs[:3], layout=letters, return_stats=True)
     same(backward(theirs[3], *theirs[:3], out, stats), attention_vjp(q, k, v)[1](dout))
     shapes = [x.shape for x in theirs[:3]]
-    for function in (problem, cupy_sdpa.composed.jvp_problems):
+    for function in (problem, cupy_sdpa.jvp_problems):
         found, wanted = function(*shapes, dtype="float64", layout=letters), function(q.shape, k.shape, v.shape, dtype="float64")
         assert found == wanted
 
@@ -161,7 +161,7 @@ def calls_that_read_a_layout(x, options):
     yield from (functools.partial(f, x, x, x, **options) for f in (attention, attention_vjp, explain, prepare))
     stats = np.zeros(x.shape[1:] if x.ndim == 3 else (x.shape[2], x.shape[1], x.shape[3]), np.float32, order="F")
     yield lambda: attention_backward(x, x, x, x, x, stats, **options)
-    yield from (functools.partial(f, x, x, x, x, **options) for f in (attention_jvp, cupy_sdpa.composed.widen))
+    yield from (functools.partial(f, x, x, x, x, **options) for f in (attention_jvp, cupy_sdpa.widen))
     yield lambda: attention(x, x, x, compute_dtype="float16", **options)
     yield lambda: context_parallel().attention(x, x, x, **options)
     if x.ndim == 4:

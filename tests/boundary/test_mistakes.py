@@ -12,7 +12,7 @@ from mistakes import Arrays, host
 from tiers import missing
 
 import cupy_sdpa
-from cupy_sdpa import composed, fp8, layout, nnlib, parallel, reference, store, zoo
+from cupy_sdpa import fp8, layout, nnlib, parallel, reference, store, zoo
 
 #: The rows of every module ``mistakes_of_...`` in the folder of the tests.
 TABLES = [importlib.import_module(path.stem) for path in sorted(Path(mistakes.__file__).parent.glob("mistakes_of_*.py"))]
@@ -69,12 +69,11 @@ def methods(owner):
 
 def public_callables():
     """The names of the public functions, classes and methods; exceptions and protocols are raised or implemented."""
-    modules = {"": cupy_sdpa, "composed.": composed, "nnlib.": nnlib, "parallel.": parallel, "fp8.": fp8}
+    modules = {"": cupy_sdpa, "nnlib.": nnlib, "parallel.": parallel, "fp8.": fp8}
     names = [(prefix, module, name) for prefix, module in modules.items() for name in module.__all__]
     for prefix, module in {"zoo.": zoo, "store.": store, "reference.": reference, "": layout}.items():
         own = [name for name, x in vars(module).items() if name[0] != "_" and getattr(x, "__module__", "") == module.__name__]
         names += [(prefix, module, name) for name in own if inspect.isfunction(getattr(module, name))]
-    names += [("integrations.torch.", None, "attention"), ("integrations.thinc.", None, "fused_attention")]
     names += [("", cupy_sdpa, "Prepared"), ("", cupy_sdpa, "Pullback")]
     for prefix, module, name in names:
         value = getattr(module, name, None)

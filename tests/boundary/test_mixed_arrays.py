@@ -151,7 +151,7 @@ OTHERS = {
     "tree_mask": (of_a_tree, {"k": Q, "seq_lens_kv": integers(6, 6, 6), "seq_lens_q": integers(2, 2, 2)}, {"parents": [-1, 0]}),
     "fp8.quantize": (fp8.quantize, {"x": Q, "lengths": integers(6, 3, 0)}, {}),
     "fp8.quantize_qkv": (fp8.quantize_qkv, {**DENSE, "seq_lens_kv": integers(6, 3, 1)}, {}),
-    "composed.widen": (cupy_sdpa.composed.widen, {**DENSE, "dq": Q, "dk": Q, "dv": Q}, {}),
+    "widen": (cupy_sdpa.widen, {**DENSE, "dq": Q, "dk": Q, "dv": Q}, {}),
     "nnlib.dot_product_attention": (
         nnlib.dot_product_attention,
         {**FEATURES, "bias": normal(6, 6, 4, 3), "mask": ONES["mask"]},

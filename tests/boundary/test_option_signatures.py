@@ -10,7 +10,7 @@ import pytest
 from command_line import ROOT
 
 import cupy_sdpa
-from cupy_sdpa import composed, fp8, zoo
+from cupy_sdpa import fp8, zoo
 
 rng = np.random.default_rng(0)
 
@@ -72,9 +72,9 @@ FUNCTIONS = {
     "problem": lambda x, options: cupy_sdpa.problem(*x, **options),
     "shared_prefix_attention": after_a_prefix,
     "weight_sums": lambda x, options: cupy_sdpa.weight_sums(*x[:2], **options),
-    "composed.jvp_problems": lambda x, options: composed.jvp_problems(*x, **options),
-    "composed.weight_sums_problems": lambda x, options: composed.weight_sums_problems(*x[:2], **options),
-    "composed.widen": lambda x, options: composed.widen(x[0], x[1], x[2], x[0], **options),
+    "jvp_problems": lambda x, options: cupy_sdpa.jvp_problems(*x, **options),
+    "weight_sums_problems": lambda x, options: cupy_sdpa.weight_sums_problems(*x[:2], **options),
+    "widen": lambda x, options: cupy_sdpa.widen(x[0], x[1], x[2], x[0], **options),
     "fp8.attention": lambda x, options: fp8.attention(*(fp8.quantize(a, layout=options.get("layout")) for a in x), **options),
 }  # fmt: skip
 
@@ -91,12 +91,12 @@ def test_every_function_with_options_is_listed():
     """All public functions whose signature shows the option causal, except those that name it themselves."""
     own = {"dropout_mask", "block_mask"}
     found = set()
-    for prefix, module in {"": cupy_sdpa, "composed.": composed, "fp8.": fp8}.items():
+    for prefix, module in {"": cupy_sdpa, "fp8.": fp8}.items():
         for name in module.__all__:
             value = getattr(module, name)
             if inspect.isfunction(value) and {"softcap", "options"} & inspect.signature(value).parameters.keys():
                 found.add(prefix + name)
-    assert found - own - {"composed.explain_function"} == FUNCTIONS.keys()
+    assert found - own - {"explain_function"} == FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize("option", VALID)
@@ -107,9 +107,9 @@ def test_signatures_show_the_options_that_are_taken(name, option):
     x = arrays(options)
     if option in inspect.signature(function(name)).parameters:
         FUNCTIONS[name](x, options)
-    elif name == "composed.widen" and option not in ("page_table", "num_splits"):  # it reads nothing else
-        made = composed.widen(*x, x[0], **options).form
-        assert made == composed.widen(*x, x[0], **{n: y for n, y in options.items() if n in SELECTING}).form
+    elif name == "widen" and option not in ("page_table", "num_splits"):  # it reads nothing else
+        made = cupy_sdpa.widen(*x, x[0], **options).form
+        assert made == cupy_sdpa.widen(*x, x[0], **{n: y for n, y in options.items() if n in SELECTING}).form
     else:
         with pytest.raises((TypeError, ValueError, cupy_sdpa.Unsupported), match="|".join(options)):
             FUNCTIONS[name](x, options)
@@ -150,7 +150,7 @@ def test_the_page_defines_every_option():
     assert re.findall(r"^\| \[([\w ]+)\]", groups, re.M) == [title.lower() for title in re.findall(r"^## (.*)$", page, re.M)]
 
 
-MODULES = ("composed", "fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
+MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 
 
 @pytest.mark.parametrize("name", MODULES)

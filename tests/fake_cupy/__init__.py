@@ -26,7 +26,7 @@ __all__ = ["COMPILERS", "DEVICE", "FakeLibrary", "compiler", "driver", "installe
 #: Modules that :func:`installed` replaces.
 _REPLACED = ("cupy", "cuda.bindings", "cuda.bindings.driver")
 #: Folders and modules that no call uses.
-_TOOLS = {"integrations", "cli", "check", "generate", "__main__"}
+_TOOLS = {"cli", "check", "generate", "__main__"}
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from engines import every_engine, numbers, on_cudnn
 
-from cupy_sdpa import Unsupported, attention, attention_jvp, explain, zoo
-from cupy_sdpa.composed import jvp_problems, widen
+from cupy_sdpa import Unsupported, attention, attention_jvp, explain, jvp_problems, widen, zoo
 
 
 def normals(engine, d=16, dv=16, sq=24, skv=24, hq=2, hkv=1, b=2):

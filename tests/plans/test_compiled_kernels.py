@@ -14,8 +14,8 @@ import pytest
 from planner import kernels_of, library_version
 
 import cupy_sdpa
+from cupy_sdpa import jvp_problems
 from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
-from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Pointwise, Tensor, row_major

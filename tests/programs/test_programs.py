@@ -16,12 +16,12 @@ from cupy_sdpa import (
     attention_backward,
     attention_jvp,
     attention_vjp,
+    explain_function,
     fp8,
     get_plan_cache,
     nnlib,
     shared_prefix_attention,
 )  # fmt: skip
-from cupy_sdpa.composed import explain_function
 from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.programs.calls import call_program
 from cupy_sdpa.programs.describe import program_of

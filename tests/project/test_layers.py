@@ -21,7 +21,7 @@ LAYERS = (
     ("cli",),
     ("check",),
     ("__init__",),
-    ("composed", "nnlib", "store", "kv_cache", "parallel", "integrations"),
+    ("nnlib", "store", "kv_cache", "parallel"),
     ("vjp",),
     ("explanation", "preparation"),
     ("attention_functions", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
@@ -45,7 +45,7 @@ LINES = 600
 
 #: What tests may import without knowing the inside of the package; and ``check``, which they are written with.
 PUBLIC = {
-    *dir(cupy_sdpa), "__main__", "check", "errors", "integrations",
+    *dir(cupy_sdpa), "__main__", "check", "errors",
 }  # fmt: skip
 #: Limits of the tests, to be lowered and never raised.
 AT_MOST = {

@@ -42,7 +42,7 @@ HEAVY = {
 LIGHT = {"cupy_sdpa", "cupy_sdpa._interrupt", "cupy_sdpa.problem", "cupy_sdpa.version", "__future__", "signal"}
 #: What a plain call does not load.
 OTHER_CALLS = {
-    "cupy_sdpa.composed", "cupy_sdpa.explanation", "cupy_sdpa.helpers", "cupy_sdpa.jvp", "cupy_sdpa.kv_cache",
+    "cupy_sdpa.explanation", "cupy_sdpa.helpers", "cupy_sdpa.jvp", "cupy_sdpa.kv_cache",
     "cupy_sdpa.nnlib", "cupy_sdpa.parallel", "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.rope",
     "cupy_sdpa.store", "cupy_sdpa.tree", "cupy_sdpa.vjp", "cupy_sdpa.weights",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def test_public_names():
 @pytest.mark.parametrize("name", ["attention", "explain", "prepare", "problem"])
 def test_a_module_does_not_hide_a_function(name, tmp_path):
     """Whatever is imported first, the name is the function, which can be pickled."""
-    code = "import cupy_sdpa.problem.band, cupy_sdpa.vjp, cupy_sdpa.composed, cupy_sdpa.store, pickle"
+    code = "import cupy_sdpa.problem.band, cupy_sdpa.vjp, cupy_sdpa.jvp, cupy_sdpa.store, pickle"
     done = python("-c", f"{code}; x = cupy_sdpa.{name}; print(callable(x), pickle.loads(pickle.dumps(x)) is x)", cwd=tmp_path)
     assert done.lines == ["True True"]
 

@@ -18,9 +18,9 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
     weight_sums,
+    widen,
 )
 from cupy_sdpa.check.calls import CaseRunner
-from cupy_sdpa.composed import widen
 from cupy_sdpa.parallel import Loopback, context_parallel
 from cupy_sdpa.replay import replay_cache
 

@@ -13,9 +13,8 @@ import pytest
 from planner import child_environment, plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import zoo
+from cupy_sdpa import jvp_problems, zoo
 from cupy_sdpa.cli.support_problems import PROBES
-from cupy_sdpa.composed import jvp_problems
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.graph import graph_of
 from cupy_sdpa.offline import remote_planner

@@ -1,4 +1,4 @@
-"""A layer for Thinc (spaCy): attention of packed sequences."""
+"""A layer for Thinc (spaCy): attention of packed sequences. Copy this module into your program."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from typing import Any
 from thinc.api import Model, registry
 from thinc.types import Ragged
 
-from ..attention_functions import attention, attention_backward
-from ..boundary.layouts import has_own_axes
-from ..boundary.options import read_positive
+from cupy_sdpa import attention, attention_backward
 
 
-@registry.layers("cupy_sdpa.FusedAttention.v1")  # type: ignore[untyped-decorator, unused-ignore]
+@registry.layers("cupy_sdpa.FusedAttention.v1")
 def fused_attention(heads: int, *, causal: bool = False, compute_dtype: str | None = None) -> Any:
-    """A Thinc layer without parameters: self-attention within every sequence of a ``Ragged``.
+    """Create a Thinc layer without parameters: self-attention within every sequence of a ``Ragged``.
 
-    .. math:: Y_i = \\operatorname{softmax}(Q_i K_i^\\top / \\sqrt{D})\\, V_i
-
-    for each sequence i and head. The layer before it computes q, k and v, such as ``Linear(nO=3 * width)``. On a GPU, Thinc's
+    The layer before it computes q, k and v, such as ``Linear(nO=3 * width)``. On a GPU, Thinc's
     float32 arrays need ``compute_dtype``.
 
     Args:
         heads: H. It divides the width.
         causal: each position attends to itself and the positions before it. Default False.
-        compute_dtype: as for :func:`cupy_sdpa.attention`. Default None.
+        compute_dtype: as for ``cupy_sdpa.attention``. Default None.
 
     Returns:
         A model whose input is a ``Ragged`` with data ``(T, 3 H D)``: q, k and v one after the other, ``(T, 3, H, D)``; and
@@ -33,15 +29,15 @@ def fused_attention(heads: int, *, causal: bool = False, compute_dtype: str | No
         and the total, which waits for the GPU.
 
     Raises:
-        ValueError: the width of the input is not a multiple of 3 H, or the lengths do not add up to T.
-        TypeError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
+        ValueError: heads is not positive, the width of the input is not a multiple of 3 H, or the lengths do not add up to T.
+        TypeError, Unsupported, CudnnError: as ``cupy_sdpa.attention``.
     """
-    read_positive("heads", heads)
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; it must be positive")
     options = {"causal": causal, "compute_dtype": compute_dtype} if compute_dtype else {"causal": causal}
     return Model("fused_attention", _forward, attrs={"heads": heads, "options": options})
 
 
-@has_own_axes
 def _forward(model: Any, given: Any, is_train: bool) -> tuple[Any, Callable[[Any], Any]]:
     heads, xp = model.attrs["heads"], model.ops.xp
     total, width = given.dataXd.shape
@@ -60,7 +56,6 @@ def _forward(model: Any, given: Any, is_train: bool) -> tuple[Any, Callable[[Any
     }  # fmt: skip
     out, stats = attention(q, k, v, return_stats=True, **options)
 
-    @has_own_axes
     def backprop(gradient: Any) -> Any:
         gradients = xp.empty_like(parts, order="C")
         targets = {f"d{name}": gradients[:, i] for i, name in enumerate("qkv")}

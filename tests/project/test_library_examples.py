@@ -1,4 +1,4 @@
-"""The function with gradients for PyTorch and the layer for Thinc; the libraries are stand-ins (:mod:`fake_libraries`).
+"""The examples for PyTorch and Thinc: a function with gradients, and a layer; the libraries are stand-ins (:mod:`fake_libraries`).
 
 On a GPU the real PyTorch runs, if it is installed.
 """
@@ -18,7 +18,7 @@ STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:Us
 @pytest.fixture
 def torch_attention(libraries):
     """The function for the stand-in of PyTorch."""
-    return importlib.import_module("cupy_sdpa.integrations.torch").attention
+    return importlib.import_module("examples.torch_attention").attention
 
 
 def random_arrays(shape=(2, 2, 7, 8)):
@@ -75,7 +75,7 @@ def test_float64_gradients_are_exact(letters, libraries, torch_attention):
 @pytest.mark.parametrize("lengths", [(3, 0, 4), (1,), (), (0,)])
 def test_a_layer_of_thinc(lengths, libraries):
     """Self-attention of each sequence, and the gradient of q, k and v in the input's form; without sequences nothing."""
-    layer = importlib.import_module("cupy_sdpa.integrations.thinc").fused_attention(2, causal=True)
+    layer = importlib.import_module("examples.thinc_layer").fused_attention(2, causal=True)
     known = libraries.modules["thinc.api"].registry.known
     assert list(known) == ["cupy_sdpa.FusedAttention.v1"]
     ragged = libraries.modules["thinc.types"].Ragged
@@ -104,7 +104,7 @@ def test_a_layer_of_thinc(lengths, libraries):
 
 def test_compute_dtype_of_the_layer(libraries):
     """float32 in and out, for Thinc's parameters."""
-    layer = importlib.import_module("cupy_sdpa.integrations.thinc").fused_attention(2, compute_dtype="bfloat16")
+    layer = importlib.import_module("examples.thinc_layer").fused_attention(2, compute_dtype="bfloat16")
     ragged = libraries.modules["thinc.types"].Ragged
     data = np.random.default_rng(0).standard_normal((7, 24), np.float32)
     out, backprop = layer(ragged(data, np.array([3, 4], np.int32)), is_train=True)
@@ -113,10 +113,47 @@ def test_compute_dtype_of_the_layer(libraries):
     assert np.isfinite(found.data).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"is_causal": True}, TypeError, "causal=True"),
+        ({"return_stats": True}, TypeError, "return_stats"),
+        ({"alibi_slopes": np.ones(2, np.float32)}, TypeError, r"alibi_slopes requires a gradient.*detach\(\)"),
+        ({"tensors": {"x": np.ones(2, np.float32)}}, TypeError, r"tensors\['x'\] requires a gradient"),
+    ],
+)
+def test_options_that_autograd_cannot_differentiate(options, error, words, libraries, torch_attention):
+    """They raise, also arrays among tensors; q, k and v must be tensors."""
+
+    def leaf(x):
+        return libraries.torch(x, requires_grad=True) if isinstance(x, np.ndarray) else x
+
+    given = {
+        name: {key: leaf(x) for key, x in value.items()} if name == "tensors" else leaf(value)
+        for name, value in options.items()
+    }
+    tensors = [libraries.torch(x) for x in random_arrays()[:3]]
+    with pytest.raises(error, match=words):
+        torch_attention(*tensors, **given)
+    with pytest.raises(TypeError, match=r"k is a numpy.ndarray; pass a torch.Tensor"):
+        torch_attention(tensors[0], random_arrays()[1], tensors[2])
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "words"), [(5, (2, 4), "width 24; .* 15"), (0, (2, 4), "heads is 0"), (2, (2, 5), "7 rows .* data 6")]
+)
+def test_mistakes_with_the_layer(heads, lengths, words, libraries):
+    """Heads that do not divide the width, and lengths of another batch."""
+    fused_attention = importlib.import_module("examples.thinc_layer").fused_attention
+    ragged = libraries.modules["thinc.types"].Ragged(np.zeros((6, 24), np.float32), np.array(lengths, np.int32))
+    with pytest.raises(ValueError, match=words):
+        fused_attention(heads)(ragged, is_train=True)
+
+
 def test_the_stand_ins_are_removed():
     """Other tests import the real libraries, or none."""
     assert "fake" not in str(sys.modules.get("torch"))
-    assert "cupy_sdpa.integrations.thinc" not in sys.modules
+    assert "examples.thinc_layer" not in sys.modules
 
 
 # On a GPU
@@ -126,7 +163,7 @@ def test_the_stand_ins_are_removed():
 def test_gradcheck(cupy):
     """PyTorch's own check of the gradients, in float64 on the CPU."""
     torch = pytest.importorskip("torch")
-    from cupy_sdpa.integrations.torch import attention as differentiable
+    from examples.torch_attention import attention as differentiable
 
     for shape in ((1, 2, 1, 8), (2, 2, 5, 4)):
         leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -140,7 +177,7 @@ def test_gradcheck(cupy):
 def test_autograd_agrees_with_torch(dtype, cupy):
     """Gradients of a loss, several times, on a stream of PyTorch that is busy; results of earlier steps stay valid."""
     torch = pytest.importorskip("torch")
-    from cupy_sdpa.integrations.torch import attention as differentiable
+    from examples.torch_attention import attention as differentiable
 
     kind = getattr(torch, dtype)
     leaves = [torch.randn(2, 4, 64, 64, device="cuda").to(kind).requires_grad_() for _ in range(3)]
