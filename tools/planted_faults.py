@@ -50,6 +50,7 @@ TESTS = {
     "cupy_sdpa/jvp.py": ("jvp",),
     "cupy_sdpa/kernels": ("kernels", "attention"),
     "cupy_sdpa/kernels/blocks.py": ("block_masks",),
+    "cupy_sdpa/kernels/merge.py": ("attention", "block_masks"),
     "cupy_sdpa/kernels/cache_kernels.py": ("kv_cache", "fp8"),
     "cupy_sdpa/kernels/derivative_terms.py": ("jvp",),
     "cupy_sdpa/kernels/fp8_kernels.py": ("fp8",),

@@ -1,10 +1,10 @@
-"""Merge attention results over disjoint sets of keys: a CUDA kernel, and the same computation on numpy arrays."""
+"""Merge attention results over disjoint sets of keys, and sum copies: a CUDA kernel, and the same on numpy arrays."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
+from .blocks import BLOCK
 
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
@@ -20,6 +21,20 @@ MAX_GROUPS = 8
 _UNROLL, _MAX_SLOTS = 8, 8
 #: The maximum number of threads along Dv, and the number of threads that a block is filled up to with rows.
 _MAX_COLUMNS, _THREADS = 32, 128
+
+
+class Sources(NamedTuple):
+    """The copies of which each block of :data:`BLOCK` rows of a result is made.
+
+    Attributes:
+        offsets, parts: int32; block t, which is (block, group of heads, batch entry) with the first fastest, is made of the
+            copies ``parts[offsets[t] : offsets[t + 1]]``.
+        groups: the number of groups of heads.
+    """
+
+    offsets: Any
+    parts: Any
+    groups: int
 
 
 class Parts(NamedTuple):
@@ -30,11 +45,14 @@ class Parts(NamedTuple):
         stats: float32 (numpy: also float64) ``(S, H, B, C)``, the log-sum-exp of each row of each part.
         totals: None; on the GPU also float32 with the strides of ``stats``, which then is the highest score m of a row, and
             this the sum of ``exp(score - m)``. The log-sum-exp in float32 has fewer digits than the two.
+        sources: if not None, the parts are C copies of blocks, ``(Dv, H / groups, BLOCK, 1, C)``, and each row of the result
+            has the parts that this lists. No totals. Only the last group has sources.
     """
 
     out: Any
     stats: Any
     totals: Any = None
+    sources: Sources | None = None
 
 
 class Factors(NamedTuple):
@@ -69,7 +87,8 @@ def merge(
 
     Args:
         groups: groups of one dtype; on the GPU more than :data:`MAX_GROUPS` are first merged into one group in float32.
-        out: ``(Dv, H, S, B)``, written; any strides and float dtype.
+        out: ``(Dv, H, S, B)``, written; any strides and float dtype. It may be the memory of a part before a group with
+            sources; rows without other parts and sinks are then not written.
         stats: ``(S, H, B)``, of the dtype of the groups' statistics, written; or None.
         sinks: float32 ``(H,)``, a part without a value for each head; or None.
         lengths: int32 ``(B,)``, the number of queries; rows after it have no part and no sink. None for all.
@@ -77,7 +96,9 @@ def merge(
         totals: with the strides of ``stats``, written on the GPU: results as in :class:`Parts`, to be merged with others.
     """
     if not cupy_runtime.is_array(out):
-        _merge_on_cpu(groups, out, stats, sinks)
+        for (heads, rows, b), of_block in _blocks_on_cpu(groups, out):
+            own = None if stats is None else stats[rows, heads, b]
+            _merge_on_cpu(of_block, out[:, heads, rows, b], own, None if sinks is None else sinks[heads])
         if lengths is not None:
             padding = np.arange(out.shape[2])[:, None] >= lengths  # queries, batch
             out[...] = np.where(padding, 0, out)
@@ -92,6 +113,47 @@ def merge(
             _merge_on_gpu(some, made.out[..., i], made.stats[..., i], None, None, None, made.totals[..., i])
         groups = [made]
     _merge_on_gpu(groups, out, stats, sinks, lengths, factors, totals)
+
+
+def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
+    """Write the sums of copies to the blocks of ``out``, in float32 and a fixed order; 0 for blocks without copies. One launch.
+
+    Args:
+        sources: the copies of every block.
+        copies: ``(D, H / groups, BLOCK, n)``.
+        out: ``(D, H, S, B)``, written.
+    """
+    if cupy_runtime.is_array(out):
+        _merge_on_gpu([Parts(copies[:, :, :, None], None, sources=sources)], out, None, None, None, None, None)
+        return
+    dtype = np.result_type(np.float32, out.dtype)
+    for (heads, rows, b), numbers in _blocks_of(sources, out):
+        total = np.zeros_like(out[:, heads, rows, b], dtype)
+        for n in numbers:
+            total += copies[:, :, : rows.stop - rows.start, n, None]
+        out[:, heads, rows, b] = total
+
+
+def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
+    """The heads, the rows and the batch entry of each block of an array ``(D, H, S, B)``, and the numbers of its copies."""
+    _, heads, rows, batch = out.shape
+    blocks, per_group = -(-rows // BLOCK), heads // sources.groups
+    for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):
+        place = slice(g * per_group, (g + 1) * per_group), slice(i * BLOCK, min((i + 1) * BLOCK, rows)), slice(b, b + 1)
+        yield place, sources.parts[sources.offsets[t] : sources.offsets[t + 1]]
+
+
+def _blocks_on_cpu(groups: Sequence[Parts], out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Sequence[Parts]]]:
+    """The blocks of a result, each with its parts: a single block of all rows unless the last group has sources."""
+    *of_all, (copies, scores, _, sources) = groups
+    if sources is None:
+        yield (slice(None), slice(None), slice(None)), groups
+        return
+    for place, numbers in _blocks_of(sources, out):
+        heads, rows, b = place
+        count = rows.stop - rows.start
+        of_block = [Parts(x.out[:, heads, rows, b], x.stats[rows, heads, b]) for x in of_all]
+        yield place, [*of_block, Parts(copies[:, :, :count, :, numbers], scores[:count, :, :, numbers])]
 
 
 def _merge_on_cpu(groups: Sequence[Parts], out: Any, stats: Any, sinks: Any) -> None:
@@ -133,11 +195,12 @@ def accumulate(total: Any, x: Any) -> None:
 
 #: :class:`Parts` as the kernel reads them: addresses, and strides in bytes.
 _GROUP = Struct("Group", "parts out out_d out_h out_s out_b out_c stats stats_s stats_h stats_b stats_c totals")
-#: The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes.
+#: The results as the kernel writes them, the sinks, and the sizes; addresses and strides in bytes. ``parts`` is the number of
+#: parts of every row; ``offsets``, ``numbers`` and ``copied_heads`` are of the sources of the group ``listed``.
 _TARGET = Struct(
     "Target",
     "parts width heads queries rows out out_d out_h out_s out_b stats stats_s stats_h stats_b sinks sinks_h lengths descale "
-    "scale amax totals",
+    "scale amax totals listed offsets numbers copied_heads is_in_place",
 )
 _ARGUMENTS = Struct("Arguments", target=_TARGET, groups=(_GROUP, MAX_GROUPS))
 
@@ -146,25 +209,36 @@ def _merge_on_gpu(
     groups: Sequence[Parts], out: Any, stats: Any, sinks: Any, lengths: Any, factors: Factors | None, totals: Any
 ) -> None:
     width, heads, queries, batch = out.shape
-    rows, parts = heads * queries * batch, sum(group.stats.shape[3] for group in groups)
-    if not rows:
+    sources, of_all = groups[-1].sources, groups[:-1] if groups[-1].sources else groups
+    rows, parts = heads * queries * batch, sum(group.out.shape[4] for group in of_all)
+    if not rows or not width:
         return
     (dtype,) = {group.out.dtype for group in groups}
     vector = 16 // dtype.itemsize
     if not all(_is_aligned(array, vector) for array in (out, *(group.out for group in groups))):
         vector = 1
     columns = min(max(-(-width // vector), 1), _MAX_COLUMNS)
-    slots = min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
+    slots = 1 if sources else min(max(-(-parts // _UNROLL), 1), _MAX_SLOTS)
     block_rows = max(_THREADS // (columns * slots), 1)
     grid = (-(-rows // block_rows), max(-(-width // (columns * vector)), 1))
     target = [
         parts, width, heads, queries, rows, out, *out.strides, *((0,) * 4 if stats is None else (stats, *stats.strides)),
         *((0, 0) if sinks is None else (sinks, *sinks.strides)), lengths, *(factors[1:] if factors else (None,) * 3), totals,
     ]  # fmt: skip
-    given = [(x.out.shape[4], x.out, *x.out.strides, x.stats, *x.stats.strides, x.totals) for x in groups]
+    if sources is None:
+        target += [0] * 5
+    else:
+        is_in_place = any(group.out.data.ptr == out.data.ptr for group in of_all)
+        target += [len(of_all), sources.offsets, sources.parts, heads // sources.groups, int(is_in_place)]
+    given = [
+        (x.out.shape[4], x.out, *x.out.strides, *((0,) * 5 if x.stats is None else (x.stats, *x.stats.strides)), x.totals)
+        for x in groups
+    ]
     of_parts, of_out = (factors.dtype if factors and of.itemsize == 1 else of.name for of in (dtype, out.dtype))
-    carried = groups[0].totals is not None
-    _merge_kernel(of_parts, of_out, vector, carried)(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
+    kernel = _merge_kernel(
+        of_parts, of_out, vector, groups[0].totals is not None, sources is not None, groups[-1].stats is not None
+    )
+    kernel(grid, (columns, block_rows, slots), (_ARGUMENTS(target, given),))
 
 
 def _is_aligned(array: Any, vector: int) -> bool:
@@ -177,19 +251,33 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 
 @cuda_kernel
-def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False) -> str:
-    """The kernel of :func:`merge`. ``threadIdx`` is (column, row, slot): a column is a vector of elements along Dv, and the
-    slots of a row share its parts.
+def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool, weighted: bool) -> str:
+    """The kernel of :func:`merge` and :func:`sum_blocks`. ``threadIdx`` is (column, row, slot): a column is a vector of
+    elements along Dv, and the slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of
     the other slots. All values of a step are loaded before the first is used, so their loads overlap. If the parts are
-    ``carried``, they have totals.
+    ``carried``, they have totals. If the last group is ``listed``, it has sources, and the one slot reads the parts in their
+    order. Parts that are not ``weighted`` are added.
     """
     types = {"In": TYPES[dtype], "Out": TYPES[out_dtype]}
     vectors = (
         f"struct alignas({min(vector * of.itemsize, 16)}) {name} {{ {of.name} x[{vector}]; }};" for name, of in types.items()
     )
     amount = "*(const float*)(arguments.groups[g].totals + place)" if carried else "1"
+    of_row, number, own = "", "part - begin", {"h": "h", "s": "s", "b": "b", "count": "group.parts"}
+    if listed:
+        of_row = f"""
+            const int* numbers = nullptr;
+            if (row < t.rows) {{
+                const long long blocks = (queries + {BLOCK - 1}) / {BLOCK}, groups = heads / t.copied_heads;
+                const int* const offsets = (const int*)t.offsets + (b * groups + h / t.copied_heads) * blocks + s / {BLOCK};
+                numbers = (const int*)t.numbers + offsets[0];
+                copies = offsets[1] - offsets[0];
+            }}"""
+        number = "g == t.listed ? numbers[part - begin] : part - begin"
+        own = {"h": "(g == t.listed ? h % t.copied_heads : h)", "s": f"(g == t.listed ? s % {BLOCK} : s)",
+               "b": "(g == t.listed ? 0 : b)", "count": "(g == t.listed ? copies : group.parts)"}  # fmt: skip
     return f"""{"".join(sorted({of.header for of in types.values()}))}{" ".join(vectors)}
         {_ARGUMENTS}
         #define NONE __int_as_float(0xff800000)  // -inf
@@ -200,7 +288,10 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False
             const unsigned row = blockIdx.x * blockDim.y + threadIdx.y, heads = t.heads, queries = t.queries;
             const long long h = row % heads, s = row / heads % queries, b = row / heads / queries;
             const long long column = ((long long)blockIdx.y * blockDim.x + threadIdx.x) * {vector};
-            const bool has_value = column < t.width, is_used = row < t.rows && (has_value || column == 0);
+            long long copies = 0;{of_row}
+            const bool is_kept = t.is_in_place && !copies && !t.sinks;
+            const bool has_value = column < t.width && !is_kept, is_used = row < t.rows && (has_value || column == 0);
+            const long long parts = t.parts + copies;
             float top = NONE, total = 0, sum[{vector}] = {{}};
             const int length = is_used && t.lengths ? ((const int*)t.lengths)[b] : t.queries;  // not used before the end
             if (t.sinks && threadIdx.z == 0 && is_used) {{
@@ -209,25 +300,26 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False
             }}
             int g = -1;
             long long begin = 0, end = 0, out = 0, stats = 0;
-            for (long long first = threadIdx.z; is_used && first < t.parts; first += {_UNROLL} * blockDim.z) {{
+            for (long long first = threadIdx.z; is_used && first < parts; first += {_UNROLL} * blockDim.z) {{
                 float score[{_UNROLL}], amount[{_UNROLL}];
                 In value[{_UNROLL}];
                 #pragma unroll
                 for (int i = 0; i < {_UNROLL}; ++i) {{
                     const long long part = first + i * blockDim.z;
                     score[i] = NONE;
-                    if (part < t.parts) {{
+                    if (part < parts) {{
                         while (part >= end) {{
                             const Group& group = arguments.groups[++g];
                             begin = end;
-                            end += group.parts;
-                            out = group.out + column * group.out_d + h * group.out_h + s * group.out_s + b * group.out_b;
-                            stats = h * group.stats_h + s * group.stats_s + b * group.stats_b;
+                            end += {own["count"]};
+                            out = group.out + column * group.out_d + {own["h"]} * group.out_h + {own["s"]} * group.out_s
+                                + {own["b"]} * group.out_b;
+                            stats = {own["h"]} * group.stats_h + {own["s"]} * group.stats_s + {own["b"]} * group.stats_b;
                         }}
-                        const long long place = stats + (part - begin) * arguments.groups[g].stats_c;
-                        score[i] = *(const float*)(arguments.groups[g].stats + place);
+                        const long long number = {number}, place = stats + number * arguments.groups[g].stats_c;
+                        score[i] = {"*(const float*)(arguments.groups[g].stats + place)" if weighted else "0"};
                         amount[i] = {amount};
-                        if (has_value) value[i] = *(const In*)(out + (part - begin) * arguments.groups[g].out_c);
+                        if (has_value) value[i] = *(const In*)(out + number * arguments.groups[g].out_c);
                     }}
                 }}
                 float highest = top;
@@ -269,7 +361,7 @@ def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool = False
             }}
             if (!is_used) return;
             const bool exists = s < length;
-            float factor = total == 0 ? 0.0f : 1 / total;
+            float factor = {"total == 0 ? 0.0f : 1 / total" if weighted else "1"};
             if (t.descale) factor *= *(const float*)t.descale;
             const float scale = t.scale ? *(const float*)t.scale : 1;
             Out merged;

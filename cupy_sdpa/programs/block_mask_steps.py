@@ -17,7 +17,8 @@ from ..block_masks.entries import Entries, PackedCopies, Sizes, Tables, attends,
 from ..block_masks.method import as_pages, flattened, gradient_function, is_attended, method_of
 from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
-from ..kernels.blocks import BLOCK, Sources, copy_blocks, copy_elements, merge_blocks, sum_blocks
+from ..kernels.blocks import BLOCK, copy_blocks, copy_elements
+from ..kernels.merge import Parts, Sources, merge, sum_blocks
 from ..problem.problem import KEY_ARRAYS, row_stats_dtype
 from ..problem.view import View
 from ..score_fn.expression import AXES
@@ -337,10 +338,10 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
             parts.attend("blocks", {"q": queries, **pages, **results}, given)
             begin = own.stop
         offsets, numbers = parts.constants(("sources",), lambda: (tables.offsets, tables.parts))
-        where = Sources(offsets, numbers, groups)
-        of_copies = copied_stats.reshape((heads, BLOCK, count), order="F")
-        writes = [x for x in (target, stats) if x is not None]
-        builder.run(merge_blocks, where, copies, of_copies, target, stats, base, sinks, writes=writes)
+        of_copies = copied_stats.reshape((heads, BLOCK, 1, count), order="F").transpose(1, 0, 2, 3)
+        merged = [] if base is None else [Parts(target[..., None], base[..., None])]
+        merged.append(Parts(copies[:, :, :, None], of_copies, sources=Sources(offsets, numbers, groups)))
+        builder.run(merge, merged, target, stats, sinks, writes=[x for x in (target, stats) if x is not None])
     elif stats is not None and base is not None:
         builder.copy(stats, base)
     if target is not out:
