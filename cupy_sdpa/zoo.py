@@ -19,6 +19,7 @@ True
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +67,10 @@ def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
 def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Any:
     """The bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
 
-    The logarithms are thresholds, computed with integers: the buckets are the same on every engine.
+    The logarithms are thresholds, computed with integers.
 
     Args:
-        distance: ``kv_idx - q_idx``, traced or an integer array.
+        distance: ``kv_idx - q_idx``, an integer array.
         bidirectional: whether half of the buckets is for later keys; otherwise these have bucket 0. Default True.
         buckets: the number of buckets. Default 32.
         max_distance: the distance from which on all keys have the last bucket. Default 128.
@@ -98,28 +99,77 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
     return bucket
 
 
-def t5(bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Function:
-    """``s + table_{bucket(j - i) h}``, ``table`` (buckets, Hq); :func:`t5_bucket` has the arguments. T5 has ``scale=1``."""
+def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The bias of a learned table whose rows are chosen by the positions of query and key, and the gradient of the table.
 
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
-        return score + table[t5_bucket(kv_idx - q_idx, bidirectional, buckets, max_distance), h]
+    cuDNN's kernels have no gather: the elements are gathered before the call. The bias takes Skv x Sq x Hq elements, and its
+    gradient as many in float32.
 
-    return score_mod
+    Args:
+        table: ``(N, Hq)``, a numpy or CuPy array.
+        index: int ``(Skv, Sq)``, the row for every pair of a key and a query; from 0 to N - 1.
+
+    Returns:
+        The bias ``(Skv, Sq, Hq, 1)`` in the dtype of the table, to pass as ``bias=``; with ``layout="bhsd"`` pass ``bias.T``.
+        And a function from the gradient of the bias, which ``return_dbias=True`` returns, to the gradient of the table: the sum
+        over all pairs with the same row, in float64, returned in float32 (float64 for a table of float64).
+
+    Raises:
+        ValueError: the table or the index has another number of axes, or the index is out of range.
+
+    >>> bias, scatter = table_bias(np.array([[10.0], [20.0]]), np.array([[0, 1], [1, 1]]))
+    >>> bias[..., 0, 0].tolist(), scatter(np.ones((2, 2, 1, 1))).tolist()
+    ([[10.0, 20.0], [20.0, 20.0]], [[1.0], [3.0]])
+    """
+    xp: Any = np if isinstance(table, np.ndarray) else sys.modules["cupy"]
+    if table.ndim != 2 or index.ndim != 2:
+        raise ValueError(f"table has shape {table.shape}, index {index.shape}; they must be (N, Hq) and (Skv, Sq)")
+    rows, heads = table.shape
+    if index.size and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise ValueError(f"index is from {int(index.min())} to {int(index.max())}; table has {rows} rows")
+    index = xp.asarray(index)
+    bias = xp.asfortranarray(table[index])[..., None]
+
+    def scatter(dbias: Any) -> Any:
+        if dbias.shape != bias.shape:
+            raise ValueError(f"dbias has shape {dbias.shape}; the bias of the table has {bias.shape}")
+        sums = [xp.bincount(index.ravel(), dbias[:, :, h, 0].ravel(), rows) for h in range(heads)]
+        return xp.stack(sums, axis=1).astype("float64" if table.dtype == "float64" else "float32")
+
+    return bias, scatter
 
 
-def swin(height: int, width: int) -> Function:
-    """``s + table_{p h}``, ``table`` ((2 height - 1) (2 width - 1), Hq), p from the distances of two pixels in a window.
+def t5_bias(
+    table: Any, sq: int, skv: int, *, bidirectional: bool = True, max_distance: int = 128
+) -> tuple[Any, Callable[[Any], Any]]:
+    """T5's learned bias ``table_{bucket(j - i) h}`` and the gradient of the table, as :func:`table_bias` returns them.
+
+    Args:
+        table: ``(buckets, Hq)``, a numpy or CuPy array.
+        sq, skv: the numbers of queries and of keys.
+        bidirectional, max_distance: as for :func:`t5_bucket`; False is for a causal mask.
+
+    T5 has ``scale=1``; Raffel et al. 2020, section 2.1.
+    """
+    distance = np.arange(skv)[:, None] - np.arange(sq)
+    return table_bias(table, t5_bucket(distance, bidirectional, len(table), max_distance))
+
+
+def swin_bias(table: Any, height: int, width: int) -> tuple[Any, Callable[[Any], Any]]:
+    """The learned bias of two pixels in a window, and the gradient of the table, as :func:`table_bias` returns them.
 
     Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
+
+    Args:
+        table: ``((2 height - 1) (2 width - 1), Hq)``, a numpy or CuPy array: an element for every distance of two pixels.
+        height, width: the size of the window.
     """
     _check(1, height=height, width=width)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
-        down = q_idx // width - kv_idx // width + (height - 1)
-        across = q_idx % width - kv_idx % width + (width - 1)
-        return score + table[down * (2 * width - 1) + across, h]
-
-    return score_mod
+    y, x = np.divmod(np.arange(height * width), width)
+    down, across = y - y[:, None] + (height - 1), x - x[:, None] + (width - 1)  # from key to query
+    if len(table) != (count := (2 * height - 1) * (2 * width - 1)):
+        raise ValueError(f"table has {len(table)} rows; a window of {height} x {width} pixels has {count} distances")
+    return table_bias(table, down * (2 * width - 1) + across)
 
 
 def temperature(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, temperature: Any) -> Any:

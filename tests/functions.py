@@ -69,8 +69,6 @@ ZOO = [
     Functions("relative_position", zoo.relative_position),
     Functions("temperature", zoo.temperature, None, lambda rng, h, q, kv, b: {"temperature": _float(rng.random(h) + 0.5)}),
     Functions("length_scaled", zoo.length_scaled(0.4)),
-    Functions("t5", zoo.t5(), None, lambda rng, h, q, kv, b: {"table": _float(rng.standard_normal((32, h)))}),
-    Functions("t5_causal", zoo.t5(False, 8, 40), zoo.causal, lambda rng, h, q, kv, b: {"table": _float(rng.random((8, h)))}),
     Functions("causal", None, zoo.causal),
     Functions("sliding_window", None, zoo.sliding_window(15)),
     Functions("nearby", None, zoo.nearby(9)),
@@ -157,7 +155,7 @@ def _table(*axes):
 
 
 #: Functions with captured arrays whose gradients are compared: those of the zoo, and more ways to index an array.
-LEARNED = [functions for functions in ZOO if functions.name in {"t5", "t5_causal", "alibi_causal", "temperature"}]
+LEARNED = [functions for functions in ZOO if functions.name in {"alibi_causal", "temperature"}]
 LEARNED += [
     Functions(name, function, None, _table(*axes))
     for name, axes, function in (

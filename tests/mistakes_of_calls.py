@@ -286,22 +286,9 @@ FUNCTIONS = [
     row("attention", "a tensor of another length", passing(score_mod=zoo.alibi, tensors={"slopes": np.ones(2)}), IndexError,
         "2", "4"),
     row("attention", "a table by a computed index", passing(score_mod=lambda s, b, h, i, j, t: s + t[i - j], tensors={
-        "t": np.ones(3)}), IndexError, "tensors['t'] has length 3", "from -6 to 5", "np.clip"),
-    row("attention", "a table by a computed float", passing(score_mod=lambda s, b, h, i, j, t: s + t[np.floor(abs(i - j) / 2)],
-        tensors={"t": np.ones(9)}), IndexError, "computed value along axis 0", "float", "zoo.t5_bucket"),
-    row("attention", "a table by a logarithm", passing(score_mod=lambda s, b, h, i, j, t: s + t[np.where(np.log(i + 1.0) > 2, 1, 0)],
-        tensors={"t": np.ones(9)}), IndexError, "computed with floats", "//"),
-    row("attention", "a table by a condition", passing(score_mod=lambda s, b, h, i, j, t: s + t[i > j], tensors={"t": np.ones(9)}),
-        IndexError, "condition", "np.where(condition, 1, 0)"),
-    row("attention", "a table by the score", passing(score_mod=lambda s, b, h, i, j, t: s + t[np.where(s > 0, 1, 0)],
-        tensors={"t": np.ones(9)}), IndexError, "depends on the score", "b, h, q_idx and kv_idx"),
-    row("attention", "a table by elements that are floats", passing(score_mod=lambda s, b, h, i, j, t: s + t[np.where(t[0] > 0, 1, 0)],
-        tensors={"t": np.ones(9)}), IndexError, "depends on t", "not an array of integers"),
-    row("attention", "a table by an integer of 64 bits", passing(score_mod=lambda s, b, h, i, j, t: s + t[i * 2**40], tensors={
-        "t": np.ones(9)}), IndexError, "32 bits"),
-    row("attention", "a table with a block mask", lambda x: attention(x.s, x.s, x.s, block_mask=cupy_sdpa.block_mask(zoo.causal, 6, 6),
-        score_mod=lambda s, b, h, i, j, t: s + t[abs(i - j)], tensors={"t": np.ones(9, x.s.dtype)}), Unsupported,
-        "computed indices", "mask_mod="),
+        "t": np.ones(9)}), IndexError, "tensors['t'] (9,)", "computed value along axis 0", "bias=table[index]", "zoo.table_bias"),
+    row("attention", "a table of conditions by a computed index", passing(mask_mod=lambda b, h, i, j, t: t[i // 2, j], tensors={
+        "t": np.ones((3, 7), bool)}), IndexError, "computed value along axis 0", "mask="),
     row("attention", "a document id for each batch entry read without b",
         passing(mask_mod=zoo.causal_document, tensors={"document_id": np.zeros((3, 6), "i4")}), IndexError, "document_id", "needs 2"),
     row("attention", "a method of an array in a score function", passing(score_mod=lambda s, b, h, i, j, t: s + t.sum(), tensors={

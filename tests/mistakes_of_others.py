@@ -421,7 +421,7 @@ def with_zoo(mask_mod=None, score_mod=None, **tensors):
 ZOO = [
     row(f"zoo.{name}", "the maker in place of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
     for option, name in [
-        *(("score_mod", name) for name in ("softcap", "length_scaled", "t5", "swin")),
+        *(("score_mod", name) for name in ("softcap", "length_scaled")),
         *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "image_window", "fixed")),
         *(("mask_mod", name) for name in ("with_global", "streaming", "strided")),
     ]
@@ -443,9 +443,11 @@ ZOO = [
     row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(
         x.s, x.s, x.s, allowed=causal(6, 6) & ~causal(6, 6, -3))),
     row("zoo.t5_bucket", "no logarithmic buckets", lambda x: zoo.t5_bucket(x.s, buckets=2), ValueError, "buckets is 2", "at least 4"),
-    row("zoo.t5", "a table (Hq, buckets)", with_zoo(score_mod=zoo.t5(), table=np.zeros((4, 32))), IndexError, "32", "4"),
-    row("zoo.swin", "the table of another window", with_zoo(score_mod=zoo.swin(2, 3), table=np.zeros((9, 4))), IndexError,
-        "length 9", "from 0 to 14"),
+    row("zoo.t5_bias", "a table of one head", lambda x: zoo.t5_bias(np.zeros(32), 6, 6), ValueError, "(32,)", "(N, Hq)"),
+    row("zoo.table_bias", "an index out of range", lambda x: zoo.table_bias(np.zeros((4, 2)), np.array([[0, 4]])), ValueError, "0 to 4", "4 rows"),
+    row("zoo.table_bias", "the gradient of another bias", lambda x: zoo.table_bias(np.zeros((4, 2)), np.array([[0, 3]]))[1](np.zeros((2, 1, 2, 1))),
+        ValueError, "(2, 1, 2, 1)", "(1, 2, 2, 1)"),
+    row("zoo.swin_bias", "the table of another window", lambda x: zoo.swin_bias(np.zeros((9, 4)), 2, 3), ValueError, "9 rows", "15 distances"),
     row("zoo.chunked", "chunks of 0", lambda x: zoo.chunked(0), ValueError, "size is 0; it must be a number from 1"),
 ] + [
     row(f"zoo.{name}", f"{value} as {parameter}", lambda x, name=name, given={**others, parameter: value}: getattr(zoo, name)(**given),
@@ -454,7 +456,7 @@ ZOO = [
         ("softcap", "cap", (0, np.inf, -2, np.nan), "1.17", {}),
         ("length_scaled", "factor", (np.nan, np.inf), "-3.4", {}), ("sliding_window", "size", (-1, np.nan, 2**31), 0, {}),
         ("nearby", "size", (-1,), 0, {}), ("with_global", "count", (-1,), 0, {"size": 3}), ("streaming", "size", (-3,), 0, {"count": 1}),
-        ("dilated", "size", (-1,), 0, {"step": 2}), ("fixed", "count", (-1,), 0, {"size": 4}), ("swin", "width", (0,), 1, {"height": 2}),
+        ("dilated", "size", (-1,), 0, {"step": 2}), ("fixed", "count", (-1,), 0, {"size": 4}), ("swin_bias", "width", (0,), 1, {"table": None, "height": 2}),
         ("image_window", "reach", (-1,), 0, {"width": 2}), ("strided", "size", (0,), 1, {}),
     ]
     for value in values

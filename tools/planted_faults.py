@@ -57,7 +57,6 @@ TESTS = {
     "cupy_sdpa/kernels/page_lists.py": ("kv_cache",),
     "cupy_sdpa/kernels/paged.py": ("kv_cache",),
     "cupy_sdpa/kernels/rope_kernel.py": ("kv_cache",),
-    "cupy_sdpa/kernels/table_reads.py": ("score_fn",),
     "cupy_sdpa/kernels/tree_kernel.py": ("kv_cache",),
     "cupy_sdpa/kv_cache": ("kv_cache", "fp8"),
     "cupy_sdpa/layout.py": ("boundary",),

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import Unsupported
 from ..kernels.blocks import BLOCK
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded, relocated
@@ -104,11 +103,6 @@ class MovableFunction:
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self.tensors = dict(tensors)
         self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
-        if computed := [access.name for access in self._function.reads if access.is_computed]:
-            raise Unsupported(
-                f"score_mod reads {computed[0]} at computed indices and block_mask is passed: pass the function of the mask as "
-                "mask_mod=, or pass the elements as an array that is read at h, q_idx and kv_idx themselves"
-            )
         traced = trace(self._function, None, self.tensors, sizes)
         if traced.band or (traced.expression and traced.expression.mask is not None):
             raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")

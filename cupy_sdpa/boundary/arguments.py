@@ -16,7 +16,6 @@ from ..problem.tensor_spec import (
     ITEMSIZE,
     TensorSpec,
     dense_spec,
-    dtype_name,
     has_callers_axes,
     numpy_dtype,
 )
@@ -128,7 +127,7 @@ def _read(
     problem, functions, gradients = _define_problem(specs, options, settings, outputs, return_dtensors)
     if on_gpu:
         user_functions.check_scalars(functions.scalars)
-    arguments |= {name: read_array(name, array) for name, array in {**functions.arrays, **functions.tables}.items()}
+    arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
     scalars.update(functions.scalars)
     *_, sq, skv, _ = problem.sizes
     causal = options.get("causal")
@@ -190,7 +189,6 @@ def _define_problem(
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
         captured = [read_array(name, array).spec for name, array in functions.arrays.items()]
-        captured += [dense_spec(name, dtype_name(read.dtype), read.shape) for name, read in functions.table_reads.items()]
         problem = make_problem((*specs.values(), *captured), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:

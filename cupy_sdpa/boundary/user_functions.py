@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import in_words
-from ..kernels.table_reads import TableRead
 from ..problem.band import Band
 from ..problem.problem import CAPTURED_DTYPES, DEFAULT_SETTINGS, Problem, Settings
 from ..problem.subproblems import score_derivatives
@@ -37,8 +36,6 @@ class Functions(NamedTuple):
         scalars: the by-value scalars of the program.
         source_lines: the source line of each operation.
         captured: how each captured array is indexed, by the names in the program.
-        table_reads: the captured arrays that a step reads at computed indices, by the names in the program.
-        tables: the arrays of ``tensors`` that these steps read, by their names among the arrays of the call.
         identities: the identities of the functions, from before they were called.
     """
 
@@ -47,8 +44,6 @@ class Functions(NamedTuple):
     scalars: Mapping[str, float] = {}
     source_lines: Mapping[str, str] = {}
     captured: Mapping[str, Access] = {}
-    table_reads: Mapping[str, TableRead] = {}
-    tables: Mapping[str, Any] = {}
     identities: tuple[Hashable | None, ...] = ()
 
 
@@ -146,17 +141,9 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     identities = function_identities(options)
     traced = trace(options.get("score_mod"), options.get("mask_mod"), tensors, sizes, bands=not other_diagonal)
     band = Band(*traced.band).intersected(settings.band) if traced.band else settings.band
-    captured = traced.captured
-    views = {name: access for name, access in captured.items() if not access.is_computed}
-    arrays = {name: with_score_axes(tensors[access.name], access) for name, access in views.items()}
-    table_reads = {}
-    for name, access in captured.items():
-        if access.is_computed:
-            shape = tuple(sizes[axis] if axis in access.score_axes else 1 for axis in _ORDER)
-            table_reads[name] = TableRead(access, shape, tensors[access.name].dtype)
-    tables = {tensor_name(name): tensors[name] for read in table_reads.values() for name in read.access.arrays}
+    arrays = {name: with_score_axes(tensors[access.name], access) for name, access in traced.captured.items()}
     settings = settings._replace(program=traced.expression, band=band)
-    return Functions(settings, arrays, traced.numbers, traced.lines, captured, table_reads, tables, identities)
+    return Functions(settings, arrays, traced.numbers, traced.lines, traced.captured, identities)
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,8 @@ class Sampler:
             names = [name for name in names if table[name].tensors and table[name].kind in ("float", "number")]
         if self.sizes["b"] * self.sizes["hq"] * self.sizes["sq"] * self.sizes["skv"] > 4_000_000:
             names = [name for name in names if all(len(axes) < 3 for axes in table[name].tensors.values())]
-            names = [name for name in names if not table[name].is_computed]
-        if "block_mask" in self.names:  # the mask contains all conditions, and blocks have no computed indices
-            names = [name for name in names if name != "hidden" and not table[name].is_computed]
+        if "block_mask" in self.names:  # the mask contains all conditions
+            names = [name for name in names if name != "hidden"]
         function = table[name := self.pick(*names)]
         if not function.tensors:
             return name, ""

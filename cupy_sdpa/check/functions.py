@@ -16,46 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class ComputedAxis(NamedTuple):
-    """The length of an axis of a captured array that is read at a computed index, and the index as a function of b, h, q, k."""
-
-    length: int
-    index: Callable[..., Any]
-
-
-#: The axes that are read at computed indices, by their letters.
-COMPUTED = {
-    "d": ComputedAxis(9, lambda b, h, q, k: np.clip(q - k, -4, 4) + 4),
-    "t": ComputedAxis(8, lambda b, h, q, k: np.minimum(abs(k - q), 2) + np.where(abs(k - q) > 9, 1, 0) + np.where(k > q, 4, 0)),
-    "x": ComputedAxis(3, lambda b, h, q, k: q // 16 % 3),
-    "y": ComputedAxis(3, lambda b, h, q, k: (k + h) // 16 % 3),
-    "n": ComputedAxis(4, lambda b, h, q, k: -1 - (k + b) % 4),
-}
-
-
 class Function(NamedTuple):
     """A score or mask function and the arrays that it captures.
 
     Attributes:
         call: the function, with FlexAttention's signature.
-        tensors: the axes of each captured array: letters of ``bhqk`` or of :data:`COMPUTED`, or a digit for an axis of that
-            length, which is read at its last index.
+        tensors: the axes of each captured array: letters of ``bhqk``, or a digit for an axis of that length, which is read
+            at its last index.
         kind: the kind of the arrays' values: ``"float"``, ``"int"``, ``"bool"``, or ``"number"`` (float or int).
     """
 
     call: Callable[..., Any]
     tensors: Mapping[str, str] = {}
     kind: str = "float"
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether an array is read at computed indices."""
-        return any(axis in COMPUTED for axes in self.tensors.values() for axis in axes)
-
-
-def _at(x: Any, axes: str, *position: Any) -> Any:
-    """The element of an array at a position, with some computed indices."""
-    return x[tuple(COMPUTED[axis].index(*position) if axis in COMPUTED else position["bhqk".index(axis)] for axis in axes)]
 
 
 #: The dtypes of each kind of values; float64 and int64 are drawn on the CPU engine only.
@@ -104,12 +77,6 @@ SCORES: dict[str, Function] = {
     "bias_all": Function(lambda s, b, h, q, k, x: 3 * np.tanh((s + x[b, h, q, k]) / 3), {"x": "bhqk"}),
     "chosen": Function(lambda s, b, h, q, k, x: np.where(x[b, k], s, s - 2), {"x": "bk"}, "bool"),
     "two": Function(lambda s, b, h, q, k, x, y: s * x[h] + y[b, k], {"x": "h", "y": "bk"}),
-    "table": Function(lambda s, b, h, q, k, x: s + _at(x, "hd", b, h, q, k), {"x": "hd"}, "number"),
-    "buckets": Function(lambda s, b, h, q, k, x: s + _at(x, "th", b, h, q, k), {"x": "th"}),
-    "gain_table": Function(lambda s, b, h, q, k, x: s * _at(x, "y", b, h, q, k), {"x": "y"}),
-    "two_tables": Function(
-        lambda s, b, h, q, k, x, y: s * _at(x, "bx", b, h, q, k) + _at(y, "nq", b, h, q, k), {"x": "bx", "y": "nq"}
-    ),
     "positions": Function(lambda s, b, h, q, k, x, y: s - 0.05 * abs(x[q] - y[k]), {"x": "q", "y": "k"}, "int"),
 }
 
@@ -133,7 +100,6 @@ MASKS: dict[str, Function] = {
     "documents": Function(lambda b, h, q, k, u, w: u[b, q] == w[b, k], {"u": "bq", "w": "bk"}, "int"),
     "head_window": Function(lambda b, h, q, k, u: abs(q - k) <= u[h] + 2, {"u": "h"}, "int"),
     "prefix": Function(lambda b, h, q, k, u: (k < u[b] + 3) | (q >= k), {"u": "b"}, "int"),
-    "blocks": Function(lambda b, h, q, k, u: _at(u, "hxy", b, h, q, k), {"u": "hxy"}, "bool"),
     "positive": Function(lambda b, h, q, k, u: u[k] > 0.75, {"u": "k"}, "float"),
 }
 
@@ -151,7 +117,7 @@ def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
     >>> tensor_shape("hk2", 1, 4, 5, 6)
     (4, 6, 2)
     """
-    sizes = {"b": b, "h": h, "q": q, "k": k} | {axis: computed.length for axis, computed in COMPUTED.items()}
+    sizes = {"b": b, "h": h, "q": q, "k": k}
     return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
 
 

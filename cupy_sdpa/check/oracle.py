@@ -20,7 +20,7 @@ import numpy as np
 
 from ..reference import diagonal, exponentials, visible
 from .data import FORMATS, FP8_SCALE, Data, dtype_of, round_fp8, tree_pairs
-from .functions import COMPUTED, function_of
+from .functions import function_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -170,12 +170,6 @@ class Inputs:
     def sum_to_tensor(self, array: Array, axes: str, shape: tuple[int, ...]) -> Array:
         """Sum an array of the shape of the scores to a captured array; an axis of fixed length is read at its last index."""
         full = array.reshape(self.merged_shape)
-        if any(axis in COMPUTED for axis in axes):
-            position = dict(zip("bhqk", np.ix_(*(np.arange(n) for n in full.shape)), strict=True))
-            found = (COMPUTED[axis].index(*position.values()) if axis in COMPUTED else position[axis] for axis in axes)
-            sums = np.zeros(shape)
-            np.add.at(sums, tuple(np.broadcast_to(index, full.shape) for index in found), full)
-            return sums
         letters = [axis for axis in axes if not axis.isdigit()]
         sums = np.einsum(full, list(range(4)), ["bhqk".index(axis) for axis in letters])
         result = np.zeros(shape)

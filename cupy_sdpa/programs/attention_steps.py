@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..boundary.call import Call, Fill
-from ..boundary.user_functions import Gradients, gradient_name, tensor_name, with_score_axes
-from ..kernels import merge, paged, ragged, table_reads
+from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
+from ..kernels import merge, paged, ragged
 from ..problem.bucket import padded_axes
 from ..problem.problem import (
     CU_SEQLENS,
@@ -71,7 +71,7 @@ def add(steps: Steps, name: str, call: Call, *, with_values: bool = False) -> No
     else:
         _add_launches(steps, name, call, problem, arrays, values)
     if call.gradients:
-        _collect(steps, call.gradients, call.functions.table_reads, arrays)
+        _collect(steps, call.gradients, arrays)
 
 
 def _add_launches(
@@ -103,19 +103,8 @@ def add_parts(steps: Steps, name: str, call: Call) -> list[merge.Parts]:
 
 
 def _with_inputs(steps: Steps, call: Call) -> dict[str, View]:
-    """The arrays of a call, and the inputs that the caller did not pass: equal numbers, and elements at computed indices."""
-    arrays = dict(call.arrays)
-    arrays |= {name: steps.filled(fill) for name, fill in call.fills.items() if name not in arrays}
-    for name, read in call.functions.table_reads.items():
-        arrays[name] = target = steps.temporary(read.shape, read.dtype)
-        if target.size and not call.problem.trivial:
-            steps.run(table_reads.read_elements, target, read, _tables(read, arrays), writes=[target])
-    return arrays
-
-
-def _tables(read: table_reads.TableRead, arrays: Mapping[str, View]) -> tuple[View, ...]:
-    """The arrays that elements are read from."""
-    return tuple(arrays[tensor_name(name)] for name in read.access.arrays)
+    """Return the arrays of a call, and arrays of equal numbers that the caller did not pass."""
+    return {**{name: steps.filled(fill) for name, fill in call.fills.items() if name not in call.arrays}, **call.arrays}
 
 
 def _temporary(steps: Steps, spec: TensorSpec) -> View:
@@ -147,9 +136,7 @@ def _add_launch(
         form.finish()
 
 
-def _collect(
-    steps: Steps, gradients: Gradients, reads: Mapping[str, table_reads.TableRead], arrays: Mapping[str, View]
-) -> None:
+def _collect(steps: Steps, gradients: Gradients, arrays: Mapping[str, View]) -> None:
     """Write the gradient of each array: the sum over all captured arrays that are read from it, in float32 or float64."""
     for name, (shape, dtype) in gradients.specs.items():
         gradient = arrays[gradient_name(name)]
@@ -157,15 +144,8 @@ def _collect(
         total = gradient if accumulates else steps.temporary(shape, np.float32)
         steps.fill(total, 0)
         for captured, access in gradients.captured.items():
-            if access.name != name or (part := arrays.get(f"d{captured}")) is None:
-                continue
-            if (read := reads.get(captured)) is None:
+            if access.name == name and (part := arrays.get(f"d{captured}")) is not None:
                 steps.add(with_score_axes(total, access), part)
-            elif part.size and total.size:
-                sums = steps.temporary(shape, np.int64) if steps.on_gpu else None
-                largest = steps.temporary((1,), np.uint32) if steps.on_gpu else None
-                writes = [view for view in (total, sums, largest) if view is not None]
-                steps.run(table_reads.add_to_elements, total, part, read, _tables(read, arrays), sums, largest, writes=writes)
         if total is not gradient:
             steps.copy(gradient, total)
 

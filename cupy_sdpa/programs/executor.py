@@ -24,17 +24,16 @@ from ..boundary.call import (
     mode,
     with_plan,
 )
-from ..boundary.user_functions import Functions, Gradients, function_identities, tensor_name
+from ..boundary.user_functions import NO_FUNCTIONS, Gradients, function_identities, tensor_name
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
-from ..kernels.table_reads import TableRead
 from ..numpy_engine.interpreter import RowCheck, evaluate
 from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
-from ..problem.view import Storage, View, on_host
+from ..problem.view import View, on_host
 from ..replay.call_key import HOST, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
@@ -332,15 +331,8 @@ def compiled(call: Call) -> ProgramCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
     on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
-    device = 0 if on_gpu else None
     functions = call.functions
-    names = dict.fromkeys(tensor_name(name) for read in functions.table_reads.values() for name in read.access.arrays)
-    # kernels read these arrays with any alignment
-    tables = tuple(View(Storage(name, 16, device), x.dtype, x.shape, x.strides) for name in names for x in (call.arrays[name],))
-    reads = tuple(functions.table_reads.items())
-    program, results = _compiled(
-        call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats, reads, tables
-    )
+    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats)
     return ProgramCall(
         program, call.arrays, call.problem, call.result_names, results, functions.identities, call.scalars,
         call.fills, functions.captured, call.gradients, functions.source_lines,
@@ -355,16 +347,13 @@ def _compiled(
     full_queries: bool,
     gradients: Gradients | None,
     given_stats: GivenStats,
-    reads: tuple[tuple[str, TableRead], ...],
-    tables: tuple[View, ...],
 ) -> tuple[Program, dict[str, View]]:
     """The program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
-    views = attention_steps.views_of(problem, gradients, builder.device) | {view.storage.name: view for view in tables}
+    views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    functions = Functions(table_reads=dict(reads))
-    call = Call(problem, views, {}, on_gpu, bucket, functions, gradients, fills, given_stats)
+    call = Call(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 

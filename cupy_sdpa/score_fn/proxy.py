@@ -15,23 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from .expression import AXES, COMMUTES, LEAVES, OPPOSITE, Kind, Step, Writer
+from .expression import AXES, Kind, Step, Writer
 from .mask_analysis import MASKED_SCORE
-from .recorded import Access, Computed, Recorded
+from .recorded import Access, Recorded
 
 #: The refusal of Python's branches in functions, after the reason.
 NO_BRANCHES = (
     "{}, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, "
     "~, np.minimum, np.maximum, and (a < b) & (b < c)"
 )
-#: The operations of computed indices, all on integers: they are exact, so every engine reads the same element.
-_INDEX_MODES = COMMUTES | OPPOSITE.keys() | {"sub", "neg", "abs", "div", "binary_select"}
 #: Numbers that are constants of the expression, besides floats that may mask; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0)
-#: The end of the message of an index that is not computed with integers.
-_NOT_EXACT = (
-    "; an index is computed with integers, so that every engine reads the same element: use +, -, *, //, %, abs, comparisons, "
-    "np.where, np.minimum and np.maximum. Thresholds take the place of logarithms, see zoo.t5_bucket"
+#: The end of the message of an index that is computed.
+_GATHER = (
+    "the kernel has no gather, so indices are b, h, q_idx, kv_idx and integers. Gather the elements before the call and pass "
+    "them as bias=table[index] of shape (Skv, Sq, Hq, B), which takes memory for all pairs and heads; cupy_sdpa.zoo.table_bias "
+    "does so, and sums dbias into the gradient of the table. Pass gathered conditions as mask="
 )
 #: Folders of code between the line of a score function and the recording of a step: this package's, and numpy's operators.
 _INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module in (__file__, np.__file__))
@@ -48,7 +47,6 @@ class Tracer:
         self.numbers: dict[str, Any] = {}
         self.bounds: dict[int, int] = {}  # upper bounds of non-negative integer steps
         self.accesses: dict[str, Access] = {}
-        self.integers: set[str] = set()  # the captured arrays of integers or bool
         self.lines: dict[str, str] = {}
         self.line = ""  # the source line of the numpy call that is being traced
 
@@ -72,33 +70,6 @@ class Tracer:
         """Record a read of a captured array."""
         self.accesses[str(access)] = access
         return self.writer.leaf("captured", str(access), kind)
-
-    def index(self, index: Value) -> Any:
-        """A computed index of an array; IndexError if it is no integer, or if it is not computed with integers only."""
-        if index.kind != "int":
-            of_bool = "it is a condition: write np.where(condition, 1, 0)"
-            raise IndexError(of_bool if index.kind == "bool" else f"it is a float{_NOT_EXACT}")
-        steps: list[Step] = []
-        reads: list[Access] = []
-        numbers: dict[int, int] = {}
-        for number in self.writer.reachable(index.step):
-            step = self.writer.steps[number]
-            if step.mode == "number":
-                step = Step("constant", (), "", step.kind, self.numbers[step.name])
-            elif step.mode == "captured":
-                reads.append(self.accesses[step.name])
-                if reads[-1].name not in self.integers:
-                    raise IndexError(f"it depends on {reads[-1].name}, which is not an array of integers or bool{_NOT_EXACT}")
-                step = step._replace(name=str(len(reads) - 1))
-            elif step.mode == "score":
-                raise IndexError("it depends on the score; it must depend on b, h, q_idx and kv_idx only")
-            elif step.mode not in LEAVES and (step.mode not in _INDEX_MODES or step.kind == "float"):
-                raise IndexError(f"it is computed with floats ({step.mode}){_NOT_EXACT}")
-            if step.mode == "constant" and not -(2**31) < step.value < 2**31:
-                raise IndexError(f"it is computed with {step.value}, which does not fit into 32 bits")
-            numbers[number] = len(steps)
-            steps.append(step._replace(args=tuple(numbers[arg] for arg in step.args)))
-        return Computed(tuple(steps), tuple(reads))
 
     def call(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """Call a numpy function with traced values; :meth:`made` notes the call unless it is a part of another one."""
@@ -258,8 +229,8 @@ class CapturedArray:
         element = Value(self._tracer, self._tracer.access(access, self._kind))
         return self._tracer.read(access, element != 0.0 if self.dtype.kind == "b" else element)
 
-    def _index(self, axis: int, part: Any) -> Any:
-        """Check one index and return it: the name of an axis of the scores, an integer, or a computed index."""
+    def _index(self, axis: int, part: Any) -> str | int:
+        """Check one index and return it: the name of an axis of the scores, or an integer."""
         length = self.shape[axis]
         if isinstance(part, numbers.Integral):
             if not -length <= int(part) < length:
@@ -267,12 +238,9 @@ class CapturedArray:
             return int(part) % length
         step = self._tracer.writer.steps[part.step] if isinstance(part, Value) else None
         if step is None:
-            raise IndexError(f"{self!r} is indexed with {part!r}; use b, h, q_idx, kv_idx, integers, or what they compute")
+            raise IndexError(f"{self!r} is indexed with {part!r}; use b, h, q_idx, kv_idx and integers")
         if step.mode != "index":
-            try:
-                return self._tracer.index(part)
-            except IndexError as error:
-                raise IndexError(f"{self!r} is indexed with a computed value along axis {axis}: {error}") from None
+            raise IndexError(f"{self!r} is indexed with a computed value along axis {axis}: {_GATHER}")
         if (full := self._tracer.sizes.get(step.name, length)) != length:
             raise IndexError(
                 f"{self!r} has length {length} along axis {axis}, and {step.name} has {full} values: the lengths must be equal"

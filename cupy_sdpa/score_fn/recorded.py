@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .expression import AXES, Step
+from .expression import AXES
 
 #: The parameters of a score function before its arrays; those of a mask function are the last four.
 PARAMETERS = ("score", *AXES)
@@ -28,50 +28,14 @@ class Result(NamedTuple):
         return f"t{self.call}"
 
 
-class Computed(NamedTuple):
-    """An index that a function computes from the axes of the scores, and from elements of arrays.
-
-    The last of the steps is the index. They have no by-value scalars; the name of a step that reads an element is its number
-    in ``reads``.
-    """
-
-    steps: tuple[Step, ...]
-    reads: tuple[Access, ...]
-
-
 class Access(NamedTuple):
-    """How a function indexes a captured array.
-
-    The index along every axis is the name of an axis of the scores, an integer, or a computed index. That is :class:`Computed`,
-    but in a recorded function a :class:`Result` or another access.
-    """
+    """How a function indexes a captured array: by the name of an axis of the scores, or an integer, along every axis."""
 
     name: str
-    axes: tuple[str | int | Computed | Result | Access, ...]
+    axes: tuple[str | int, ...]
 
     def __str__(self) -> str:
         return f"{self.name}[{', '.join(map(str, self.axes))}]"
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether an index is computed: the array is not a view with the axes of the scores."""
-        return not all(isinstance(axis, (str, int)) for axis in self.axes)
-
-    @property
-    def score_axes(self) -> frozenset[str]:
-        """The axes of the scores that the element depends on."""
-        found = {axis for axis in self.axes if isinstance(axis, str)}
-        for axis in self.axes:
-            if isinstance(axis, Computed):
-                found |= {step.name for step in axis.steps if step.mode == "index"}
-                found = found.union(*(read.score_axes for read in axis.reads))
-        return frozenset(found)
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """The names of the array and of those that its indices read, each once."""
-        others = (name for axis in self.axes if isinstance(axis, Computed) for read in axis.reads for name in read.arrays)
-        return tuple(dict.fromkeys((self.name, *others)))
 
 
 class NumpyCall(NamedTuple):
@@ -100,8 +64,8 @@ class Recorded:
         self.name, self.calls, self.result = name, tuple(calls), result
         self.__module__, self.__qualname__, self._line = name
         operands = (*(operand for call in calls for operand in call.operands), result)
-        #: The elements of arrays that it reads, also those in indices.
-        self.reads = tuple(dict.fromkeys(read for operand in operands for read in _reads_in(operand)))
+        #: The elements of arrays that it reads.
+        self.reads = tuple(dict.fromkeys(operand for operand in operands if isinstance(operand, Access)))
 
     def __call__(self, /, *arguments: Any, **tensors: Any) -> Any:
         """Compute, as the function did: on traced values, or on arrays of positions."""
@@ -111,7 +75,7 @@ class Recorded:
         line = self._line  # read by line_of_function() of .proxy
 
         def read(access: Access) -> Any:
-            index = tuple(axis if isinstance(axis, int) else value(axis) for axis in access.axes)
+            index = tuple(axis if isinstance(axis, int) else parameters[axis] for axis in access.axes)
             return tensors[access.name][index] if index else tensors[access.name]
 
         def value(operand: Any) -> Any:
@@ -140,14 +104,6 @@ class Recorded:
         return f"<recorded {self.__qualname__}>"
 
 
-def _reads_in(operand: Any) -> Iterator[Access]:
-    """The elements of arrays in an operand: the operand, and those in its indices."""
-    if isinstance(operand, Access):
-        for axis in operand.axes:
-            yield from _reads_in(axis)
-        yield operand
-
-
 def _number(x: Any) -> Any:
     """1 and 0 in place of the conditions of an array; anything else unchanged."""
     return x + 0 if getattr(x, "dtype", None) == np.bool_ else x
@@ -162,16 +118,12 @@ def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: A
     stack = [result]
     while stack:
         operand = stack.pop()
-        if isinstance(operand, Access):
-            stack += operand.axes
-        elif isinstance(operand, Result) and operand.call not in needed:
+        if isinstance(operand, Result) and operand.call not in needed:
             needed.add(operand.call)
             stack += calls[operand.call].operands
     numbers = {old: Result(new) for new, old in enumerate(sorted(needed))}
 
     def moved(operand: Any) -> Any:
-        if isinstance(operand, Access):
-            return operand._replace(axes=tuple(map(moved, operand.axes)))
         return numbers[operand.call] if isinstance(operand, Result) else operand
 
     kept = [calls[number]._replace(operands=tuple(map(moved, calls[number].operands))) for number in numbers]
@@ -198,9 +150,7 @@ def relocated(
         if isinstance(operand, Result):
             return Result(operand.call + len(shifts))
         if isinstance(operand, Access):
-            axes = reads[operand].axes
-            computed = (moved(axis) if isinstance(axis, (Result, Access)) else axis for axis in axes)
-            return reads[operand]._replace(axes=tuple(computed))
+            return reads[operand]
         return indices.get(operand, operand) if isinstance(operand, str) else operand
 
     calls = [call._replace(operands=tuple(map(moved, call.operands))) for call in function.calls]

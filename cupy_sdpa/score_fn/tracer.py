@@ -45,7 +45,6 @@ class FunctionTracer(Tracer):
 
     def __init__(self, sizes: Mapping[str, int], arrays: Mapping[str, Any], steps: Iterable[Step] = ()) -> None:
         super().__init__(FUNCTIONS, sizes, steps)
-        self.integers = {name for name, array in arrays.items() if array.dtype.kind in "iub"}
         self.arrays = {name: CapturedArray(self, name, array).as_parameter() for name, array in arrays.items()}
         self.used: set[str] = set()
 
@@ -145,10 +144,6 @@ class Recorder(FunctionTracer):
         """Note that a value is an element of an array, or the condition that it is not 0 if the array is bool."""
         self._results[element.step] = access
         return element
-
-    def index(self, index: Value) -> Any:
-        """A computed index of an array: an operand of a recorded call; it is checked when the function is traced."""
-        return self._operand(index)
 
     def _operand(self, x: Any) -> Any:
         """An operand of a recorded call, see :class:`NumpyCall`."""

@@ -112,8 +112,12 @@ def concatenate(arrays: list[ndarray], axis: int = 0, *, dtype: Any = None) -> n
     return compute(lambda *given: np.concatenate(given, axis=axis, dtype=dtype), *arrays)
 
 
-def stack(arrays: list[ndarray]) -> ndarray:
-    return compute(lambda *given: np.stack(given), *arrays)
+def stack(arrays: list[ndarray], axis: int = 0) -> ndarray:
+    return compute(lambda *given: np.stack(given, axis=axis), *arrays)
+
+
+def bincount(x: ndarray, weights: ndarray, minlength: int) -> ndarray:
+    return compute(lambda *given: np.bincount(*given, minlength=minlength), x, weights)
 
 
 def take(x: ndarray, indices: ndarray, axis: int | None = None) -> ndarray:

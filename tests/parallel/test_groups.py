@@ -36,7 +36,7 @@ CORNERS = {
                                      "sq": 17, "skv": 17},
     "packed, bottom right": {"options": {"packed": ("random", "same", 0, 0, 0, "int32"), "causal": "bottom_right"},
                              "sq": 17, "skv": 17},
-    "packed tables": {"options": {"packed": ("full", "random", 0, 0, 0, "int32"), "score_mod": ("buckets", "float32")},
+    "packed functions": {"options": {"packed": ("full", "random", 0, 0, 0, "int32"), "score_mod": ("bias_bk", "float32")},
                       "sq": 21, "skv": 10},
     "empty sequences": {"options": {"packed": ("zero", "zero", 0, 0, 0, "int32")}, "sq": 1, "skv": 1},
     "more members than positions of a chunk": {"options": {"causal": "top_left"}, "sq": 13, "skv": 13, "hq": 8, "hkv": 8, "members": 8},
