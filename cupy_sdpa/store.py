@@ -195,14 +195,11 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
 
 def _check_operations(problem: Problem) -> None:
     """Check that the graph has the operations of a problem's functions, which another version may have written."""
-    from .graph.emit import COMPOSED
-    from .graph.nodes import POINTWISE
     from .score_fn.expression import LEAVES
+    from .score_fn.modes import MODES
 
-    counts = {mode: operation.operands for mode, operation in POINTWISE.items()}
-    counts |= {mode: compose.__code__.co_argcount - 1 for mode, compose in COMPOSED.items()}  # its first argument is the writer
     for mode, operands, *_ in problem.settings.program.steps if problem.settings.program else ():
-        if mode not in LEAVES and len(operands) != counts.get(mode):
+        if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):
             raise ValueError(
                 f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
                 "file may be that of another version: write it again"

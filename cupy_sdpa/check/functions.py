@@ -7,13 +7,14 @@ is read with one index expression, so its gradient is a sum of the gradient of t
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ..score_fn.modes import MODES
 
 
 class Function(NamedTuple):
@@ -125,16 +126,6 @@ def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
 
 #: The parameters of the functions before the arrays.
 PARAMETERS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
-#: The numpy functions of the modes of a program.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "mul": np.multiply, "add": np.add, "sub": np.subtract, "div": np.divide, "mod": np.fmod, "max": np.maximum,
-    "min": np.minimum, "pow": np.power, "neg": np.negative, "abs": np.absolute, "exp": np.exp, "log": np.log, "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": lambda x: 1 / x, "tanh_fwd": np.tanh, "sin": np.sin, "cos": np.cos,
-    "tan": np.tan, "erf": lambda x: importlib.import_module("scipy.special").erf(x), "floor": np.floor, "ceil": np.ceil,
-    "identity": lambda x: x, "cmp_eq": np.equal, "cmp_neq": np.not_equal, "cmp_ge": np.greater_equal, "cmp_gt": np.greater,
-    "cmp_le": np.less_equal, "cmp_lt": np.less, "logical_and": np.logical_and, "logical_or": np.logical_or,
-    "binary_select": lambda x, b, condition: np.where(condition, x, b), "log1p": np.log1p, "expm1": np.expm1, "hypot": np.hypot,
-}  # fmt: skip
 #: The steps without operands.
 _LEAVES = ("score", "index", "number", "constant", "captured")
 #: The modes whose result is not negative if the operands are not.
@@ -159,7 +150,7 @@ def of_program(option: str, text: str) -> Function:
     found = json.loads(text)
     steps = [_Step(**{**step, "args": tuple(step.get("args", ()))}) for step in found["steps"]]
     axes: dict[str, str] = dict(found["arrays"])
-    if unknown := [step.mode for step in steps if step.mode not in (*_LEAVES, *_FUNCTIONS)]:
+    if unknown := [step.mode for step in steps if step.mode not in (*_LEAVES, *MODES)]:
         raise ValueError(f"a program has the step {unknown[0]}, which the self-test does not know")
     numbers = [step for step in steps if step.mode == "number"]
     literals = {step.name: 3 + i if step.kind == "int" else 0.75 + 0.125 * i for i, step in enumerate(numbers)}
@@ -183,7 +174,8 @@ def of_program(option: str, text: str) -> Function:
                 case "div" if step.kind == "int":
                     values.append(_truncated(*operands, positive=all(_is_positive(steps, arg) for arg in step.args)))
                 case mode:
-                    values.append(_FUNCTIONS[mode](*operands))
+                    function = MODES[mode].numpy
+                    values.append((getattr(np, function) if isinstance(function, str) else function)(*operands))
         return values[-1]
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

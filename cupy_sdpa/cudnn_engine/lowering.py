@@ -26,6 +26,7 @@ from ..graph.nodes import (
     Transpose,
     row_major,
 )
+from ..score_fn.modes import MODES, OPPOSITE
 
 #: cuDNN's data types by the names of numpy's dtypes.
 DATA_TYPES = {
@@ -41,10 +42,6 @@ DATA_TYPES = {
     "float8_e4m3fn": DataType.FP8_E4M3,
     "float8_e5m2": DataType.FP8_E5M2,
 }
-
-#: Comparisons of integers compute in the type of the mask, operations with an integer result in INT32. All others compute
-#: in the accumulator's type.
-_COMPARISONS = frozenset({"cmp_eq", "cmp_neq", "cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 
 #: Alignment of a tensor in bytes, by its dtype. Integers are read one at a time, all others 16 bytes at a time.
 _ALIGNMENT = {"int32": 4, "int64": 8}
@@ -128,13 +125,15 @@ def _paged_load(node: PagedLoad, lowered: OperationGraph) -> None:
 
 
 def _pointwise(node: Pointwise, lowered: OperationGraph) -> None:
-    if node.mode == "logical_and" or (node.mode in _COMPARISONS and node.b is not None and node.b.dtype == "int32"):
+    # comparisons of integers compute in the type of the mask, all others in INT32 or in the accumulator's type
+    if node.mode == "logical_and" or (node.mode in OPPOSITE and node.b is not None and node.b.dtype == "int32"):
         precision = DataType.BOOLEAN
     elif node.mode != "gen_index" and node.out.dtype == "int32":
         precision = DataType.INT32
     else:
         precision = DataType.FLOAT
-    attributes = {"MODE": PointwiseMode[node.mode.upper()], "MATH_PREC": precision, "AXIS": node.axis}
+    mode: Any = "GEN_INDEX" if node.mode == "gen_index" else MODES[node.mode].cudnn
+    attributes = {"MODE": PointwiseMode[mode], "MATH_PREC": precision, "AXIS": node.axis}
     kind = lowered.make("POINTWISE", attributes, f"describe {node.formula}")
     tensors = {"XDESC": node.x, "BDESC": node.b, "TDESC": node.t, "YDESC": node.out}
     lowered.operation("POINTWISE", {"PW_DESCRIPTOR": kind, **tensors}, node.formula)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..score_fn.autodiff import gradients
-from ..score_fn.expression import AXES, COMMUTES, FLIPPED, LEAVES, OPPOSITE, Step, Writer
-from .nodes import POINTWISE, Builder, Tensor
+from ..score_fn.expression import AXES, LEAVES, Step, Writer
+from ..score_fn.modes import FLIPPED, MODES, OPPOSITE
+from .nodes import Builder, Tensor
 
 #: A factor of at least this size counts as infinite; the largest float32 is 3.4e38.
 LARGEST = 3e38
@@ -23,49 +24,6 @@ UNBOUNDED = frozenset(
 )
 #: Logical modes as arithmetic on conditions, which are 1 or 0.
 _LOGICAL = {"logical_and": "mul", "logical_or": "max"}
-
-
-def _log1p(w: Writer, x: int) -> int:
-    # log u + (x - (u - 1)) / u with u = 1 + x: the second term restores what rounding u loses of x (as in GSL's gsl_log1p)
-    one = w.constant(1.0)
-    u = w.add("add", x, one)
-    rounded, log = w.add("sub", u, one), w.add("log", u)
-    correction = w.add("div", w.add("sub", x, rounded), u)
-    # log u alone where x = u - 1, which includes x = -1 and infinity
-    return w.add("binary_select", w.add("add", log, correction), log, w.add("cmp_neq", x, rounded))
-
-
-def _expm1(w: Writer, x: int) -> int:
-    # tanh(x / 2) (exp(x) + 1)
-    half = w.add("tanh_fwd", w.add("mul", x, w.constant(0.5)))
-    return w.add("mul", half, w.add("add", w.add("exp", x), w.constant(1.0)))
-
-
-def _hypot(w: Writer, x: int, b: int) -> int:
-    # m sqrt(1 + r^2) with m = max(|x|, |b|) and r = min(|x|, |b|) / m
-    sides = w.add("abs", x), w.add("abs", b)
-    longest, zero = w.add("max", *sides), w.constant(0.0)
-    ratio = w.add("binary_select", w.add("div", w.add("min", *sides), longest), zero, w.add("cmp_gt", longest, zero))
-    return w.add("mul", longest, w.add("sqrt", w.add("add", w.add("mul", ratio, ratio), w.constant(1.0))))
-
-
-def _atan(w: Writer, x: int) -> int:
-    # y + sin(atan x - y) twice, with y = 2 u / (1 + 9/32 u^2) and u = tan(atan(x) / 2): errors of 1e-2, 2e-7 and 1e-21
-    one, most = w.constant(1.0), 1e15
-    x = w.add("max", w.add("min", x, w.constant(most)), w.constant(-most))
-    root = w.add("sqrt", w.add("add", w.add("mul", x, x), one))
-    u = w.add("div", x, w.add("add", root, one))
-    y = w.add("div", w.add("mul", u, w.constant(2.0)), w.add("add", w.add("mul", w.add("mul", u, u), w.constant(9 / 32)), one))
-    sine, cosine = w.add("div", x, root), w.add("div", one, root)
-    for _ in range(2):
-        difference = w.add("sub", w.add("mul", sine, w.add("cos", y)), w.add("mul", cosine, w.add("sin", y)))
-        y = w.add("add", y, difference)
-    return y
-
-
-#: Modes that cuDNN does not have, composed of modes that it has. They are accurate for small operands, and overflow only if
-#: the result does.
-COMPOSED: dict[str, Callable[..., int]] = {"log1p": _log1p, "expm1": _expm1, "hypot": _hypot, "atan": _atan}
 
 
 def _negative(w: Writer, x: int) -> int:
@@ -134,8 +92,8 @@ class Emitter:
         mode = step.mode
         if mode in LEAVES:
             return self._leaf(step)
-        if mode in COMPOSED:
-            return self(COMPOSED[mode](self.writer, *step.args))
+        if not isinstance(composed := MODES[mode].cudnn, str):
+            return self(composed(self.writer, *step.args))
         if mode == "binary_select":
             return self._select(step)
         if step.kind == "int" and mode in ("div", *INTEGER_COMPOSED):
@@ -187,7 +145,7 @@ class Emitter:
     def _exchanged(self, step: Step, x: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
         """``mode(x, b)`` as a mode and two operands, the first of them computed from b; unchanged if there is no such form."""
         mode = step.mode
-        if mode in COMMUTES or mode in FLIPPED:
+        if MODES[mode].commutes or mode in FLIPPED:
             return FLIPPED.get(mode, mode), b, x
         if mode == "sub" and step.kind != "int":  # x - b = -b + x
             return "add", self._pointwise("neg", b), x
@@ -243,7 +201,7 @@ class Emitter:
     def _pointwise(self, mode: str, *operands: Tensor, dtype: str | None = None, axis: int | None = None) -> Tensor:
         self._count += 1
         name = f"{self.prefix}{self._count}"
-        formula = POINTWISE[mode].formula.format(*operands) if axis is None else AXES[axis]
+        formula = MODES[mode].formula.format(*operands) if axis is None else AXES[axis]
         return self.g.pointwise(f"{name} = {formula}", mode, *operands, out=name, dtype=dtype, axis=axis)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 Shape = tuple[int, int, int, int]
 Role = Literal["input", "output", "scalar", "constant", "scratch", "virtual"]
@@ -58,65 +58,6 @@ class Tensor:
 
     def __str__(self) -> str:
         return self.name
-
-
-class Mode(NamedTuple):
-    """A pointwise mode.
-
-    Attributes:
-        operands: their number.
-        function: the function of numpy and of CuPy; empty for a rule of its own in :mod:`cupy_sdpa.numpy_engine.interpreter`.
-        code: the C expression of floating-point operands; CUDA's functions have the precision of their operand.
-        integers: that of integers, if it is another one.
-        formula: the printed form.
-    """
-
-    operands: int
-    function: str
-    code: str
-    integers: str = ""
-    formula: str = "{}"
-
-
-#: The pointwise modes, by cuDNN's names. A division of integers is truncated; ``mod`` is its remainder, with the sign of x.
-#: Both are 0 if the divisor is 0.
-POINTWISE: dict[str, Mode] = {
-    "mul": Mode(2, "multiply", "{0} * {1}", formula="{} · {}"),
-    "add": Mode(2, "add", "{0} + {1}", formula="{} + {}"),
-    "sub": Mode(2, "subtract", "{0} - {1}", formula="{} − {}"),
-    "div": Mode(2, "divide", "{0} / {1}", "{1} ? {0} / {1} : 0", "{} / {}"),
-    "mod": Mode(2, "fmod", "fmod({0}, {1})", "{1} ? {0} % {1} : 0", "{} mod {}"),
-    "max": Mode(2, "maximum", "{0} > {1} || {0} != {0} ? {0} : {1}", formula="max({}, {})"),
-    "min": Mode(2, "minimum", "{0} < {1} || {0} != {0} ? {0} : {1}", formula="min({}, {})"),
-    "pow": Mode(2, "power", "pow({0}, {1})", formula="{} ^ {}"),
-    "neg": Mode(1, "negative", "-{0}", formula="−{}"),
-    "abs": Mode(1, "absolute", "fabs({0})", "{0} < 0 ? -{0} : {0}", "|{}|"),
-    "exp": Mode(1, "exp", "exp({0})", formula="exp({})"),
-    "log": Mode(1, "log", "log({0})", formula="log({})"),
-    "sqrt": Mode(1, "sqrt", "sqrt({0})", formula="√{}"),
-    "rsqrt": Mode(1, "", "1 / sqrt({0})", formula="1 / √{}"),
-    "reciprocal": Mode(1, "reciprocal", "1 / {0}", formula="1 / {}"),
-    "tanh_fwd": Mode(1, "tanh", "tanh({0})", formula="tanh({})"),
-    "sin": Mode(1, "sin", "sin({0})", formula="sin({})"),
-    "cos": Mode(1, "cos", "cos({0})", formula="cos({})"),
-    "tan": Mode(1, "tan", "tan({0})", formula="tan({})"),
-    "erf": Mode(1, "", "erf({0})", formula="erf({})"),
-    "floor": Mode(1, "floor", "floor({0})", "{0}", "⌊{}⌋"),
-    "ceil": Mode(1, "ceil", "ceil({0})", "{0}", "⌈{}⌉"),
-    "identity": Mode(1, "", "{0}"),
-    "cmp_eq": Mode(2, "equal", "{0} == {1}", formula="{} = {}"),
-    "cmp_neq": Mode(2, "not_equal", "{0} != {1}", formula="{} ≠ {}"),
-    "cmp_ge": Mode(2, "greater_equal", "{0} >= {1}", formula="{} ≥ {}"),
-    "cmp_gt": Mode(2, "greater", "{0} > {1}", formula="{} > {}"),
-    "cmp_le": Mode(2, "less_equal", "{0} <= {1}", formula="{} ≤ {}"),
-    "cmp_lt": Mode(2, "less", "{0} < {1}", formula="{} < {}"),
-    "logical_and": Mode(2, "logical_and", "{0} != 0 && {1} != 0"),
-    "logical_or": Mode(2, "logical_or", "{0} != 0 || {1} != 0"),
-    "gen_index": Mode(1, "", ""),  # the index of each element of x along an axis
-    "binary_select": Mode(3, "", "", formula="{0} where {2}, else {1}"),  # x where t, else b
-}
-#: The modes whose result is boolean.
-CONDITIONS = frozenset(mode for mode in POINTWISE if mode.startswith(("cmp_", "logical_")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.nodes import CONDITIONS, POINTWISE, Graph, Node, Pointwise, Tensor
+from ..graph.nodes import Graph, Node, Pointwise, Tensor
 from ..runtime.cupy_runtime import elementwise
+from ..score_fn.modes import CONDITIONS, MODES
 
 #: The C types by the kind of a dtype; floating-point numbers are of the dtype of the evaluation.
 _INTEGERS = {"b": "bool", "i": "long long"}
@@ -129,15 +130,15 @@ def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Collection[s
 
 
 def _expression(node: Pointwise, operands: list[tuple[str, str]], real: str) -> tuple[str, str]:
-    """The C expression of a node, and the kind of its value, with the dtypes of :data:`.interpreter.MODES`."""
+    """The C expression of a node, and the kind of its value, with the dtypes of :data:`.interpreter.POINTWISE`."""
     mode, names, kinds = node.mode, [name for name, _ in operands], [kind for _, kind in operands]
     if mode == "gen_index":
         return _POSITIONS[node.axis or 0], "i"
+    of = MODES[mode]
     if mode == "identity":
-        return names[0], kinds[0]
+        return of.code.format(names[0]), kinds[0]
     if mode == "binary_select":
-        return f"{names[2]} != 0 ? {names[0]} : ({_INTEGERS.get(kinds[0], real)}){names[1]}", kinds[0]
-    of = POINTWISE[mode]
+        return of.code.format(names[0], f"({_INTEGERS.get(kinds[0], real)}){names[1]}", names[2]), kinds[0]
     if mode in CONDITIONS:
         mixed = "(double)" if mode.startswith("cmp_") and "f" in kinds and kinds != ["f", "f"] else ""
         return of.code.format(*(f"{mixed}{name}" for name in names)), "b"

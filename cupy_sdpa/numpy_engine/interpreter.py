@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..graph.nodes import (
-    CONDITIONS,
-    POINTWISE,
     Bernoulli,
     Graph,
     Matmul,
@@ -31,6 +29,7 @@ from ..graph.nodes import (
 )
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_array import erf, philox
+from ..score_fn.modes import CONDITIONS, MODES
 from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .tiles import Evaluation, Tile
 
@@ -277,7 +276,7 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
-    tile[node.out] = MODES[node.mode](node, tile)
+    tile[node.out] = POINTWISE[node.mode](node, tile)
 
 
 def _fused(node: Fused, tile: Tile) -> None:
@@ -353,7 +352,8 @@ def _truncated_division(x: Array, b: Array) -> Array:
 
 def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Tile], Array]:
     """Elementwise, in the dtype of the evaluation, or in 64-bit integers if the result is an integer; or a condition."""
-    name = POINTWISE[mode].function
+    name = MODES[mode].numpy
+    assert isinstance(name, str), mode
 
     def compute(node: Pointwise, tile: Tile) -> Array:
         function, operands = getattr(tile.run.xp, name), _operands(node, tile)
@@ -368,15 +368,13 @@ def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Call
 
 def _erf(node: Pointwise, tile: Tile) -> Array:
     x = tile[node.x]
-    return (_numpy_erf if tile.run.xp is np else erf)(x).astype(tile.run.dtype)  # type: ignore[no-any-return]
+    function: Any = MODES["erf"].numpy if tile.run.xp is np else erf
+    return function(x).astype(tile.run.dtype)  # type: ignore[no-any-return]
 
 
-#: The error function, which numpy does not have.
-_numpy_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-#: The meaning of every pointwise mode.
-MODES: dict[str, Callable[[Pointwise, Tile], Array]] = {
-    **{mode: _elementwise(mode) for mode, of in POINTWISE.items() if of.function},
+#: The meaning of every pointwise mode of a graph.
+POINTWISE: dict[str, Callable[[Pointwise, Tile], Array]] = {
+    **{mode: _elementwise(mode) for mode, of in MODES.items() if isinstance(of.numpy, str) and isinstance(of.cudnn, str)},
     "div": _elementwise("div", _truncated_division),
     "rsqrt": lambda node, tile: 1 / tile.run.xp.sqrt(tile[node.x]),
     "erf": _erf,

@@ -12,6 +12,8 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from .modes import MODES, OPPOSITE
+
 Kind = Literal["float", "int", "bool"]
 
 #: Steps without operands: the score, the index along an axis, a by-value scalar, a constant of the expression, an element of a
@@ -19,27 +21,6 @@ Kind = Literal["float", "int", "bool"]
 LEAVES = ("score", "index", "number", "constant", "captured")
 #: The axes of the scores: batch, head, query and key, by their names in score functions.
 AXES = ("b", "h", "q_idx", "kv_idx")
-#: For every comparison, the same comparison with swapped operands, and its negation.
-FLIPPED = {
-    "cmp_eq": "cmp_eq",
-    "cmp_neq": "cmp_neq",
-    "cmp_gt": "cmp_lt",
-    "cmp_ge": "cmp_le",
-    "cmp_lt": "cmp_gt",
-    "cmp_le": "cmp_ge",
-}
-OPPOSITE = {
-    "cmp_eq": "cmp_neq",
-    "cmp_neq": "cmp_eq",
-    "cmp_gt": "cmp_le",
-    "cmp_ge": "cmp_lt",
-    "cmp_lt": "cmp_ge",
-    "cmp_le": "cmp_gt",
-}
-#: Commutative modes.
-COMMUTES = frozenset({"add", "mul", "max", "min", "logical_and", "logical_or"})
-#: Modes whose result is an integer if all operands are integers. (``div`` returns an integer only if its kind is set.)
-_INTEGER = frozenset({"add", "sub", "mul", "neg", "abs", "max", "min", "binary_select"})
 _LOGICAL = {"logical_and": "logical_or", "logical_or": "logical_and"}
 _FOLDED: dict[str, Callable[..., float]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
@@ -51,7 +32,7 @@ class Step(NamedTuple):
     """One step.
 
     Attributes:
-        mode: a pointwise mode of :mod:`cupy_sdpa.graph.nodes`, or one of :data:`LEAVES`.
+        mode: a pointwise mode (:mod:`.modes`), or one of :data:`LEAVES`.
         args: the indices of the operands.
         name: the name of a by-value scalar or a captured array, or the axis of an index.
         kind: the type of the result. An ``int`` has 64 bits on the CPU and 32 bits on the GPU, where it wraps around. A ``div``
@@ -108,7 +89,7 @@ class Writer:
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
         """Append an operation on earlier steps; ``kind`` is that of the result, by default derived from the operands."""
-        if mode in COMMUTES:  # a canonical order, so that equal steps are recognized
+        if MODES[mode].commutes:  # a canonical order, so that equal steps are recognized
             args = tuple(sorted(args))
         kind = kind or self._kind(mode, args)
         simpler = self._simplified(mode, args, kind)
@@ -159,7 +140,7 @@ class Writer:
         if mode in OPPOSITE or mode in _LOGICAL:
             return "bool"
         operands = args[:2]  # a third operand is a condition
-        return "int" if mode in _INTEGER and all(self.steps[arg].kind == "int" for arg in operands) else "float"
+        return "int" if MODES[mode].is_closed and all(self.steps[arg].kind == "int" for arg in operands) else "float"
 
     def _simplified(self, mode: str, args: tuple[int, ...], kind: Kind) -> int | None:
         """An earlier step or constant of the same value and kind; None if there is no such step."""

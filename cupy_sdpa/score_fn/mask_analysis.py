@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .expression import FLIPPED, Step, Writer
+from .expression import Step, Writer
+from .modes import FLIPPED
 
 #: A score at or below this value counts as masked if a bias was added, or a function read an array or selected a number. So
 #: masks of finite numbers such as -1e9 or finfo.min also mask whole rows. float32 numbers of this magnitude are 32 apart:

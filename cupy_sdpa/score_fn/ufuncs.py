@@ -2,13 +2,12 @@
 
 Python's operators also use them: ``x + y`` is ``np.add(x, y)``.
 
-To add a function, compose it of existing modes in :data:`FUNCTIONS`. A new mode also needs a derivative (:mod:`.autodiff`), and
-entries in graph/nodes.py, numpy_engine/interpreter.py and graph/emit.py; or, if cuDNN does not have it, only in ``COMPOSED`` of
-graph/emit.py.
+To add a function, compose it of existing modes in :data:`FUNCTIONS`. A new mode is a row of :mod:`.modes`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .expression import Kind
+from .modes import MODES
 from .proxy import Tracer, Value, as_value, line_of_function
 
 
@@ -308,24 +308,18 @@ def _sigmoid(x: Any) -> Value:
     return _binary("add", _binary("mul", _unary("tanh_fwd", _binary("mul", x, 0.5)), 0.5), 0.5)
 
 
-#: Numpy functions, and SciPy's erf and expit, by name.
+def _of_mode(mode: str, operands: int) -> Callable[..., Value]:
+    """The numpy function that a mode computes."""
+    return functools.partial(_unary if operands == 1 else _binary, mode)
+
+
+#: Numpy functions, and SciPy's erf and expit, by name: those that a mode computes, and compositions.
 FUNCTIONS: Mapping[str, Callable[..., Value]] = {
+    **{row.numpy: _of_mode(mode, row.operands) for mode, row in MODES.items() if isinstance(row.numpy, str) and mode != "mod"},
     **{
-        name: (lambda x, b, mode=mode: _binary(mode, x, b))
+        name: _of_mode(mode, MODES[mode].operands)
         for name, mode in (
-            ("add", "add"), ("subtract", "sub"), ("multiply", "mul"),
-            ("maximum", "max"), ("minimum", "min"), ("fmax", "max"), ("fmin", "min"), ("hypot", "hypot"),
-            ("equal", "cmp_eq"), ("not_equal", "cmp_neq"), ("greater", "cmp_gt"), ("greater_equal", "cmp_ge"),
-            ("less", "cmp_lt"), ("less_equal", "cmp_le"),
-        )
-    },
-    **{
-        name: (lambda x, mode=mode: _unary(mode, x))
-        for name, mode in (
-            ("negative", "neg"), ("absolute", "abs"), ("abs", "abs"), ("fabs", "abs"), ("exp", "exp"), ("log", "log"),
-            ("sqrt", "sqrt"), ("reciprocal", "reciprocal"), ("tanh", "tanh_fwd"), ("sin", "sin"), ("cos", "cos"),
-            ("tan", "tan"), ("erf", "erf"), ("expm1", "expm1"), ("log1p", "log1p"),
-            ("arctan", "atan"),
+            ("abs", "abs"), ("fabs", "abs"), ("fmax", "max"), ("fmin", "min"), ("erf", "erf"),
         )
     },
     "floor": lambda x: _rounded("floor", x),

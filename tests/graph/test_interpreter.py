@@ -11,15 +11,15 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import Limits, draw
 from cupy_sdpa.check.execute import execute
+from cupy_sdpa.cudnn.constants import PointwiseMode
 from cupy_sdpa.cudnn_engine import lowering
 from cupy_sdpa.graph import nodes
 from cupy_sdpa.graph.attention_forward import forward
-from cupy_sdpa.graph.emit import COMPOSED
-from cupy_sdpa.graph.nodes import POINTWISE, Builder, Node, Tensor, row_major
+from cupy_sdpa.graph.nodes import Builder, Node, Tensor, row_major
 from cupy_sdpa.numpy_engine import tiles
 from cupy_sdpa.numpy_engine.fusion import Fused
-from cupy_sdpa.numpy_engine.interpreter import MODES, RULES, evaluate
-from cupy_sdpa.score_fn import autodiff
+from cupy_sdpa.numpy_engine.interpreter import POINTWISE, RULES, evaluate
+from cupy_sdpa.score_fn.modes import MODES
 
 
 def tensor(name, shape, dtype="float64", role="input"):
@@ -33,7 +33,27 @@ def test_every_node_has_a_rule_in_both_engines():
     """
     every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
     assert every == set(RULES) - {Fused} == set(lowering.RULES)
-    assert set(POINTWISE) == set(MODES)
+    assert set(POINTWISE) == {"gen_index", *(mode for mode, row in MODES.items() if isinstance(row.cudnn, str))}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_row_of_the_modes_is_complete(mode):
+    """It has a function of numpy, a mode of cuDNN or a composition, a CUDA expression, a printed form and a derivative."""
+    row = MODES[mode]
+    assert callable(row.numpy) or callable(getattr(np, row.numpy))
+    assert callable(row.cudnn) or row.cudnn in PointwiseMode.__members__
+    assert callable(row.derivative)
+    names = [f"x{i}" for i in range(row.operands)]
+    for text in (row.code, row.formula):  # of a mode that cuDNN has
+        assert all(name in text.format(*names) for name in names) == isinstance(row.cudnn, str)
+    for other in (row.flipped, row.opposite):
+        assert bool(other) == mode.startswith("cmp_")
+        assert not other or MODES[other].operands == 2
+    if row.opposite:
+        x, y = np.meshgrid(*[np.arange(3)] * 2)
+        compare = {name: getattr(np, MODES[name].numpy) for name in (mode, row.flipped, row.opposite)}
+        np.testing.assert_array_equal(compare[mode](x, y), compare[row.flipped](y, x))
+        np.testing.assert_array_equal(compare[mode](x, y), ~compare[row.opposite](x, y))
 
 
 @pytest.fixture
@@ -174,12 +194,11 @@ def test_lengths_of_a_matmul_mask_the_padding(tile):
 
 
 def test_every_rule_of_derivatives_is_tested():
-    """Every operation has one, and some function that is compared with differences has the operation."""
-    assert set(autodiff.RULES) == set(POINTWISE) | set(COMPOSED)
+    """Some function that is compared with differences has the operation."""
     shapes = (8, 4, 20, 2), (8, 2, 20, 2), (8, 2, 20, 2)
     used = set()
     for functions in [*OPERATIONS, *ZOO]:
         program = problem(*shapes, dtype="float32", **functions.options(q=20, kv=20)).settings.program
         used |= {step.mode for step in program.steps} if program else set()
-    unused = {mode for mode in set(autodiff.RULES) - used if mode[:4] != "cmp_"}  # functions have no identity
-    assert unused <= {"identity", "gen_index"}
+    unused = {mode for mode in set(MODES) - used if mode[:4] != "cmp_"}  # functions have no identity
+    assert unused <= {"identity"}
