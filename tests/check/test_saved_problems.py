@@ -67,6 +67,7 @@ def test_functions_that_are_composed_of_others_are_read_back(function, path):
     wanted = asked(score_mod=lambda s, *_: function(s))
     problem_file.add(path, [wanted])
     assert store.read_problems(path) == [wanted]
+    assert execute(reduced(case_of(wanted, "cpu"))).kind == "passed"
 
 
 def test_only_what_is_not_the_default_is_written(path):
