@@ -66,7 +66,8 @@ def problem(
     Args:
         q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
             arrays, of which only shape, strides and dtype are read.
-        dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` and ``"float8_e5m2"`` for FP8.
+        dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` and ``"float8_e5m2"`` for FP8. For values with a
+            mean (:func:`cupy_sdpa.fp8.quantize_qkv`) also pass ``return_stats=True``: the call computes the statistics.
         out_dtype: the dtype of the output of FP8 arrays, as for :func:`cupy_sdpa.fp8.attention`. Default: that of q.
         seq_lens: whether lengths are passed. Default False.
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be passed as its shape (a bias then has q's

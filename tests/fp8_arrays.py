@@ -34,7 +34,8 @@ def elements(engine, x):
 
 def values_of(x):
     """The values of an FP8 array of numpy in float64; a rotation is not undone, because scores do not depend on it."""
-    return np.asfortranarray(x.data.astype(np.float64) * float(x.descale[0]))
+    values = x.data.astype(np.float64) * float(x.descale[0])
+    return np.asfortranarray(values if x.mean is None else values + x.mean)
 
 
 def moved(engine, x):

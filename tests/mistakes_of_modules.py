@@ -45,6 +45,10 @@ FP8 = [
     row("fp8.quantize", "'bhsd' with three axes", lambda x: fp8.quantize(x.pq, layout="bhsd"), ValueError, "3 axes", "'bhsd'"),
     row("fp8.quantize", "(B, S, H, D) without layout=", lambda x: fp8.quantize(x.q.T.copy()), ValueError, "contiguous",
         "layout="),
+    row("fp8.quantize", "center and rotate", lambda x: fp8.quantize(x.v, center=True, rotate=True), ValueError, "center and rotate are True",
+        "pass one of them"),
+    row("fp8.quantize", "center=1", lambda x: fp8.quantize(x.v, center=1), TypeError, "center is 1", "True or False"),
+    row("fp8.quantize", "explained", lambda x: explain_function(fp8.quantize, x.q), TypeError, "computes no attention"),
     row("fp8.quantize", "rotate=1", lambda x: fp8.quantize(x.q, rotate=1), TypeError, "rotate is 1", "True or False"),
     row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
     row("fp8.quantize_qkv", "arrays of two dtypes", lambda x: fp8.quantize_qkv(x.q, x.k.astype("f2"), x.v), TypeError, "float16",
@@ -61,6 +65,14 @@ FP8 = [
         "k.rotated is True", "same rotate"),
     row("fp8.attention", "the keys of a rotated cache as its values", lambda x: rotated_cache(x.q, values=True), ValueError,
         "v.rotated is True"),
+    row("fp8.attention", "keys with a mean", lambda x: attention(fp8.quantize(x.q), fp8.quantize(x.k, center=True), fp8.quantize(x.v)),
+        ValueError, "k has a mean", "without center"),
+    row("fp8.attention", "dropout and a mean", lambda x: attention(*fp8.quantize_qkv(*x.qkv), dropout_p=0.5, seed=1), ValueError,
+        "v has a mean", "dropout", "center=False"),
+    row("fp8.attention", "pages with a mean of each", lambda x: attention(*fp8.quantize_qkv(*x.qkv), page_table=np.zeros((1, 3), np.int32),
+        seq_lens_kv=np.ones(3, np.int32)), ValueError, "a mean of each page", "center=False", "KVCache"),
+    row("fp8.attention", "another mean for each key", lambda x: attention(*(fp8.quantize(a) for a in (x.q, x.k)), fp8.Fp8Array(
+        fp8.quantize(x.v).data, 1.0, mean=np.ones(x.v.shape, "f4"))), ValueError, "along axis 2", "of length 1"),
     row("fp8.attention", "two FP8 dtypes", lambda x: attention(fp8.quantize(x.q, "float8_e5m2"), *(
         fp8.quantize(a) for a in (x.k, x.v))), TypeError, "float8_e5m2", "one dtype"),
     row("fp8.attention", "out", lambda x: attention(*fp8.quantize_qkv(*x.qkv), out=x.dout), TypeError, "out is passed", "omit out"),
@@ -81,6 +93,12 @@ FP8 = [
         "float64", "float32"),
     row("fp8.Fp8Array", "scale and descale that are no inverses", lambda x: fp8.Fp8Array(
         x.q.astype(ml_dtypes.float8_e4m3fn), 2.0, scale=2.0), ValueError, "descale", "scale", "one of them"),
+    row("fp8.Fp8Array", "a mean in float64", lambda x: fp8.Fp8Array(fp8.quantize(x.v).data, 1.0, mean=np.ones((16, 2, 1, 3))), TypeError,
+        "float64", "float32"),
+    row("fp8.Fp8Array", "a mean of another shape", lambda x: fp8.Fp8Array(fp8.quantize(x.v).data, 1.0, mean=np.ones((16, 2, 3, 1), "f4")),
+        ValueError, "(16, 2, 3, 1)", "or 1"),
+    row("fp8.Fp8Array", "a mean of a rotated array", lambda x: fp8.Fp8Array(fp8.quantize(x.v).data, 1.0, rotated=True, mean=np.ones(
+        (16, 2, 1, 1), "f4")), ValueError, "rotated is True", "omit one"),
     row("fp8.Fp8Array", "arithmetic", lambda x: fp8.quantize(x.q) * 2, TypeError, "Fp8Array"),
     row("fp8.Fp8Array", "np.asarray", lambda x: np.asarray(fp8.quantize(x.q)), TypeError, "dequantize()"),
     row("fp8.Fp8Array", "a part of a rotated head dim", lambda x: fp8.quantize(x.q, rotate=True)[:4], ValueError, "dequantize first"),
@@ -90,6 +108,7 @@ FP8 = [
     row("fp8.Fp8Array.transpose", "axes in a tuple", lambda x: host_of(fp8.quantize(x.q).transpose((3, 2, 1, 0))), lambda x: host_of(
         fp8.quantize(x.q)).T),
     row("fp8.Fp8Array.transpose", "two axes", lambda x: fp8.quantize(x.q).transpose(1, 0), ValueError, "axes"),
+    row("fp8.DelayedScaling", "a string", lambda x: fp8.DelayedScaling("x"), TypeError, "like is a str", "numpy and CuPy arrays"),
     row("fp8.DelayedScaling", "a history of 0", lambda x: fp8.DelayedScaling(x.q, 0), ValueError, "history is 0"),
     row("fp8.DelayedScaling.quantize", "a number", lambda x: fp8.DelayedScaling(x.q).quantize(1.0), TypeError, "float"),
     row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),),

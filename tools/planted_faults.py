@@ -54,6 +54,7 @@ TESTS = {
     "cupy_sdpa/kernels/cache_kernels.py": ("kv_cache", "fp8"),
     "cupy_sdpa/kernels/derivative_terms.py": ("jvp",),
     "cupy_sdpa/kernels/fp8_kernels.py": ("fp8",),
+    "cupy_sdpa/kernels/mean_kernels.py": ("fp8",),
     "cupy_sdpa/kernels/page_lists.py": ("kv_cache",),
     "cupy_sdpa/kernels/paged.py": ("kv_cache",),
     "cupy_sdpa/kernels/rope_kernel.py": ("kv_cache",),

@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = get_args(Layout)
 #: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
-VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "outs"))
+VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "outs", "mean"))
 #: The options with more than one axis.
 _OPTIONS = (*SCORE_INPUTS, "page_table")
 
@@ -291,7 +291,7 @@ def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> 
 
 def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
     """The letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
-    if layout == "thd" and name in "kv" and len(shape) == 4:
+    if layout == "thd" and name in ("k", "v", "mean") and len(shape) == 4:
         return "bshd"
     if len(shape) != len(layout):
         wanted = ", ".join(AXES[letter] for letter in layout)

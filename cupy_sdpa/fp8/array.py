@@ -24,7 +24,7 @@ _BASIC = (slice, numbers.Integral, types.NoneType, types.EllipsisType)
 
 
 class Fp8Array:
-    r"""An array of FP8 elements with one factor: :math:`x = d\, e`, with elements e and the descale d.
+    r"""An array of FP8 elements with one factor: :math:`x = d\, e + m`, with elements e, the descale d, and perhaps a mean m.
 
     CuPy has no FP8 dtype, so on the GPU the elements are uint8.
 
@@ -37,9 +37,13 @@ class Fp8Array:
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
         rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
         axis: the axis of head_dim of a rotated array. Default 0.
+        mean: m of values, float32 in the same memory, with the shape of ``data`` or with axes of length 1, such as
+            ``(D, H, 1, B)``. Attention needs 1 along the keys, and adds m to the output. Not for rotated arrays. Default None,
+            for 0.
 
     Attributes:
         data, dtype, rotated, axis: as above.
+        mean: as above, a view with the shape of ``data``; or None.
 
     Raises:
         TypeError, ValueError: data, a factor or the dtype is invalid.
@@ -69,6 +73,7 @@ class Fp8Array:
         dtype: str | None = None,
         rotated: bool = False,
         axis: int = 0,
+        mean: Any = None,
     ) -> None:
         on_gpu = cupy_runtime.is_array(data)
         if not on_gpu and type(data) is not np.ndarray:
@@ -92,6 +97,7 @@ class Fp8Array:
         if not 0 <= axis < max(len(data.shape), 1):
             raise ValueError(f"axis is {axis}; data has the axes 0 to {len(data.shape) - 1}")
         self.data, self.dtype, self.rotated, self.axis = data, dtype, rotated, axis
+        self.mean, self._of_pages = None if mean is None else _read_mean(mean, data, rotated=rotated), False
         given = {"descale": descale, "scale": scale}
         factors: Any = {name: None if x is None else factor(name, x, data) for name, x in given.items()}
         for name, other in (("descale", "scale"), ("scale", "descale")):
@@ -147,7 +153,8 @@ class Fp8Array:
         """A view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
-        return self._with_elements(self.data.transpose(order), axis)
+        mean = None if self.mean is None else self.mean.transpose(order)
+        return self._with_elements(self.data.transpose(order), axis, mean)
 
     def __getitem__(self, index: Any) -> Fp8Array:
         """A view of some elements with the same factor, such as ``k[:, :, :100]``; a rotated array needs all of head_dim.
@@ -161,11 +168,12 @@ class Fp8Array:
             kept = data.strides[axis] == self.strides[axis]  # it may be another axis of this length, or in reverse order
         if self.rotated and not kept:
             raise ValueError(f"the index {index!r} selects a part of head_dim, which was rotated: dequantize first")
-        return self._with_elements(data, axis)
+        return self._with_elements(data, axis, None if self.mean is None else self.mean[index])
 
-    def _with_elements(self, data: Any, axis: int) -> Fp8Array:
+    def _with_elements(self, data: Any, axis: int, mean: Any) -> Fp8Array:
         """An array with other elements, whose head_dim is an axis, and the factors of this one."""
-        return made(data, self._descale, self._scale, self.dtype, rotated=self.rotated, axis=axis)
+        factors = self._descale, self._scale, self.dtype
+        return made(data, *factors, rotated=self.rotated, axis=axis, mean=mean, of_pages=self._of_pages)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """Refuse a conversion without the factor.
@@ -200,7 +208,8 @@ class Fp8Array:
             if on_gpu and (not data.flags.f_contiguous or data.data.ptr % fp8_kernels.UNIT):  # the kernel reads 8 bytes at once
                 source = cupy_runtime.temporary_copy(data)
             target = cupy_runtime.new_result(source, source.shape, numpy_dtype(name))
-            fp8_kernels.dequantize(source, target, self.descale, rotation, self.dtype)
+            mean = None if self.mean is None else self.mean.transpose(axes)
+            fp8_kernels.dequantize(source, target, self.descale, rotation, self.dtype, mean)
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
@@ -212,21 +221,38 @@ class Fp8Array:
         """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
         axes = self._memory_order()[::-1]
         back = tuple(axes.index(axis) for axis in range(self.ndim))
-        return _restored, (self.data.transpose(axes), back, self._descale, self._scale, self.dtype, self.rotated, self.axis)
+        # a mean without the axes along which it is constant, which a copy would fill
+        mean = None if self.mean is None else self.mean[tuple(slice(None if step else 1) for step in self.mean.strides)]
+        factors = self._descale, self._scale, self.dtype
+        return _restored, (self.data.transpose(axes), back, *factors, self.rotated, self.axis, mean, self._of_pages)
 
     def __copy__(self) -> Fp8Array:
         """An independent copy, as of other arrays."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
-        return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}>"
+        mean = "" if self.mean is None else ", with a mean"
+        return f"<Fp8Array {self.dtype} {self.shape}{', rotated' if self.rotated else ''}{mean}>"
 
 
-def made(data: Any, descale: Any, scale: Any, dtype: str, *, rotated: bool = False, axis: int = 0) -> Fp8Array:
-    """An FP8 array of parts that are known to be valid; one of the factors may be None."""
+def made(
+    data: Any,
+    descale: Any,
+    scale: Any,
+    dtype: str,
+    *,
+    rotated: bool = False,
+    axis: int = 0,
+    mean: Any = None,
+    of_pages: bool = False,
+) -> Fp8Array:
+    """An FP8 array of parts that are known to be valid; one of the factors may be None.
+
+    ``mean`` has the shape of ``data``. ``of_pages``: the data are pages, and all pages of a sequence have the same mean.
+    """
     array = Fp8Array.__new__(Fp8Array)
     array.data, array.dtype, array.rotated, array._descale, array._scale = data, dtype, rotated, descale, scale
-    array.axis, array._reciprocal = axis, None
+    array.axis, array._reciprocal, array.mean, array._of_pages = axis, None, mean, of_pages
     return array
 
 
@@ -237,13 +263,43 @@ def descales(arrays: Sequence[Fp8Array]) -> list[Any]:
 
 def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
     """An FP8 array of the parts that its ``__reduce__`` gives."""
-    descale, scale, dtype, rotated, axis = given
-    return made(data.transpose(axes), descale, scale, dtype, rotated=rotated, axis=axis)
+    descale, scale, dtype, rotated, axis, mean, of_pages = given
+    data = data.transpose(axes)
+    mean = None if mean is None else _broadcast(mean, data.shape)
+    return made(data, descale, scale, dtype, rotated=rotated, axis=axis, mean=mean, of_pages=of_pages)
 
 
-def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool) -> Fp8Array:
+def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, mean: Any = None) -> Fp8Array:
     """An FP8 array whose scale is at a place of an array, and its descale :data:`.fp8_kernels.FACTOR_STEP` places after it."""
-    return made(data, one_of(factors, place + fp8_kernels.FACTOR_STEP), one_of(factors, place), dtype, rotated=rotated)
+    descale, scale = one_of(factors, place + fp8_kernels.FACTOR_STEP), one_of(factors, place)
+    return made(data, descale, scale, dtype, rotated=rotated, mean=mean)
+
+
+def along_keys(mean: Any, shape: tuple[int, ...]) -> Any:
+    """A mean with one key as a view of a shape, constant along the keys; for CuPy arrays faster than ``broadcast_to``."""
+    if type(mean) is np.ndarray:
+        return _broadcast(mean, shape)
+    return type(mean)(shape, mean.dtype, mean.data, (*mean.strides[:2], 0, *mean.strides[3:]))
+
+
+def _broadcast(mean: Any, shape: tuple[int, ...]) -> Any:
+    """A view of a mean with a shape."""
+    return cupy_runtime.cupy().broadcast_to(mean, shape) if cupy_runtime.is_array(mean) else np.broadcast_to(mean, shape)
+
+
+def _read_mean(mean: Any, data: Any, *, rotated: bool) -> Any:
+    """The mean that is passed for an array, with its shape."""
+    same = cupy_runtime.is_array(mean) if cupy_runtime.is_array(data) else type(mean) is np.ndarray
+    if not same or dtype_name(mean.dtype) != "float32":
+        kind = "CuPy" if cupy_runtime.is_array(data) else "numpy"
+        found = f"a {kind} array of {dtype_name(mean.dtype)}" if same else in_words(mean)
+        raise TypeError(f"mean is {found}; it must be a {kind} array of float32, as data is a {kind} array")
+    shape, axes = tuple(data.shape), sum(n > 1 for n in data.shape)
+    if len(mean.shape) != len(shape) or any(n not in (1, of) for n, of in zip(mean.shape, shape, strict=True)) or axes > 4:
+        raise ValueError(f"mean has shape {tuple(mean.shape)} and data {shape}; each of up to four axes must be as long, or 1")
+    if rotated:
+        raise ValueError("mean is passed and rotated is True; only values have a mean, which are not rotated: omit one of them")
+    return _broadcast(mean, shape)
 
 
 def one_of(array: Any, place: int) -> Any:

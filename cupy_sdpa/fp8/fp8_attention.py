@@ -29,7 +29,7 @@ from ..replay.views import on_own_arrays
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
 from .array import Fp8Array, descales, factor, made
-from .fp8_passes import FACTORS, backward, forward, keep_in_fp8, read_results
+from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_alike, check_source
 
 #: The dtypes of an output that the engine may write besides FP8.
@@ -37,7 +37,7 @@ _OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
 #: The names of the arrays of a call.
-_NAMES = ("q", "k", "v", *FACTORS, "out", "stats")
+_NAMES = ("q", "k", "v", *FACTORS, *MEAN, "out", "stats")
 
 
 # fmt: off
@@ -142,10 +142,12 @@ def attend(
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
     kind = (
         "fp8", return_stats if type(return_stats) is bool else repr(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
-        k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None,
+        k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None, k.mean is None,
+        v._of_pages,
     )  # fmt: skip
     elements, factors = (q, [None, *descales((k, v))]) if converts else (q.data, descales((q, k, v)))
-    arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, out, stats)
+    of_mean = (None, None) if v.mean is None else (v.mean, v.scale)
+    arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, *of_mean, out, stats)
     results = run_cached(kind, arrays, options)
     if results is None:
         refuse_fp8(options)
@@ -158,6 +160,12 @@ def attend(
 
             def read(named: dict[str, Any]) -> Reading:
                 inputs = _inputs(named, others)
+                mean = inputs.views.get("mean")
+                if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
+                    raise ValueError(
+                        "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of "
+                        "the arrays, or a mean of length 1 there"
+                    )
                 if converts:
                     check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
                 of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": return_stats}
@@ -206,8 +214,8 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     They are float16 or bfloat16; on the CPU also float32.
 
     Returns:
-        The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, and their
-        factors.
+        The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, their
+        factors, and the mean of v, except with dropout.
     """
     names = ("q", "k", "v")
 
@@ -231,6 +239,8 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         wanted = {x: wanted[x] for x in ("out", "stats")}
         wanted |= {f"kept {x}": (shape, storage) for x, shape in shapes.items()}
         wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
+        if not _has_dropout(options):
+            wanted["kept mean"] = mean_shape(shapes["v"]), np.dtype("f4")
         return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
 
     return call_program(("forward in fp8", dtype), names, (q, k, v), options, read)
@@ -244,7 +254,8 @@ def gradients_in_fp8(
     ``arrays`` are dout, out, stats, dq, dk and dv; the last three may be None. ``outputs`` are ``deterministic`` and others, as
     for :func:`cupy_sdpa.attention_backward`.
     """
-    names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors")
+    names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors", "mean")
+    kept = (*kept, None)[:5]
 
     def read(named: dict[str, Any]) -> Reading:
         out = named["out"]
@@ -292,6 +303,11 @@ def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, o
         raise ValueError(
             f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate"
         )
+    for of, x in (("q", q), ("k", k)):
+        if type(x) is Fp8Array and x.mean is not None:
+            raise ValueError(f"{of} has a mean, which only v may have: quantize {of} without center")
+    if v.mean is not None:
+        _check_mean(v, options)
     if v.rotated:
         raise ValueError("v.rotated is True; the rotation of v would remain in the output: quantize v without rotate")
     if k.rotated:
@@ -301,6 +317,25 @@ def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, o
     if out_dtype is not None and out_scale is not None:
         raise ValueError(f"out_scale is for FP8 outputs, and out_dtype is {out_dtype!r}: omit one of them")
     return name
+
+
+def _check_mean(v: Fp8Array, options: Mapping[str, Any]) -> None:
+    """Check that the mean of v can be added to the output: the weights of a row must add up to 1."""
+    if options.get("page_table") is not None and not v._of_pages:
+        raise ValueError(
+            "v has a mean of each page, and attention needs one of each sequence: quantize pages with center=False, or use a "
+            "KVCache"
+        )
+    if _has_dropout(options):
+        raise ValueError(
+            "v has a mean, which needs weights that add up to 1, and with dropout those of a row do not: quantize v with "
+            "center=False"
+        )
+
+
+def _has_dropout(options: Mapping[str, Any]) -> bool:
+    """Whether a call drops weights."""
+    return bool(options.get("dropout_p")) or options.get("dropout_mask") is not None
 
 
 def _check_axes(arrays: Mapping[str, Fp8Array], options: Mapping[str, Any]) -> None:

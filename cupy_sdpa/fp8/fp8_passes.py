@@ -11,7 +11,8 @@ import numpy as np
 
 from ..boundary.arguments import check_counts, read_forward
 from ..boundary.call import Call
-from ..kernels import fp8_kernels
+from ..kernels import fp8_kernels, mean_kernels
+from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import numpy_dtype, storage_dtype
 from ..problem.view import View
 from ..programs import passes
@@ -20,6 +21,8 @@ from ..programs.steps import Check
 
 #: The factors of the arrays of a call.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
+#: What is passed for values whose mean was subtracted: the mean, and their scale.
+MEAN = ("mean", "scale_v")
 
 
 def add_conversions(
@@ -30,11 +33,13 @@ def add_conversions(
     lengths: Sequence[View | None],
     targets: Sequence[View] | None = None,
     factors: View | None = None,
+    means: Sequence[View | None] = (None, None, None),
 ) -> list[tuple[View, View, View]]:
     """Add the step that converts up to three arrays to FP8; returns the elements, the scale and the descale of each.
 
     ``rotations`` are the lengths of the parts of head_dim that are rotated, 1 for none. Elements are written to ``targets``,
-    dense in Fortran order, and the factors to ``factors`` (:func:`factors_in`). Default: temporaries.
+    dense in Fortran order, and the factors to ``factors`` (:func:`factors_in`). Default: temporaries. ``means`` are written and
+    subtracted: the mean over the keys, float32 ``(D, H, 1, B)``; None for arrays that keep theirs.
     """
     storage = storage_dtype(dtype, builder.device is not None)
     targets = targets or [builder.temporary(x.shape, storage) for x in sources]
@@ -45,13 +50,17 @@ def add_conversions(
             builder.checks.append(Check(functools.partial(_check_lengths, source.shape[2]), {"lengths": x}))
             x = x if x.flags.c_contiguous else builder.copied(x)
         dense.append(x)
+    for source, mean, n in zip(sources, means, dense, strict=False):
+        if mean is not None:
+            sums = builder.temporary(mean_kernels.sums_shape(source.shape), np.float32) if builder.on_gpu else None
+            builder.run(mean_kernels.write_mean, source, mean, n, sums, writes=[mean, *([sums] if sums else [])])
     amax = None
     if builder.device is not None:
         amax = builder.temporary((fp8_kernels.blocks_of(sources) * len(sources),), np.uint32)
     step = 2 * fp8_kernels.FACTOR_STEP
     conversions = [
-        fp8_kernels.Conversion(x, target, factors[step * i : step * (i + 1)], rotation, n)
-        for i, (x, target, rotation, n) in enumerate(zip(sources, targets, rotations, dense, strict=True))
+        fp8_kernels.Conversion(x, target, factors[step * i : step * (i + 1)], rotation, n, mean)
+        for i, (x, target, rotation, n, mean) in enumerate(zip(sources, targets, rotations, dense, means, strict=False))
     ]
     writes = [*targets, factors] if amax is None else [*targets, factors, amax]
     builder.run(fp8_kernels.quantize, conversions, amax, dtype, writes=writes)
@@ -60,6 +69,12 @@ def add_conversions(
 
 def _check_lengths(most: int, arrays: Mapping[str, Any]) -> None:
     check_counts("lengths", arrays["lengths"], most)
+
+
+def mean_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the mean over the keys of an array of a shape."""
+    width, heads, _, *batch = shape
+    return width, heads, 1, *batch
 
 
 def factors_in(factors: Any, number: int) -> tuple[Any, Any]:
@@ -84,7 +99,8 @@ def forward(
     Args:
         builder, options, return_stats: as for :func:`.passes.add`.
         views: q, k, v, their factors (:data:`FACTORS`), and the results: out, amax_out unless it is temporary, and stats, max
-            and sum_exp if they are computed. Without descale_q, q is converted first.
+            and sum_exp if they are computed. Without descale_q, q is converted first. :data:`MEAN` if a mean was subtracted
+            from v, which is added to the output: with the axes of v, constant along the keys, equal in all pages of a sequence.
         dtype, rotated: the FP8 dtype, and whether k is rotated, and q is if it is converted.
         out_dtype: the dtype of the output; None for FP8.
         writes_out: whether the engine writes an output of another dtype than FP8; otherwise the output is converted.
@@ -95,6 +111,8 @@ def forward(
         ((given["q"], _, given["descale_q"]),) = add_conversions(
             builder, [given["q"]], dtype, parts, [options.get("seq_lens_q")]
         )
+    if "mean" in given and given["mean"].size and (options.get("page_table") is None or options["page_table"].size):
+        return _forward_with_mean(builder, given, options, dtype, out_dtype, return_stats, writes_out=writes_out)
     if "amax_out" not in given:
         given["amax_out"] = builder.temporary((1,), np.float32)
     out, direct = given["out"], out_dtype is None or writes_out
@@ -112,11 +130,53 @@ def forward(
     return call
 
 
+def _forward_with_mean(
+    builder: Builder,
+    views: dict[str, Any],
+    options: Mapping[str, Any],
+    dtype: str,
+    out_dtype: str | None,
+    return_stats: Any,
+    *,
+    writes_out: bool,
+) -> Call:
+    """Add attention to the values without their mean, and the step that adds the mean to the output; returns the call.
+
+    The statistics are computed in every case: they show which rows have no keys, and the weight of the sink.
+    """
+    given, written = {**views}, out_dtype if writes_out else None
+    out, mean, amax, scale = given.pop("out"), given.pop("mean"), given.get("amax_out"), given.pop("scale_out", None)
+    target = out if out.flags.f_contiguous else builder.temporary(out.shape, out.dtype)
+    given["amax_out"] = builder.temporary((1,), np.float32)
+    if written is None:
+        given["out"] = builder.temporary(out.shape, storage_dtype(dtype, builder.on_gpu))
+        given["scale_out"] = given["scale_v"]
+    else:
+        given["out"] = target
+    if "stats" not in given:
+        given["stats"] = builder.temporary(row_stats_shape(given["q"].shape), np.float32)
+    call = _read(given, options, dtype, written, return_stats or True)
+    builder.call("attention", call)
+    weights = mean_kernels.Weights(given["stats"], options.get("sinks"))
+    scaled = mean_kernels.Scaled(scale if out_dtype is None else None, amax)
+    if amax is not None:
+        builder.fill(amax, 0)
+    table = options["page_table"][0] if options.get("page_table") is not None else None
+    of_sequences = mean[:, :, 0] if mean.ndim == 4 else mean[:, :, :1]
+    builder.run(
+        mean_kernels.add_mean, given["out"], target, given["descale_v"] if written is None else None, of_sequences, weights,
+        scaled, table, dtype, writes=[target, *([] if amax is None else [amax])],
+    )  # fmt: skip
+    if target is not out:
+        builder.copy(out, target)
+    return call
+
+
 def _read(views: Mapping[str, Any], options: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any) -> Call:
     """The call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
-    others = {name: view for name, view in views.items() if name not in ("max", "sum_exp")}
+    others = {name: view for name, view in views.items() if name not in ("max", "sum_exp", *MEAN)}
     call = read_forward(options=options, return_stats=return_stats, out_dtype=out_dtype or "", **{**others, **typed})
     call.arrays |= {name: views[name] for name in (*in_fp8, "max", "sum_exp") if name in views}
     return call
@@ -144,18 +204,21 @@ def keep_in_fp8(
 ) -> None:
     """Add the steps of a forward pass whose q, k and v are kept in FP8 for the gradients.
 
-    ``views`` are q, k, v, out and stats; and "kept q", "kept k", "kept v" and "factors", which are written.
+    ``views`` are q, k, v, out and stats; and "kept q", "kept k", "kept v" and "factors", which are written; and "kept mean" if
+    the mean of v is subtracted.
     """
     q, k, v = (views[name] for name in "qkv")
     part, lengths = (
         fp8_kernels.rotation_of(q.shape[0]),
         [options.get(name) for name in ("seq_lens_q", "seq_lens_kv", "seq_lens_kv")],
     )
-    kept = [views[f"kept {name}"] for name in "qkv"]
-    made = add_conversions(builder, [q, k, v], dtype, [part, part, 1], lengths, kept, views["factors"])
+    kept, mean = [views[f"kept {name}"] for name in "qkv"], views.get("kept mean")
+    means = None, None, mean
+    made = add_conversions(builder, [q, k, v], dtype, [part, part, 1], lengths, kept, views["factors"], means)
     given = {name: elements for name, (elements, *_) in zip("qkv", made, strict=True)}
     given |= {f"descale_{name}": descale for name, (*_, descale) in zip("qkv", made, strict=True)}
     given |= {"scale_out": made[2][1], "out": views["out"], "stats": views["stats"]}
+    given |= {} if mean is None else {"mean": mean, "scale_v": made[2][1]}
     flags: dict[str, Any] = {"out_dtype": out_dtype, "writes_out": False, "return_stats": return_stats}
     forward(builder, given, options, dtype=dtype, rotated=True, **flags)
 
@@ -164,14 +227,21 @@ def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, 
     """Add the steps of the gradients at the values that :func:`keep_in_fp8` kept, computed in the dtype of the output.
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
-    ``views`` are dout, out, stats and the results; and q, k, v in FP8, and "factors". The flags are those of
-    :func:`.passes.add`.
+    ``views`` are dout, out, stats and the results; and q, k, v in FP8, "factors", and "mean" if one was subtracted from v. The
+    flags are those of :func:`.passes.add`.
     """
     given = {**views}
+    mean = given.pop("mean", None)
     for i, name in enumerate("qkv"):
         elements = views[name]
         given[name] = target = builder.temporary(elements.shape, views["out"].dtype)
         _, descale = factors_in(views["factors"], i)
         rotation = 1 if name == "v" else fp8_kernels.rotation_of(elements.shape[0])
-        builder.run(fp8_kernels.dequantize, elements, target, descale, rotation, dtype, writes=(target,))
+        of_values = _along_keys(mean, elements.shape) if name == "v" and mean is not None else None
+        builder.run(fp8_kernels.dequantize, elements, target, descale, rotation, dtype, of_values, writes=(target,))
     passes.add(builder, given, options, given_stats="other", **flags)
+
+
+def _along_keys(mean: View, shape: tuple[int, ...]) -> View:
+    """A mean with one key as an array of a shape, constant along the keys."""
+    return mean.strided(shape, (*mean.strides[:2], 0, *mean.strides[3:]))

@@ -29,8 +29,8 @@ from ..programs.calls import call_program
 from ..programs.executor import Inputs, Reading
 from ..programs.program import Builder
 from ..runtime import cupy_runtime
-from .array import Fp8Array, factor, is_factor, of_factors
-from .fp8_passes import add_conversions
+from .array import Fp8Array, along_keys, factor, is_factor, of_factors
+from .fp8_passes import add_conversions, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
@@ -44,6 +44,7 @@ def quantize(
     dtype: str = "float8_e4m3fn",
     *,
     rotate: bool = False,
+    center: bool = False,
     lengths: Array | None = None,
     layout: Layout | None = None,
 ) -> Fp8Array:
@@ -61,7 +62,10 @@ def quantize(
         rotate: multiply head_dim by a normalized Hadamard matrix; if D is not a power of two, parts of a power of two. The
             scores do not change if q and k are both rotated, and channels of large magnitude are spread over all channels, so
             that fewer bits are lost. Default False.
-        lengths: int32 ``(B,)``, the length of each batch entry. Elements beyond it are not read, and 0 is stored. Default None.
+        center: subtract the mean over the sequence first, for each d, head and batch item, and keep it as the ``mean`` of the
+            result; of packed sequences, the mean over all of them. Use it for values: attention to values with a mean is less
+            accurate (:doc:`/fp8`). The scale then also fits x itself. On the GPU two more kernels run. Default False.
+        lengths: int32 ``(B,)``, the length of each batch item. Elements beyond it are not read, and 0 is stored. Default None.
         layout: the order of x's axes, as for :func:`cupy_sdpa.attention`: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"thd"`` in C
             order. Default None: ``(D, H, S, B)`` or ``(D, H, T)``.
 
@@ -82,12 +86,21 @@ def quantize(
     >>> x.scale.tolist(), x.dequantize().ravel().tolist()
     ([128.0], [1.0, -3.5, 0.1015625])
     """
-    (result,) = quantize_all([x], dtype, [read_flag("rotate", rotate)], [lengths], layout)
+    center, rotate = read_flag("center", center), read_flag("rotate", rotate)
+    if center and rotate:
+        raise ValueError("center and rotate are True: center is for values, rotate for queries and keys; pass one of them")
+    (result,) = quantize_all([x], dtype, [rotate], [lengths], layout, centered=[center])
     return result
 
 
 def quantize_all(
-    arrays: Sequence[Any], dtype: str, rotations: Sequence[bool], lengths: Sequence[Any], layout: Any = None
+    arrays: Sequence[Any],
+    dtype: str,
+    rotations: Sequence[bool],
+    lengths: Sequence[Any],
+    layout: Any = None,
+    *,
+    centered: Sequence[bool],
 ) -> list[Fp8Array]:
     """:func:`quantize` for up to three arrays, in the same two launches."""
     if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
@@ -95,7 +108,7 @@ def quantize_all(
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
     lengths = [as_int32("lengths", x) for x in lengths]
     if layout is not None:
-        return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths), arrays, layout)
+        return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths, centered=centered), arrays, layout)
 
     def read(named: dict[str, Any]) -> Reading:
         own = {name: named[name] for name in names}
@@ -105,21 +118,28 @@ def quantize_all(
         inputs, storage = Inputs(named, {}), storage_dtype(dtype, cupy_runtime.is_array(own["q"]))
         wanted = {f"{name} in fp8": (x.shape, storage) for name, x in own.items()}
         wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
+        of_means = [f"mean of {name}" if center else "" for name, center in zip(names, centered, strict=True)]
+        wanted |= {
+            mean: (mean_shape(x.shape), np.dtype(np.float32)) for mean, x in zip(of_means, own.values(), strict=True) if mean
+        }
 
         def build(builder: Builder) -> None:
-            *targets, factors = inputs.of(wanted)
-            add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors)
+            targets, (factors,) = inputs.of(f"{name} in fp8" for name in names), inputs.of(["factors"])
+            of_sequences = inputs.of(of_means)
+            add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors, of_sequences)
 
         return Reading(inputs, wanted, build)
 
-    kind = ("quantize", dtype, *rotations)
-    *made, factors = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), {}, read)
+    kind = ("quantize", dtype, *rotations, *centered)
+    found = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), {}, read)
+    made, factors, means = found[: len(names)], found[len(names)], iter(found[len(names) + 1 :])
     return [
         of_factors(
-            data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1
+            data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1,
+            mean=along_keys(next(means), data.shape) if center else None,
         )
-        for place, (data, turn) in enumerate(zip(made, rotations, strict=True))
-    ]
+        for place, (data, turn, center) in enumerate(zip(made, rotations, centered, strict=True))
+    ]  # fmt: skip
 
 
 @takes_default
@@ -130,6 +150,7 @@ def quantize_qkv(
     dtype: str = "float8_e4m3fn",
     *,
     rotate: bool = False,
+    center: bool = True,
     seq_lens_q: Array | None = None,
     seq_lens_kv: Array | None = None,
     layout: Layout | None = None,
@@ -140,6 +161,8 @@ def quantize_qkv(
         q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)``, of one dtype.
         dtype: as for :func:`quantize`.
         rotate: rotate q and k, but not v. Default False.
+        center: subtract the mean over the keys from v, which the output gets back, see :func:`quantize`. Pass False for pages,
+            and with dropout. Default True.
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
         layout: as for :func:`quantize`.
 
@@ -154,12 +177,13 @@ def quantize_qkv(
     >>> x = np.ones((16, 2, 5, 1), np.float32, order="F")
     >>> fp8.quantize_qkv(x, x, x, rotate=True)
     (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
-<Fp8Array float8_e4m3fn (16, 2, 5, 1)>)
+<Fp8Array float8_e4m3fn (16, 2, 5, 1), with a mean>)
     """
     of_q, of_k = as_int32("seq_lens_q", seq_lens_q), as_int32("seq_lens_kv", seq_lens_kv)
     check_alike(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_k)
     rotate = read_flag("rotate", rotate)
-    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], [of_q, of_k, of_k], layout)
+    lengths, centered = [of_q, of_k, of_k], [False, False, read_flag("center", center)]
+    results = quantize_all([q, k, v], dtype, [rotate, rotate, False], lengths, layout, centered=centered)
     return results[0], results[1], results[2]
 
 

@@ -196,15 +196,24 @@ class Factors(NamedTuple):
         scale: float32 ``(1,)``, of the pages.
         descale: float32 ``(1,)``, of FP8 tokens; None for others.
         rotation: the length of the parts of head_dim that are rotated; 1 for none.
+        means: float32 ``(D, Hkv, pages)``, dense in Fortran order, the mean of each page, which is subtracted: all pages of a
+            sequence have that of its first page, and the append gives it to the others. None for 0.
+        own: float32 ``(D, Hkv, S, B)`` or packed ``(D, Hkv, T)``, the mean of FP8 tokens, which is added; None for 0.
     """
 
     scale: Any = None
     descale: Any = None
     rotation: int = 1
+    means: Any = None
+    own: Any = None
 
 
 #: The keys or the values of :func:`append`: addresses, bytes per unit, units per row, strides in bytes, and :class:`Factors`.
-_SIDE = Struct("Side", f"tokens pages unit row head_stride token_stride batch_stride {' '.join(Factors._fields)}")
+_SIDE = Struct(
+    "Side",
+    "tokens pages unit row head_stride token_stride batch_stride "
+    f"{' '.join(Factors._fields)} own_d own_head own_token own_batch",
+)
 _ARGUMENTS = Struct("Arguments", f"{' '.join(State._fields)} width page_size heads tokens packed advance", sides=(_SIDE, 2))
 #: The threads of a block; and the elements of a row that a thread converts to FP8, which are as many bytes.
 _THREADS, _UNIT = 256, 8
@@ -239,9 +248,7 @@ def append(
         factors, dtype: of FP8 pages.
     """
     if not cupy_runtime.is_array(keys):
-        if dtype:
-            k, v = (_elements(x, own, dtype) for x, own in zip((k, v), factors, strict=True))
-        _append_on_numpy(k, v, keys, values, state, advance=advance, rotation=rotation)
+        _append_on_numpy(k, v, keys, values, state, advance=advance, rotation=rotation, factors=factors, dtype=dtype)
         return
     batch = state.lengths.size
     sides = [_side(x, pages, own, dtype) for x, pages, own in zip((k, v), (keys, values), factors, strict=True)]
@@ -256,22 +263,44 @@ def append(
     _append_kernel(source, dtype)((max(1, min(blocks, 2048 // batch)), batch, 2), (lanes, per_block), tuple(given))
 
 
-def _elements(x: Any, factors: Factors, dtype: str) -> Any:
-    """The FP8 elements of numpy tokens."""
-    with np.errstate(invalid="ignore", over="ignore"):  # tokens after the counts may be anything
-        if factors.descale is not None:
-            return rounded(x.astype(np.float32) * factors.descale * factors.scale, dtype)
-        return rounded(rotated_values(x, factors.rotation, None) * factors.scale, dtype)
+def _elements(x: Any, own: Any, page: int, factors: Factors, dtype: str) -> Any:
+    """The FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
+        x = rotated_values(x, factors.rotation, None) if factors.descale is None else x.astype(np.float32) * factors.descale
+        x = x if own is None else x + own
+        x = x if factors.means is None else x - factors.means[:, :, page, None]
+        return rounded(x * factors.scale, dtype)
 
 
-def _append_on_numpy(k: Any, v: Any, keys: Any, values: Any, state: State, *, advance: bool, rotation: Any) -> None:
+def _append_on_numpy(
+    k: Any,
+    v: Any,
+    keys: Any,
+    values: Any,
+    state: State,
+    *,
+    advance: bool,
+    rotation: Any,
+    factors: Sequence[Factors],
+    dtype: str,
+) -> None:
     for b, (count, first) in enumerate(zip(state.counts.tolist(), state.starts[:-1].tolist(), strict=True)):
         begin = int(state.lengths[b]) - (0 if advance else count)
-        new_k, new_v = (x[:, :, first : first + count] if x.ndim == 3 else x[:, :, :count, b] for x in (k, v))
-        if rotation is not None:
-            new_k = rotated(new_k, rotation, np.arange(begin, begin + count))
-        _write(new_k, keys, state.table[:, b], begin)
-        _write(new_v, values, state.table[:, b], begin)
+        for x, pages, of_side in zip((k, v), (keys, values), factors, strict=True):
+            own = of_side.own
+            new, own = (
+                y if y is None else y[:, :, first : first + count] if y.ndim == 3 else y[:, :, :count, b] for y in (x, own)
+            )
+            if rotation is not None and pages is keys:
+                new = rotated(new, rotation, np.arange(begin, begin + count))
+            table = state.table[:, b]
+            if dtype and count:
+                new = _elements(new, own, table[0], of_side, dtype)
+            if of_side.means is not None:
+                size, means = pages.shape[2], of_side.means
+                started = table[-(-begin // size) : -(-(begin + count) // size)]
+                means[:, :, started] = means[:, :, table[:1]]
+            _write(new, pages, table, begin)
     if advance:
         state.lengths[...] += state.counts
 
@@ -290,7 +319,8 @@ def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
 def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
     """The values of :data:`_SIDE`."""
     layout = _layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
-    return x, pages, *((_UNIT, x.shape[0] // _UNIT, *layout[2:]) if dtype else layout), *factors
+    of_own = () if factors.own is None else factors.own.strides
+    return x, pages, *((_UNIT, x.shape[0] // _UNIT, *layout[2:]) if dtype else layout), *factors, *(*of_own, 0, 0, 0, 0)[:4]
 
 
 @functools.lru_cache(maxsize=256)
@@ -306,7 +336,7 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, ali
 _COPY = """template <class Unit>
         struct Copy {
             static constexpr bool together = false;
-            __device__ void operator()(char* to, const char* from, int, int bytes) const {
+            __device__ void operator()(char* to, const char* from, int, int, int, int bytes) const {
                 for (int c = threadIdx.x; c < bytes / (int)sizeof(Unit); c += blockDim.x)
                     ((Unit*)to)[c] = from ? ((const Unit*)from)[c] : Unit{};
             }
@@ -321,7 +351,7 @@ def _rotate_code(dtype: str) -> str:
             static constexpr bool together = false;
             const Rope& rope;
             const unsigned long long* turns;
-            __device__ void operator()(char* to, const char* from, int position, int bytes) const {{
+            __device__ void operator()(char* to, const char* from, int position, int, int, int bytes) const {{
                 {of.name}* const row = ({of.name}*)to;
                 const int dim = bytes / sizeof({of.name});
                 if (from) rotate_row<{real}>(rope, turns, position, (const {of.name}*)from, row, dim);
@@ -336,9 +366,19 @@ def _convert_code(source: str, dtype: str) -> str:
     return f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
         struct Convert {{
             static constexpr bool together = true;
+            const Arguments& a;
             const Side& s;
             const float scale, descale;
-            __device__ void operator()(char* to, const char* from, int, int) const {{
+            // The mean of a page.
+            __device__ float* mean_of(long long page, int head) const {{
+                return (float*)s.means + (page * a.heads + head) * s.row * {_UNIT};
+            }}
+            __device__ void operator()(char* to, const char* from, int position, int head, int token, int) const {{
+                const int b = blockIdx.y;
+                const int* const table = (const int*)a.table + b * a.width;
+                const float* const mean = to && s.means ? mean_of(table[0], head) : nullptr;
+                const bool begins_page = mean && position && position % a.page_size == 0;
+                const char* const own = (const char*)s.own + b * s.own_batch + token * s.own_token + head * s.own_head;
                 for (int column = 0; column < s.row; column += blockDim.x) {{
                     const int unit = column + threadIdx.x;
                     float x[{_UNIT}] = {{}};
@@ -346,6 +386,14 @@ def _convert_code(source: str, dtype: str) -> str:
                         for (int j = 0; j < {_UNIT}; ++j)
                             x[j] = __fmul_rn(float(((const {of.name}*)from)[{_UNIT} * unit + j]), descale);
                     rotate(x, (int)s.rotation);
+                    for (int j = 0; j < {_UNIT} && from && mean && unit < s.row; ++j) {{
+                        const int d = {_UNIT} * unit + j;
+                        if (s.own) x[j] = __fadd_rn(x[j], *(const float*)(own + d * s.own_d));
+                        x[j] = __fsub_rn(x[j], mean[d]);
+                    }}
+                    if (begins_page && unit < s.row)
+                        for (int j = 0; j < {_UNIT}; ++j)
+                            mean_of(table[position / a.page_size], head)[{_UNIT} * unit + j] = mean[{_UNIT} * unit + j];
                     if (to && unit < s.row) ((uint2*)to)[unit] = pack(x, scale);
                 }}
             }}
@@ -363,7 +411,7 @@ def _append_kernel(source: str, dtype: str) -> str:
     code, write = _COPY, f"switch (s.unit) {{ {cases} }}"
     if dtype:
         code = _convert_code(source, dtype)
-        write = "WRITE((Convert{s, *(const float*)s.scale, s.descale ? *(const float*)s.descale : 1}));"
+        write = "WRITE((Convert{a, s, *(const float*)s.scale, s.descale ? *(const float*)s.descale : 1}));"
     elif source:
         code += f"\n{_rotate_code(source)}"
         write = f"{SHARED_TURNS} if (!blockIdx.z) WRITE((Rotate{{rope, turns}})); else {write}"
@@ -386,7 +434,8 @@ def _append_kernel(source: str, dtype: str) -> str:
                 char* const to = (char*)s.pages + ((page * heads + head) * size + position % size) * bytes;
                 const char* const from = (const char*)(
                     s.tokens + b * s.batch_stride + token * s.token_stride + head * s.head_stride);
-                write(stored ? to : nullptr, stored && row < count && token < a.tokens ? from : nullptr, position, bytes);
+                const bool is_new = stored && row < count && token < a.tokens;
+                write(stored ? to : nullptr, is_new ? from : nullptr, position, head, token, bytes);
             }}
         }}
         extern "C" __global__ void cupy_sdpa_append(const Arguments a{", const Rope rope" if source and not dtype else ""}) {{

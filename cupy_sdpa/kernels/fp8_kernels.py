@@ -42,6 +42,9 @@ class Conversion(NamedTuple):
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
         lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
             full lengths.
+        mean: float32 ``(D, H, 1, B)`` or packed ``(D, H, 1)``, dense in Fortran order, which is subtracted; None for 0. Such an
+            array is not rotated. Its scale is that of the largest magnitude with or without the mean, so that it fits an
+            output of attention, too.
     """
 
     source: Any
@@ -49,14 +52,17 @@ class Conversion(NamedTuple):
     factors: Any
     rotation: int
     lengths: Any = None
+    mean: Any = None
 
 
 #: A :class:`Conversion` as the kernels read it: addresses, bytes, and numbers of units.
 _ARRAY = Struct(
-    "Array", "source head_stride row_stride batch_stride target width heads rows units lengths factors rotation dense"
+    "Array", "source head_stride row_stride batch_stride target width heads rows units lengths factors rotation dense mean"
 )
 #: The argument of the kernels.
 _ARRAYS = Struct("Arrays", arrays=(_ARRAY, MAX_ARRAYS))
+#: A mean as :func:`dequantize` reads it: strides in bytes, 0 where it is constant, and the lengths of three axes.
+_MEAN = Struct("Mean", "address stride_0 stride_1 stride_2 stride_3 length_0 length_1 length_2")
 
 
 # Steps and calls, for arrays of numpy and of CuPy
@@ -72,26 +78,45 @@ def quantize(conversions: Sequence[Conversion], amax: Any, dtype: str) -> None:
         for name in ("amax", "convert"):
             _kernel(source, dtype, name)(grid, (THREADS,), (arguments, amax))
         return
-    for source, target, factors, rotation, lengths in conversions:
+    for source, target, factors, rotation, lengths, mean in conversions:
         values = rotated_values(source, rotation, lengths)
-        scale, _ = _store(factors, np.abs(values).max(initial=0), dtype)
+        amax = np.abs(values).max(initial=0)
+        if mean is not None:
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = rotated_values(values - mean, 1, lengths)
+            amax = np.maximum(amax, np.abs(values).max(initial=0))
+        scale, _ = _store(factors, amax, dtype)
         target.view(numpy_dtype(dtype))[...] = elements_of(values, scale, dtype)
 
 
-def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str) -> None:
-    """``target = source * descale``, rotated back; both are dense in Fortran order, on the GPU head_dim is a multiple of 8."""
+def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str, mean: Any = None) -> None:
+    """``target = source * descale``, rotated back, plus a mean.
+
+    ``source`` and ``target`` are dense in Fortran order; on the GPU the first axis is a multiple of 8. ``mean`` is float32 of
+    their shape with any strides, and at most three of the other axes are longer than 1; None for 0.
+    """
     if not cupy_runtime.is_array(target):
-        target[...] = rotate(source.view(numpy_dtype(dtype)).astype(np.float32) * descale[0], rotation).astype(target.dtype)
+        values = rotate(source.view(numpy_dtype(dtype)).astype(np.float32) * descale[0], rotation)
+        target[...] = (values if mean is None else values + mean).astype(target.dtype)
     elif units := source.size // UNIT:
         grid = (min(-(-units // THREADS), _MAX_BLOCKS),)
-        arguments = (source, target, descale, np.int64(units), np.int64(rotation))
+        arguments = (source, target, descale, np.int64(units), np.int64(rotation), _mean(mean))
         _dequantize_kernel(dtype_name(target.dtype), dtype)(grid, (THREADS,), arguments)
+
+
+def _mean(mean: Any) -> Any:
+    """The values of :data:`_MEAN`."""
+    if mean is None:
+        return _MEAN(*(None,) * len(_MEAN.fields))
+    first, *others = zip(mean.shape, mean.strides, strict=True)
+    axes = [first, *((length, stride) for length, stride in others if length > 1), *[(1, 0)] * 3][:4]
+    return _MEAN(mean, *(stride for _, stride in axes), *(length for length, _ in axes[:3]))
 
 
 def write_factors(conversions: Sequence[Conversion], dtype: str, headroom: float) -> None:
     """Write the factors of arrays as if their largest finite magnitudes were larger by a factor; two launches."""
     if not cupy_runtime.is_array(conversions[0].factors):
-        for source, _, factors, rotation, lengths in conversions:
+        for source, _, factors, rotation, lengths, _ in conversions:
             values = rotated_values(source, rotation, lengths)
             amax = headroom * float(np.abs(values).max(initial=0, where=np.isfinite(values)))
             _store(factors, min(amax, np.finfo(np.float32).max), dtype)
@@ -110,7 +135,7 @@ def delayed(conversion: Conversion, dtype: str, state: Any) -> None:
     blocks that have finished, and the position of the oldest entry of the history; and the history of N magnitudes.
     """
     if not cupy_runtime.is_array(state):
-        source, target, factors, rotation, lengths = conversion
+        source, target, factors, rotation, lengths, _ = conversion
         values = rotated_values(source, rotation, lengths)
         factors[:1], factors[FACTOR_STEP : FACTOR_STEP + 1] = state[:1], state[1:2]
         target.view(numpy_dtype(dtype))[...] = elements_of(values, state[:1], dtype)
@@ -211,16 +236,18 @@ def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, st
 
 def _array(conversion: Conversion) -> tuple[Any, ...]:
     """The values of :data:`_ARRAY`."""
-    source, target, factors, rotation, lengths = conversion
+    source, target, factors, rotation, lengths, mean = conversion
     width, heads, rows, *_ = source.shape
-    dense = lengths is None and source.flags.f_contiguous
+    dense = lengths is None and mean is None and source.flags.f_contiguous
     sizes = width // UNIT, heads, rows, source.size // UNIT
-    return source, *(*source.strides[1:], 0)[:3], target, *sizes, lengths, factors, rotation, dense
+    return source, *(*source.strides[1:], 0)[:3], target, *sizes, lengths, factors, rotation, dense, mean
 
 
 _READ = """
 // The unit u of the source, rotated; 0 after the last unit and beyond the length. Every thread of the warp calls it.
-__device__ void read(const Array& a, long long u, float* x) {
+// Returns the mean of the unit, or null if it has none.
+__device__ const float* read(const Array& a, long long u, float* x) {
+    const float* mean = nullptr;
     for (int i = 0; i < 8; ++i) x[i] = 0;
     if (u < a.units) {
         const Source* unit = (const Source*)a.source + 8 * u;
@@ -232,6 +259,7 @@ __device__ void read(const Array& a, long long u, float* x) {
             const char* const from = (const char*)a.source + b * a.batch_stride + row * a.row_stride + head * a.head_stride;
             unit = (const Source*)from + 8 * column;
             given = !a.lengths || (int)row < ((const int*)a.lengths)[b];
+            if (given && a.mean) mean = (const float*)a.mean + 8 * (column + (long long)width * (head + (long long)heads * b));
         }
         if (given) {
             alignas(16) Source of[8];
@@ -244,6 +272,10 @@ __device__ void read(const Array& a, long long u, float* x) {
         }
     }
     rotate(x, (int)a.rotation);
+    return mean;
+}
+__device__ void subtract(const float* mean, float* x) {
+    for (int i = 0; i < 8; ++i) x[i] = __fsub_rn(x[i], mean[i]);
 }
 __device__ void write(const Array& a, long long u, const float* x, float scale) {
     if (u < a.units) ((uint2*)a.target)[u] = pack(x, scale);
@@ -297,8 +329,12 @@ _BODIES = {
         unsigned largest = 0;
         float x[8];
         for (long long base = (long long)blockIdx.x * THREADS; base < a.units; base += (long long)gridDim.x * THREADS) {
-            read(a, base + threadIdx.x, x);
+            const float* const mean = read(a, base + threadIdx.x, x);
             largest = max(largest, magnitude(x));
+            if (mean) {
+                subtract(mean, x);
+                largest = max(largest, magnitude(x));
+            }
         }
         largest = of_block(largest);
         if (threadIdx.x == 0) amax[blockIdx.y * gridDim.x + blockIdx.x] = largest;
@@ -314,7 +350,7 @@ _BODIES = {
             ((float*)a.factors)[STEP] = descale;
         }
         for (long long base = (long long)blockIdx.x * THREADS; base < a.units; base += (long long)gridDim.x * THREADS) {
-            read(a, base + threadIdx.x, x);
+            if (const float* const mean = read(a, base + threadIdx.x, x)) subtract(mean, x);
             write(a, base + threadIdx.x, x, scale);
         }
     }""",
@@ -376,9 +412,10 @@ def _kernel(source: str, dtype: str, name: str) -> str:
 def _dequantize_kernel(target: str, dtype: str) -> str:
     """The kernel of :func:`dequantize`."""
     of = TYPES[target]
-    return f"""{of.header}{TYPES[dtype].header}{ROTATION}typedef {of.name} Target;
+    return f"""{of.header}{TYPES[dtype].header}{ROTATION}{_MEAN}
+        typedef {of.name} Target;
         extern "C" __global__ void cupy_sdpa_dequantize(
-            const uint2* from, Target* to, const float* descale, long long units, long long rotation) {{
+            const uint2* from, Target* to, const float* descale, long long units, long long rotation, const Mean mean) {{
             const long long step = (long long)gridDim.x * blockDim.x;
             for (long long base = (long long)blockIdx.x * blockDim.x; base < units; base += step) {{
                 const long long u = base + threadIdx.x;
@@ -389,6 +426,13 @@ def _dequantize_kernel(target: str, dtype: str) -> str:
                     x[i + 4] = __fmul_rn(from_fp8(packed.y >> 8 * i & 0xff), *descale);
                 }}
                 rotate(x, (int)rotation);
+                if (mean.address && u < units) {{
+                    const long long width = mean.length_0 / 8, r = u / width, s = r / mean.length_1;
+                    const char* const from = (const char*)mean.address
+                        + 8 * (u % width) * mean.stride_0 + r % mean.length_1 * mean.stride_1
+                        + s % mean.length_2 * mean.stride_2 + s / mean.length_2 * mean.stride_3;
+                    for (int i = 0; i < 8; ++i) x[i] = __fadd_rn(x[i], *(const float*)(from + i * mean.stride_0));
+                }}
                 alignas(16) Target values[8];
                 for (int i = 0; i < 8; ++i) values[i] = Target(x[i]);
                 if (u < units)

@@ -135,8 +135,9 @@ class KVCache(CacheState):
     def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
         """The conversion of tokens to FP8; None for other dtypes, which do not take its options."""
         if name in FP8_LARGEST:
-            dims = self.head_dim, self.head_dim_v
-            return Fp8Pages(name, dims, self.layers, scales, rotated=read_flag("rotate", rotate), on_gpu=on_gpu)
+            sizes = {"heads": self.heads_kv, "pages": self.pages, "layers": self.layers}
+            dims, rotated = (self.head_dim, self.head_dim_v), read_flag("rotate", rotate)
+            return Fp8Pages(name, dims, scales, **sizes, rotated=rotated, on_gpu=on_gpu)
         if rotate or any(scale is not None for scale in scales):
             raise ValueError(f"dtype is {name}; k_scale, v_scale and rotate are for FP8 caches: omit them")
         return None
@@ -148,11 +149,11 @@ class KVCache(CacheState):
         nothing = (self._zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v))
         self._write(next(nothing), next(nothing), 0)
 
-    def _write(self, k: Any, v: Any, layer: int, rotation: Any = None) -> None:
-        """Enqueue the kernel that writes tokens of a layer, and rotates their keys."""
+    def _write(self, k: Any, v: Any, layer: int, rotation: Any = None, *, may_begin: bool = True) -> None:
+        """Enqueue the kernel that writes tokens of a layer, and rotates their keys; ``may_begin`` as for FP8 pages."""
         pages = self._keys[layer], self._values[layer]
         if self._fp8:
-            self._fp8.append(k, v, pages, layer, self._parts, advance=not layer)
+            self._fp8.append(k, v, pages, layer, self._parts, advance=not layer, may_begin=may_begin)
         else:
             cache_kernels.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
 
@@ -376,9 +377,10 @@ class KVCache(CacheState):
                 begin()
             if self._fp8 and self._fp8.unknown(layer) and given.any():
                 self._fp8.set_scales(k, v, layer, self._parts.counts)
-            self._write(k, v, layer, rotation)
+            self._write(k, v, layer, rotation, may_begin=may_begin)
 
         before = self._pages.lengths - given if begun else self._pages.lengths
+        may_begin = bool(((before == 0) & (given > 0)).any())
 
         def clear() -> None:
             pages = self._pages

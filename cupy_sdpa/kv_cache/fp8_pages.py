@@ -1,4 +1,4 @@
-"""The FP8 keys and values of a cache: one factor for the keys and one for the values of each layer, and conversion."""
+"""The FP8 keys and values of a cache: one factor for the keys and one for the values of each layer, means, and conversion."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import in_words
-from ..fp8.array import Fp8Array, is_factor, made, one_of
+from ..fp8.array import Fp8Array, along_keys, is_factor, made, one_of
 from ..fp8.quantize import SOURCES
-from ..kernels import cache_kernels, fp8_kernels
+from ..kernels import cache_kernels, fp8_kernels, mean_kernels
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
 
@@ -22,11 +22,22 @@ HEADROOM = 2.0
 class Fp8Pages:
     """Conversion of the tokens of a cache; ``scales`` are its ``k_scale`` and ``v_scale``, and ``dims`` are D and Dv.
 
-    ``known`` are the sides (0 for keys, 1 for values) and layers whose scale is known.
+    ``known`` are the sides (0 for keys, 1 for values) and layers whose scale is known. The values of a sequence are stored
+    without a mean, that of its first tokens (:func:`.mean_kernels.write_first_means`). Each page has it, so that sequences that
+    share pages share the mean, and a copied page keeps it.
     """
 
     def __init__(
-        self, dtype: str, dims: tuple[int, int], layers: int, scales: tuple[Any, Any], *, rotated: bool, on_gpu: bool
+        self,
+        dtype: str,
+        dims: tuple[int, int],
+        scales: tuple[Any, Any],
+        *,
+        heads: int,
+        pages: int,
+        layers: int,
+        rotated: bool,
+        on_gpu: bool,
     ) -> None:
         if on_gpu and any(dim % 16 for dim in dims):
             raise ValueError(
@@ -49,11 +60,33 @@ class Fp8Pages:
         #: The dtypes of tokens whose kernel is compiled.
         self._sources: set[str] = set()
         self._factors: Any = cupy_runtime.cupy().asarray(factors) if on_gpu else factors
+        #: In C order, as copies have it.
+        means = np.zeros((layers, pages, heads, 1, dims[1]), np.float32)
+        self._means: Any = cupy_runtime.cupy().asarray(means) if on_gpu else means
+        #: The means of layers as arrays of the shape of the pages: they are created once.
+        self._views: dict[int, Any] = {}
+
+    @property
+    def means(self) -> Any:
+        """The means of the pages of all layers, ``(Dv, 1, Hkv, pages, layers)`` in Fortran order, as pages of one token."""
+        return self._means.T
+
+    def _means_of(self, layer: int) -> Any:
+        """The means of the pages of a layer, ``(Dv, Hkv, pages)``."""
+        return self._means[layer, :, :, 0].T
 
     def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
         """The keys (side 0) or values (side 1) of a layer."""
         scale, descale = self._pair(side, layer)
-        return made(pages, descale, scale, self.dtype, rotated=self.rotated and side == 0)
+        if side == 0:
+            return made(pages, descale, scale, self.dtype, rotated=self.rotated)
+        if layer not in self._views:
+            self._views[layer] = along_keys(self._means_of(layer)[:, :, None], pages.shape)
+        return made(pages, descale, scale, self.dtype, mean=self._views[layer], of_pages=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes without views, which a copy would fill."""
+        return vars(self) | {"_views": {}}
 
     def _pair(self, side: int, layer: int) -> tuple[Any, Any]:
         """The scale and the descale, float32 ``(1,)``."""
@@ -75,6 +108,8 @@ class Fp8Pages:
             return k, v, names[0]
         if names[0] != self.dtype:
             raise TypeError(f"k is {names[0]}, but the cache is {self.dtype}; quantize with dtype={self.dtype!r}")
+        if k.mean is not None:
+            raise ValueError("k has a mean, which only v may have: quantize k without center")
         if k.rotated != self.rotated or v.rotated:
             raise ValueError(
                 f"k.rotated is {k.rotated} and v.rotated {v.rotated}, but rotate of the cache is {self.rotated}: quantize the "
@@ -122,18 +157,34 @@ class Fp8Pages:
             fp8_kernels.write_factors(conversions, self.dtype, HEADROOM)
         self.known |= {(side, layer) for side, _ in found}
 
-    def append(self, k: Any, v: Any, pages: tuple[Any, Any], layer: int, state: cache_kernels.State, *, advance: bool) -> None:
-        """Write new tokens to the pages of the keys and the values of a layer."""
+    def append(
+        self,
+        k: Any,
+        v: Any,
+        pages: tuple[Any, Any],
+        layer: int,
+        state: cache_kernels.State,
+        *,
+        advance: bool,
+        may_begin: bool,
+    ) -> None:
+        """Write new tokens to the pages of the keys and the values of a layer; ``may_begin``: a sequence may be new."""
         factors = [self._factors_of(x, side, layer) for side, x in enumerate((k, v))]
         keys, values = (x.data if isinstance(x, Fp8Array) else x for x in (k, v))
+        source, is_fp8 = k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype), isinstance(v, Fp8Array)
+        if may_begin or source not in self._sources:  # which compiles it
+            flags = {"advance": advance, "is_fp8": is_fp8}
+            places = state.table, state.lengths, state.counts, state.starts
+            mean_kernels.write_first_means(values, factors[1].own, factors[1].means, places, **flags)
         cache_kernels.append(keys, values, *pages, state, advance=advance, factors=factors, dtype=self.dtype)
-        self._sources.add(k.dtype if isinstance(k, Fp8Array) else dtype_name(k.dtype))
+        self._sources.add(source)
 
     def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.Factors:
         """How tokens are converted; FP8 ones are rotated already."""
         scale, _ = self._pair(side, layer)
         is_fp8 = isinstance(x, Fp8Array)
-        return cache_kernels.Factors(scale, x.descale if is_fp8 else None, 1 if is_fp8 else self._rotations[side])
+        means, own = (self._means_of(layer), x.mean if is_fp8 else None) if side else (None, None)
+        return cache_kernels.Factors(scale, x.descale if is_fp8 else None, 1 if is_fp8 else self._rotations[side], means, own)
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:

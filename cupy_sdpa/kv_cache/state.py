@@ -104,6 +104,11 @@ class CacheState:
         memory.clear(array, 0)
         return array
 
+    @property
+    def _of_pages(self) -> list[Any]:
+        """The arrays that belong to pages: keys, values, and the means of FP8 values."""
+        return [*self._storage, *([self._fp8.means] if self._fp8 else [])]
+
     def _page_shape(self, dim: int) -> tuple[int, ...]:
         return dim, self.page_size, self.heads_kv, self.pages
 
@@ -165,7 +170,7 @@ class CacheState:
 
         def work() -> None:
             if copies:
-                cache_kernels.copy_pages(self._storage, copies)
+                cache_kernels.copy_pages(self._of_pages, copies)
             if updates:
                 cache_kernels.store(self._state, updates)
 
@@ -207,7 +212,7 @@ class CacheState:
 
         def work() -> None:
             if pages:
-                cache_kernels.copy_pages(self._storage, pages)
+                cache_kernels.copy_pages(self._of_pages, pages)
             if moved:
                 cache_kernels.write_rows(self._storage, saved, targets, 0)
             cache_kernels.store(self._state, updates)

@@ -25,12 +25,20 @@ def stored(engine, cache, side, layer, b):
     return np.concatenate([*parts, pages[..., 0][:, :, :0]], axis=2)[:, :, :length]
 
 
-def converted(x, scale, dtype, *, rotated=False):
+def mean_of(engine, cache, layer, b):
+    """The mean of the values of a sequence, (Dv, Hkv, 1); all of its pages have it."""
+    table, mean = engine.get(cache.full_table), engine.get(cache.values(layer).mean)[:, :, 0]
+    pages = table[: -(-int(cache.host_lengths[b]) // cache.page_size), b]
+    assert (mean[:, :, pages] == mean[:, :, pages[:1]]).all()
+    return mean[:, :, pages[:1]]
+
+
+def converted(x, scale, dtype, *, rotated=False, mean=0):
     """The elements that tokens should have."""
     if rotated:  # the conversion of an array on the CPU with this scale
         amax = LARGEST[dtype] / float(scale)
         return fp8.DelayedScaling(x, amax=amax, dtype=dtype, rotate=True).quantize(np.asfortranarray(x)).data
-    return rounded(np.asfortranarray(x, np.float32) * np.float32(scale), dtype)
+    return rounded((np.asfortranarray(x, np.float32) - mean) * np.float32(scale), dtype)
 
 
 def largest(x, *, rotated=False):
@@ -74,7 +82,8 @@ def test_tokens_are_converted(source, dtype, rotated, packed, engine):
         np.testing.assert_allclose(engine.get(array.scale), LARGEST[dtype] / (HEADROOM * first), rtol=1e-6)
         np.testing.assert_allclose(engine.get(array.scale * array.descale), 1, rtol=1e-6)
         assert array.rotated == turned
-        wanted = converted(np.concatenate(parts, axis=2), engine.get(array.scale)[0], dtype, rotated=turned).astype(np.float32)
+        tokens, mean = np.concatenate(parts, axis=2), mean_of(engine, cache, layer, b) if side else 0
+        wanted = converted(tokens, engine.get(array.scale)[0], dtype, rotated=turned, mean=mean).astype(np.float32)
         different = stored(engine, cache, side, layer, b).astype(np.float32) != wanted
         assert different.mean() <= 0.01 * turned, "the scale of the rotated ones is rounded once more"
         assert (np.abs(wanted) <= LARGEST[dtype]).all()
@@ -89,7 +98,8 @@ def test_scales_that_are_given(engine):
         cache.append(engine.put(x), engine.put(x), layer)
         assert float(engine.get(cache.keys(layer).scale)[0]) == 16
         assert float(engine.get(cache.values(layer).scale)[0]) == scale
-        np.testing.assert_array_equal(stored(engine, cache, 1, layer, 2), converted(x[..., 2], scale, "float8_e4m3fn"))
+        wanted = converted(x[..., 2], scale, "float8_e4m3fn", mean=mean_of(engine, cache, layer, 2))
+        np.testing.assert_array_equal(stored(engine, cache, 1, layer, 2), wanted)
 
 
 @ENGINES
@@ -187,6 +197,7 @@ def test_decoding(name, engine):
                 stored(engine, cache, side, 0, b)[..., None].astype(np.float64) * engine.get(x.descale)
                 for side, x in enumerate((cache.keys(), cache.values()))
             ]
+            of_cache[1] += mean_of(engine, cache, 0, b)[..., None]
             query = np.asfortranarray(q[:, :, :n, b : b + 1].astype(np.float32))
             if rotated:
                 turned = fp8.quantize(query, rotate=True)
