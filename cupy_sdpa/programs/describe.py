@@ -12,6 +12,7 @@ from typing import Any
 from ..boundary.arguments import read_shapes
 from ..boundary.call import Description, Found, in_mode
 from ..graph import graph_of
+from ..kernels.mean_kernels import add_mean
 from ..problem.problem import Problem
 from ..problem.tensor_spec import dtype_name
 from ..replay.call_report import Report, explain_on_device, joined, with_workarounds
@@ -79,6 +80,7 @@ def report_of(
     return dataclasses.replace(
         report,
         steps=tuple(call.program.lines()),
+        accuracy=accuracy_of(call),
         temporary_bytes=call.program.memory_bytes,
         scalars=tuple(call.scalars.items()),
         batch_dependence=dependence,
@@ -89,7 +91,26 @@ def problems_of(call: ProgramCall) -> tuple[Problem, ...]:
     """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
     if launches := call.program.launches:
         return tuple(attend.problem for attend in launches)
+    if "v" not in call.arrays:
+        raise TypeError("the function computes no attention: explain and explain_function report on calls that do")
     q, v, results = call.arrays["q"], call.arrays["v"], call.result_names
     (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
     flags: dict[str, Any] = {"backward": "dq" in results, "return_stats": "stats" in results}
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)
+
+
+def accuracy_of(call: ProgramCall) -> str:
+    """The expected error of a call in FP8, and its cause; empty for other dtypes."""
+    dtypes = {attend.problem.dtype for attend in call.program.launches if attend.problem.fp8}
+    if not dtypes:
+        return ""
+    part = "12 %" if "float8_e5m2" in dtypes else "6 %"
+    rounding = (
+        f"about {part} of the output of v without its mean, because q, k, v, the weights and this output are rounded to FP8"
+    )
+    if any(step.function is add_mean for step in call.program.steps):
+        return f"{rounding}; the mean is added after this rounding"
+    return (
+        f"{rounding}; and on Hopper up to 15 % of the mean of v at 8192 keys and 43 % at 32768, because the tensor cores "
+        "truncate sums: convert v with fp8.quantize_qkv, or with center=True"
+    )

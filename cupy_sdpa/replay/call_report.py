@@ -49,6 +49,7 @@ class Report:
         unverified: the features of the call whose results were never verified on this GPU.
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
+        accuracy: the expected error of FP8, and its cause; empty for other dtypes.
         scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
         steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
@@ -68,6 +69,7 @@ class Report:
     unverified: tuple[str, ...] = ()
     blocks: str = ""
     conversion: str = ""
+    accuracy: str = ""
     scalars: tuple[tuple[str, float], ...] = ()
     steps: tuple[str, ...] = ()
     temporary_bytes: int = 0
@@ -107,6 +109,8 @@ class Report:
             yield f"block mask: {self.blocks}"
         if self.conversion:
             yield f"arrays are converted: {self.conversion}"
+        if self.accuracy:
+            yield f"expected error: {self.accuracy}"
         if named := [f"{name} = {value:g}" for name, value in self.scalars if not _CONSTANT.fullmatch(name)]:
             yield f"scalars: {', '.join(named)}"
         if self.plan:
