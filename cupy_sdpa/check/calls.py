@@ -175,7 +175,7 @@ class CaseRunner:
         """Call a forward function; with gradients it also returns the log-sum-exp."""
         case, data, views = self.case, self.data[index], memory.views
         in_fp8 = "fp8" in case.options
-        q, k, v = arrays_in_fp8(case, views) if in_fp8 else (form.array(views[name]) for name in "qkv")
+        q, k, v = arrays_in_fp8(data, views, self.xp) if in_fp8 else (form.array(views[name]) for name in "qkv")
         if case.cache:
             cache = filled_cache(case, data, self.xp)
             q, k, v = rotated_queries(case, data, q, cache, self.xp), cache.keys(1), cache.values(1)
@@ -260,6 +260,7 @@ def problems(case: Case) -> list[Any]:
         options.pop("num_splits", None)
         return list(cupy_sdpa.weight_sums_problems(q, k, **options))
     if "fp8" in case.options:
+        stats = stats or "mean" in case.options
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:

@@ -23,6 +23,7 @@ The options of a case are literals. Their values:
                     axes as for ``mask``
 ``stats``           True or ``"max_sumexp"``
 ``fp8``             the dtype of q, k and v in FP8, whose values the arrays of the case have
+``mean``            the largest magnitude of the mean of v in FP8, which the array v of the case does not contain
 ``parallel``        (method, members): the call is made by a group of threads
 ``shared_prefix``   the number of pages that all sequences share; the call is ``shared_prefix_attention``
 ``merge``           the number of parts of the keys, whose results are merged
@@ -50,7 +51,7 @@ SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 #: The options that return another gradient, and the option that each requires.
 GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
 #: The options that require another one.
-REQUIRES = GRADIENTS | {"shared_prefix": "paged"}
+REQUIRES = GRADIENTS | {"shared_prefix": "paged", "mean": "fp8"}
 
 
 class Packed(NamedTuple):

@@ -16,7 +16,7 @@ SHARES = {
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
 #: compute neither FP8 nor groups. An offset needs float64.
 LEFT_OUT: dict[str, set[str]] = {
-    "cpu": set(), "gpu": {"parallel", "offset"}, "cupy": {"fp8", "parallel"},
+    "cpu": set(), "gpu": {"parallel", "offset"}, "cupy": {"fp8", "mean", "parallel"},
     "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache", "offset"},
 }  # fmt: skip
 #: The described GPUs that problems in FP8 are planned for.
@@ -25,7 +25,7 @@ _OF_SCORES = {"scale", "softcap", "sinks", "stats", "max_workspace", "offset"}
 _OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
 #: The options that can be combined with a feature; a feature that is not listed has no such limit.
 ONLY_WITH = {
-    "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged"},
+    "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged", "mean"},
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
     "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
     "cache": {*_OF_PAGES, "tree", "deterministic", "preallocated"},
@@ -44,6 +44,7 @@ _NOT_IN_PACKED_BUCKETS = ("mask", "bias", "dropout", "score_mod", "mask_mod", "b
 CONFLICTS: tuple[set[str], ...] = (
     {"tree", "mask_mod"},
     *({"offset", other} for other in ("score_mod", "cache")),  # derivatives are differences; a rotation changes the offset
+    {"mean", "paged"},
     {"weight_sums", "packed", "paged"},
     *({"block_mask", "mask", other} for other in ("mask_mod", "tree")),
     *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree")),

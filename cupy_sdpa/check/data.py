@@ -35,8 +35,8 @@ class Format(NamedTuple):
 FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
 #: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
 FP8_SCALE = 64.0
-#: Parts of the seed, to separate the random numbers of lengths, tangents and trees from those of the arrays.
-_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM = 77, 78, 79
+#: Parts of the seed, to separate the random numbers of lengths, tangents, trees and means from those of the arrays.
+_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM = 77, 78, 79, 80
 #: The number of pages that no table lists before the lengths.
 UNUSED = 3
 #: Part of the seed of the page table.
@@ -76,6 +76,7 @@ class Data:
         dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
         attends: the pairs of the block mask, bool, broadcasts to ``(Skv, Sq, Hq, B)``; None without one.
         parents: the parents of the tokens of the trees, ``(Sq, B)``; None without one.
+        mean: the mean of v in FP8, float32 ``(Dv, Hkv, 1, B)``, which is not in the arrays; None without one.
         keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
     """
 
@@ -87,6 +88,7 @@ class Data:
     dense: dict[str, Any] = field(default_factory=dict)
     attends: Any = None
     parents: Any = None
+    mean: Any = None
     keep: Any = None
 
 
@@ -110,6 +112,9 @@ def build(case: Case, index: int) -> Data:
     for name, make in _OPTION_ARRAYS.items():
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
+    if "mean" in case.options:
+        of_mean, most = np.random.default_rng([case.seed, index, _MEAN_STREAM]), case.options["mean"]
+        data.mean = of_mean.uniform(-most, most, (case.b, 1, case.hkv, case.dv)).astype(np.float32).T
     if "block_mask" in case.options:
         data.attends = _attends(case)
     if "tree" in case.options:

@@ -316,6 +316,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "stats": _stats,
     **dict.fromkeys(("deterministic", "return_dbias", "return_dsinks", "return_dtensors"), lambda sampler: True),
     "fp8": lambda sampler: sampler.pick("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"),
+    "mean": lambda sampler: sampler.pick(0.5, 1.0, 2.0),
     "parallel": _parallel,
     "shared_prefix": lambda sampler: sampler.integer(sampler.sizes["skv"] // sampler.options["paged"][0]),
     "merge": lambda sampler: sampler.pick(1, 2, 3, 8, 9, 20),
@@ -390,6 +391,8 @@ def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
         return sampler.extended(names, list(OPTIONS), int(sampler.chance(0.3)))
     others = sorted(ONLY_WITH.get(feature, OPTIONS.keys()))
     names = sampler.extended(with_required({feature}), others, sampler.integer(6 if feature == "parallel" else 3))
+    if feature == "fp8" and "paged" not in names:
+        names = sampler.extended(names, ["mean"], int(sampler.chance(0.6)))
     if feature == "parallel" and sampler.chance(0.4):  # the tiles of a mask on packed sequences
         names = sampler.extended(sampler.extended(names, ["packed"], 1), ["causal", "window"], 1)
     if feature == "block_mask":  # the gradients of blocks are then computed on copies

@@ -57,6 +57,11 @@ class Inputs:
         self.shape = case.b, case.hkv, self.group, case.sq, case.skv
         self.merged_shape = case.b, case.hq, case.sq, case.skv
         self.q, self.dout, self.k, self.v = (self._padded(name) for name in ("q", "dout", "k", "v"))
+        #: The mean of v in FP8, which is part of v; it broadcasts to its shape.
+        self.mean: Any = 0.0
+        if data.mean is not None:
+            self.mean = data.mean.transpose(3, 1, 2, 0)[:, :, None].astype(np.float64)
+            self.v = self.v + self.mean
         p = case.dropout.p if case.dropout else 0.0
         self.keep: Any = 1.0 if data.keep is None else self.expand_scores(data.keep) / (1 - p)
 
@@ -257,7 +262,9 @@ class Results:
         self.p, self.sink_weight, self.stats = found / divisor, of_sink / divisor, stats[..., 0]
         if self.fp8:  # weights are rounded before the division
             weights = np.asarray(round_fp8(found, self.fp8, FORMATS[self.fp8].largest) / divisor)
-            self.out = self._round(round_fp8(weights @ self.v, self.fp8, FP8_SCALE))
+            mean = np.asarray(inputs.mean, work)
+            self.out = np.asarray(round_fp8(weights @ (self.v - mean), self.fp8, FP8_SCALE))
+            self.out = self._round(round_fp8(self.out + mean * self.attended.any(axis=-1, keepdims=True), self.fp8, FP8_SCALE))
         else:
             self.out = self._round(self._round(found / divisor * inputs.keep) @ self.v)
         self.values["out"] = inputs.to_call_shape(inputs.merge_heads(self.out), 0)

@@ -38,14 +38,21 @@ def _scalings(case: Case, views: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def arrays_in_fp8(case: Case, views: dict[str, Any]) -> list[Any]:
-    """q, k and v in FP8: their values, exactly."""
-    return [scaling.quantize(views[name], **lengths) for name, (scaling, lengths) in _scalings(case, views).items()]
+def arrays_in_fp8(data: Data, views: dict[str, Any], xp: Any) -> list[Any]:
+    """q, k and v in FP8: their values, exactly; v with the mean of the data."""
+    scalings = _scalings(data.case, views)
+    q, k, v = (scaling.quantize(views[name], **lengths) for name, (scaling, lengths) in scalings.items())
+    if data.mean is None:
+        return [q, k, v]
+    mean = xp.asarray(data.mean, order="F")
+    return [q, k, fp8.Fp8Array(v.data, v.descale, scale=v.scale, dtype=v.dtype, mean=mean)]
 
 
 def wrong_scale(data: Data, views: dict[str, Any]) -> str:
-    """What is wrong with the scale of a second conversion, which is that of the first array's largest magnitude."""
+    """What is wrong with the scale of a second conversion, that of the first array's largest magnitude, or with a mean."""
     case = data.case
+    if case.dv and case.hkv and case.skv and "mean" in case.options and (wrong := _wrong_mean(data, views)):
+        return wrong
     for name, (scaling, lengths) in _scalings(case, views).items():
         magnitudes = np.abs(data.arrays[name].astype(np.float32))
         largest = float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))  # the padding is NaN
@@ -56,6 +63,18 @@ def wrong_scale(data: Data, views: dict[str, Any]) -> str:
         if not 0.999999 < scale / wanted < 1.000001:
             return f"the scale of {name} after an array of magnitudes up to {largest:g} is {scale:g}, expected {wanted:g}"
     return ""
+
+
+def _wrong_mean(data: Data, views: dict[str, Any]) -> str:
+    """What is wrong with the mean that a conversion of v subtracts."""
+    lengths = {"lengths": views.get("seq_lens_kv"), **named_layout(data.case)}
+    found = on_host(fp8.quantize(views["v"], data.case.options["fp8"], center=True, **lengths).mean)[:, :, 0]
+    v, counts = data.arrays["v"].astype(np.float64), data.lengths[1]
+    counts = np.full(data.case.b, data.case.skv) if counts is None else counts
+    inside = np.arange(data.case.skv)[:, None] < counts
+    wanted = np.where(inside, v, 0).sum(axis=2) / np.maximum(counts, 1)
+    error = np.abs(found - wanted).max(initial=0)
+    return f"the mean of v is wrong by {error:g}" if not error < 1e-5 else ""
 
 
 def forward_function(case: Case) -> Callable[..., Any]:

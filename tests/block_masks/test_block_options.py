@@ -20,7 +20,7 @@ from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.draw import OPTIONS
 
 #: The options of ``check`` that no call takes beside a block mask, or that are features of their own.
-OTHERS = {"block_mask", "fp8", "shared_prefix", "merge", "cache"}
+OTHERS = {"block_mask", "fp8", "mean", "shared_prefix", "merge", "cache"}
 N = 300
 #: Options of calls of 2 heads and 2 batch entries, and how the report describes the mask.
 HOW = {
