@@ -6,11 +6,13 @@
 
 Times: batch 1, head dim 128, causal and full, interleaved in one run, by CUDA events as in ``compare``. ``fp8`` is attention of
 FP8 arrays, ``quantized`` the conversion of q, k and v and the attention, ``converted`` also the conversion of the output to
-bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. PyTorch chooses its fastest backend.
+bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. The mean of v is subtracted before and added after, except in
+those with ``mean_kept``: the difference is what that costs. PyTorch chooses its fastest backend.
 
 Decoding: one query per sequence with an FP8 cache beside a bfloat16 cache of the same tokens, pages of 64 tokens. ``fp8`` has
-FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output. The keys exceed
-the L2 cache. Errors: see benchmarks/fp8_errors.py; without a GPU they are those of the CPU engine.
+FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output;
+``converted_mean_kept`` adds no mean to it, so its values are wrong. The keys exceed the L2 cache. Errors: see
+benchmarks/fp8_errors.py; without a GPU they are those of the CPU engine.
 """
 
 from __future__ import annotations
@@ -46,17 +48,21 @@ FP8 = "float8_e4m3fn"
 def contenders(q: Any, k: Any, v: Any, *, causal: bool) -> dict[str, Callable[[], Any]]:
     """The calls for one set of arrays."""
     q8, k8, v8 = fp8.quantize_qkv(q, k, v)
+    mean_kept = fp8.quantize_qkv(q, k, v, center=False)
 
-    def quantized(*, rotate: bool = False) -> Any:
-        return fp8.attention(*fp8.quantize_qkv(q, k, v, rotate=rotate), causal=causal)
+    def quantized(*, rotate: bool = False, center: bool = True) -> Any:
+        return fp8.attention(*fp8.quantize_qkv(q, k, v, rotate=rotate, center=center), causal=causal)
 
     calls: dict[str, Callable[[], Any]] = {
         "bfloat16": functools.partial(cupy_sdpa.attention, q, k, v, causal=causal),
         "fp8": functools.partial(fp8.attention, q8, k8, v8, causal=causal),
+        "fp8_mean_kept": functools.partial(fp8.attention, *mean_kept, causal=causal),
         "quantized": quantized,
         "converted": lambda: quantized().dequantize("bfloat16"),
+        "converted_mean_kept": lambda: quantized(center=False).dequantize("bfloat16"),
         "rotated": lambda: quantized(rotate=True).dequantize("bfloat16"),
         "quantize": functools.partial(fp8.quantize_qkv, q, k, v),
+        "quantize_mean_kept": functools.partial(fp8.quantize_qkv, q, k, v, center=False),
         "quantize_rotated": functools.partial(fp8.quantize_qkv, q, k, v, rotate=True),
     }
     try:
@@ -102,12 +108,14 @@ def decoding(batch: int, keys: int) -> dict[str, Callable[[], Any]]:
     q, made = random_normal(D, DECODE_HEADS, 1, batch), caches(batch, keys)
     q8 = fp8.quantize(q)
 
-    def call(query: Any, name: str) -> Callable[[], Any]:
+    def call(query: Any, name: str, values: Any = None) -> Callable[[], Any]:
         cache = made[name]
         options = {"page_table": cache.table, "seq_lens_kv": cache.lengths}
-        return functools.partial(cupy_sdpa.attention, query, cache.keys(), cache.values(), **options)
+        return functools.partial(cupy_sdpa.attention, query, cache.keys(), values or cache.values(), **options)
 
-    return {"bfloat16": call(q, "bfloat16"), "fp8": call(q8, FP8), "converted": call(q, FP8)}
+    calls = {"bfloat16": call(q, "bfloat16"), "fp8": call(q8, FP8), "converted": call(q, FP8)}
+    v = made[FP8].values()
+    return calls | {"converted_mean_kept": call(q, FP8, fp8.Fp8Array(v.data, v.descale, scale=v.scale))}
 
 
 def measure_decoding(batch: int, keys: int) -> dict[str, Any]:

@@ -248,17 +248,21 @@ def fp8() -> Iterator[str]:
     yield (
         f"{rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, head dim 128, batch 1, by `python -m benchmarks fp8`. The last three "
         "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of "
-        "the output, and with q and k *rotated*, too.\n"
+        "the output, and also with q and k *rotated*. The *mean of v* is the part of the call with conversions that the mean "
+        "takes.\n"
     )
     times = ("bfloat16 ms", "FP8 ms", "TFLOP/s", "q, k, v to FP8 ms")
-    heads = ("keys", "heads", "mask", *times, "attention", "with conversions", "rotated")
+    heads = ("keys", "heads", "mask", *times, "mean of v ms", "attention", "with conversions", "rotated")
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
         numbers = (f"{float(row[name]):.3g}" for name in ("bfloat16_ms", "fp8_ms", "fp8_tflops", "quantize_ms"))
         ratios = (f"{float(row[f'{name}_speedup']):.2f}" for name in ("fp8", "converted", "rotated"))
         mask = "causal" if row["causal"] == "True" else "none"
-        yield f"| {' | '.join((row['length'], row['heads'], mask, *numbers, *ratios))} |"
+        mean = "–"
+        if "converted_mean_kept_ms" in row:
+            mean = f"{float(row['converted_ms']) - float(row['converted_mean_kept_ms']):.3f}"
+        yield f"| {' | '.join((row['length'], row['heads'], mask, *numbers, mean, *ratios))} |"
     rows = read("h200_cudnn919_fp8_decode.csv")
     yield (
         "\nDecoding, one query per sequence, 32 query and 8 key/value heads, head dim 128, pages of 64 tokens, by `python -m "
@@ -272,6 +276,17 @@ def fp8() -> Iterator[str]:
         ratios = (f"{float(row[f'{name}_speedup']):.2f}" for name in ("fp8", "converted"))
         rate = f"{float(row['fp8_gbs']) / 1000:.1f}"
         yield f"| {' | '.join((row['batch'], row['keys'], *numbers, *ratios, rate))} |"
+
+
+def fp8_errors() -> Iterator[str]:
+    """The lines of the table of ``fp8 --errors``: values with a mean."""
+    rows = [row for row in read("h200_cudnn919_fp8_errors.csv") if row["inputs"].startswith("v = ")]
+    found = {(row["inputs"], row["keys"], row["method"]): f"{float(row['error']):.2g}" for row in rows}
+    methods = ("FP8, rotated, with the mean of v", "FP8, rotated", "bfloat16")
+    yield "| values | keys | FP8 with the mean of v (`center=False`) | FP8 | bfloat16 |"
+    yield "|---|---|---|---|---|"
+    for inputs, keys in dict.fromkeys((row["inputs"], row["keys"]) for row in rows):
+        yield f"| {inputs} | {keys} | {' | '.join(found.get((inputs, keys, method), '–') for method in methods)} |"
 
 
 def parallel() -> Iterator[str]:
@@ -295,7 +310,7 @@ def parallel() -> Iterator[str]:
 
 TABLES = {
     "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
-    "fp8": fp8, "parallel": parallel,
+    "fp8": fp8, "fp8_errors": fp8_errors, "parallel": parallel,
 }  # fmt: skip
 
 
