@@ -41,6 +41,9 @@ EXEMPT_GRADIENTS = EXEMPT | {
     "dk|dv": "one after it adds up the heads of a group",
     r"dbias|dt\d+": "one after it adds up dS",
 }
+#: What is neither passed nor confirmed by a GPU. These kernels of Blackwell split the keys; another one, which is not serialized,
+#: merges the parts, and must write the largest magnitude. Blackwell is unverified in the support table.
+UNCONFIRMED = {"b200": {"forward, FP8, bfloat16 output": {"amax_out"}, "forward, FP8, one query": {"amax_out"}}}
 #: Options that no graph for a GPU has: one is refused, and the number of chunks is read into ``split``.
 WITHOUT_GRAPHS = {"dropout_mask", "num_splits"}
 
@@ -151,7 +154,7 @@ def check(names, gpu, planner, kernels):
         if not why_not(problem, version, capability):
             found[name] = dropped(compiled, *graphs_of(problem, guards(problem, version, capability)))
     assert sum(ignored == set() for ignored in found.values()) > len(names) // 2
-    assert not {name: ignored for name, ignored in found.items() if ignored}
+    assert {name: ignored for name, ignored in found.items() if ignored} == UNCONFIRMED.get(gpu, {})
 
 
 def test_kernels_read_every_array_and_depend_on_every_option(planner, kernels):
