@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
@@ -12,10 +13,11 @@ from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
 from .programs.block_mask_steps import BACKWARD, FORWARD
-from .programs.calls import resolved
-from .programs.passes import attend, attend_backward
+from .programs.calls import Call, operation, run
+from .programs.decided_options import decided_options
+from .programs.passes import parse_backward, parse_forward
+from .replay.call_key import CallKey
 from .replay.replay_cache import run_cached
-from .replay.views import on_own_arrays
 
 
 # fmt: off
@@ -107,28 +109,33 @@ def attention(
     if positional or v is ... or default_layout() is not None:
         return special_call(attention, locals())
     deterministic = deterministic is not False and read_flag("deterministic", deterministic)
-    kind = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
+    tag = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
     arrays = (q, k, v) if out is stats is None else (q, k, v, out, stats)
-    results = run_cached(kind, arrays, options)
+    results = run_cached(tag, arrays, options)
     if results is None:
-        results = _run_forward(kind, arrays, options, return_stats=return_stats, deterministic=deterministic)
+        call = _forward_call(arrays, options, return_stats=return_stats, deterministic=deterministic)
+        if call.key.tag[0] != "forward":  # FP8 arrays, whose key has their parts
+            tag = call.key.tag
+            results = run_cached(tag, call.key.arrays, call.key.options)
+        results = run(call, tag=tag) if results is None else call.finish(results)
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _run_forward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
-    """The results of a call of :func:`attention` that is not repeated."""
-    names = FORWARD[: len(arrays)]
+@operation(attention, FORWARD, {"return_stats": False, "deterministic": False})
+def _forward_call(
+    arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_stats: Any = False, deterministic: Any = False
+) -> Call:
+    """A call of :func:`attention` as a value."""
     for x in arrays[:2]:  # q and k
-        if (attend_to := getattr(type(x), "_attend", None)) is not None:  # a type of arrays with programs of its own
-            found: list[Any] = attend_to(
-                **dict(zip(names, arrays, strict=True)), options=options, return_stats=flags["return_stats"]
-            )
-            return found
-
-    def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-        return attend(kind, own, resolved(own[0], own[1], others, return_stats=flags["return_stats"]), **flags)
-
-    return on_own_arrays(kind, names, arrays, options, compute, OUTPUTS)
+        if (call_of := getattr(type(x), "_call_of", None)) is not None:  # a type of arrays with programs of its own
+            call: Call = call_of(arrays, options, return_stats=return_stats)
+            return call
+    deterministic = deterministic is not False and read_flag("deterministic", deterministic)
+    flags = {"return_stats": return_stats, "deterministic": deterministic}
+    tag = ("forward", return_stats if type(return_stats) is bool else repr(return_stats), deterministic)
+    key = CallKey(tag, FORWARD[: len(arrays)], arrays, options)
+    decide = functools.partial(decided_options, return_stats=return_stats)
+    return Call(key, functools.partial(parse_forward, **flags), OUTPUTS, decide)
 
 
 # fmt: off
@@ -216,26 +223,30 @@ def attention_backward(
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
             read_flag(name, value)
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
-    kind = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
+    tag = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
     arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
-    results = run_cached(kind, arrays, options)
+    results = run_cached(tag, arrays, options)
     if results is None:
-        results = _run_backward(
-            kind, arrays, options, deterministic=deterministic, return_dbias=return_dbias, return_dsinks=return_dsinks,
-            return_dtensors=return_dtensors,
-        )  # fmt: skip
+        flags = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        results = run(_backward_call(arrays, options, deterministic=deterministic, **flags), tag=tag)
     return tuple(results)
 
 
-def _run_backward(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], **flags: Any) -> list[Any]:
-    """The gradients of a call of :func:`attention_backward` that is not repeated."""
+@operation(
+    attention_backward,
+    BACKWARD,
+    {"deterministic": False, "return_dbias": False, "return_dsinks": False, "return_dtensors": False},
+)
+def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
+    """A call of :func:`attention_backward` as a value."""
     names = BACKWARD[: len(arrays)]
     check_layout(options.get("layout"))
     check_order(dict(zip(names, arrays, strict=True)), other_layout(options))
+    flags = {name: read_flag(name, value) for name, value in flags.items()}
+    dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
+    key = CallKey(("backward", *flags.values(), dtensors), names, arrays, options)
+    flags["return_dtensors"] = return_dtensors
     outputs = {name: value for name, value in flags.items() if name != "deterministic"}
-
-    def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-        return attend_backward(kind, own, resolved(own[1], own[2], others, outputs=outputs), **flags)
-
     results = gradient_names(flags["return_dbias"], flags["return_dsinks"])
-    return on_own_arrays(kind, names, arrays, options, compute, results)
+    decide = functools.partial(decided_options, outputs=outputs)
+    return Call(key, functools.partial(parse_backward, **flags), results, decide)

@@ -18,11 +18,12 @@ from .graph import graph_of
 from .jvp import attention_jvp
 from .problem.problem import Problem
 from .programs.block_mask_calls import dense_description, description, reasons_for_dense
-from .programs.calls import parts_of
+from .programs.calls import call_of, read
+from .programs.decided_options import split_options
 from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
-from .programs.describe import OF_FORWARD, program_of, report_of
-from .programs.executor import ProgramCall
+from .programs.describe import OF_FORWARD, report_of
+from .programs.executor import ReadCall
 from .replay.call_report import (
     Report,
     explain_on_device,
@@ -33,7 +34,6 @@ from .replay.call_report import (
     with_workarounds,
 )
 from .runtime import cupy_runtime, driver
-from .runtime.interpreted_array import InterpretedArray
 from .support.engine_problem import launched_problems
 from .support.why_not import why_not
 from .version import RELEASES, version_number, version_text
@@ -236,19 +236,20 @@ def _described(
     gpu: str | None,
     cudnn: str | None,
     missing: Mapping[str, str] | None = None,
-) -> tuple[ProgramCall, Report]:
-    """The call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.program_of`."""
+) -> tuple[ReadCall, Report]:
+    """The call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
+    call = call_of(function, *arguments, **options)
     if gpu is None and cudnn is None:
-        call = program_of(function, *arguments, **options, missing=missing)
-        return call, report_of(call)
+        read_call = read(call, missing=missing)
+        return read_call, report_of(read_call)
 
     def explain_for(problem: Problem) -> Report:
         return _explain_for(problem, gpu, cudnn)
 
-    call = program_of(function, *arguments, for_gpu=True, missing=missing, **options)
-    if isinstance(call.arrays["q"], InterpretedArray):
+    if options.get("engine") == "cupy":
         raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
-    return call, report_of(call, explain_for, lambda: _version_and_capability(gpu, cudnn))
+    read_call = read(call, for_gpu=True, missing=missing)
+    return read_call, report_of(read_call, explain_for, lambda: _version_and_capability(gpu, cudnn))
 
 
 def _notes(
@@ -270,7 +271,7 @@ def _notes(
         reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
         if reasons:
             return conversion, dense_description(mask, reasons)
-        mask = parts_of({**rest, "block_mask": mask})[0] or mask
+        mask = split_options({**rest, "block_mask": mask})[0] or mask
         return conversion, description(mask, Sizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)

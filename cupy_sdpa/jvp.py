@@ -18,7 +18,8 @@ from .errors import Unsupported
 from .problem.problem import Problem, row_stats_dtype, row_stats_shape
 from .problem.tensor_spec import numpy_dtype
 from .problem.view import View
-from .programs.calls import call_program, parts_of, resolved
+from .programs.calls import Call, call_of, operation, read, results_of, run
+from .programs.decided_options import decided_options, split_options
 from .programs.derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,
@@ -31,11 +32,10 @@ from .programs.derivative import (
     read_form,
 )
 from .programs.derivative_form import Form, Widened
-from .programs.describe import problems_of, program_of
+from .programs.describe import problems_of
 from .programs.executor import Inputs, Reading
+from .replay.call_key import CallKey
 from .replay.replay_cache import run_cached
-from .replay.views import on_own_arrays
-from .runtime import cupy_runtime
 
 
 @takes_options(without=PAGES)
@@ -102,71 +102,66 @@ def attention_jvp(
     >>> bool(np.allclose(dout, (plus - minus) / 2e-3, atol=1e-5))
     True
     """
-    for name, value in (("return_stats", return_stats), ("deterministic", deterministic)):
-        if type(value) is not bool:
-            read_flag(name, value)
-    arrays = (q, k, v, dq, dk, dv, out, dout, stats)
-    kind: tuple[Any, ...] = ("jvp", bool(return_stats), bool(deterministic))
-    wide: tuple[Any, ...] = ()
-    if widened is not None:
-        check_widened(widened)
-        wide, kind = widened[:-1], (*kind, widened.form)
-    results = run_cached(kind, (*arrays, *wide), options)
+    if not type(return_stats) is type(deterministic) is bool:
+        return_stats, deterministic = read_flag("return_stats", return_stats), read_flag("deterministic", deterministic)
+    arrays, tag = (q, k, v, dq, dk, dv, out, dout, stats), ("jvp", return_stats, deterministic)
+    results = run_cached(tag, arrays, options) if widened is None else None
     if results is None:
-        compute = functools.partial(_run, kind, widened, return_stats=return_stats, deterministic=bool(deterministic))
-        results = on_own_arrays(kind, ARRAYS, arrays, options, compute, RESULTS)
+        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
+        call = _call(arrays, options, widened=widened, **flags)
+        results = run(call, tag=tag) if widened is None else results_of(call)
     return tuple(results)
 
 
-def _run(
-    kind: Any,
-    widened: Widened | None,
-    given: tuple[Any, ...],
-    options: Mapping[str, Any],
-    *,
-    return_stats: bool,
-    deterministic: bool,
-) -> list[Any]:
-    """:func:`attention_jvp` of arrays of numpy or CuPy, those of :data:`.ARRAYS`; ``kind`` is as for :func:`.run_cached`."""
-    of_call, forms = resolved(given[0], given[1], options), list[Form]()
+@operation(
+    attention_jvp,
+    ARRAYS,
+    {"widened": None, "return_stats": False, "deterministic": False},
+    ("q", "k", "v", "dq", "dk", "dv"),
+)
+def _call(
+    arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, return_stats: Any, deterministic: Any
+) -> Call:
+    """A call of :func:`attention_jvp` as a value."""
+    return_stats, deterministic = read_flag("return_stats", return_stats), read_flag("deterministic", deterministic)
+    tag: tuple[Any, ...] = ("jvp", return_stats, deterministic)
     names: tuple[str, ...] = ARRAYS
     if widened is not None:
-        given, names = (*given, *widened[:-1]), (*ARRAYS, *WIDENED)
+        check_widened(widened)
+        arrays, names, tag = (*arrays, *widened[:-1]), (*ARRAYS, *WIDENED), (*tag, widened.form)
+    parse = functools.partial(_parse, widened=widened, return_stats=return_stats, deterministic=deterministic)
+    return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
 
-    def read(arrays: dict[str, Any]) -> Reading:
-        q, v = arrays["q"], arrays["v"]
-        mask, dtype, others = parts_of(of_call)
-        inputs = Inputs(arrays, kept_options(q, others))
-        own = {name: arrays[name] for name in ARRAYS}
-        if dtype is not None:
-            check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
-            own |= {name: _rounded(name, own[name], dtype) for name in ARRAYS[:6]}
-        of_form = {**others, "block_mask": mask}
-        tangents = own["dq"], own["dk"], own["dv"]
-        form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
-        forms.append(form)
-        check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v, dtype)
-        wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
-        wanted["dout"] = wanted["out"]
-        if return_stats or arrays["stats"] is not None:
-            wanted["stats"] = row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype))
-        of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
-        return Reading(inputs, wanted, functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program))
 
-    try:
-        return call_program(kind, names, given, of_call, read)
-    except Unsupported as error:
-        if (step := getattr(error, "step", None)) is None or not forms:
-            raise  # an option is refused, not a pass
-        name = str(step).partition(":")[0]
-        raise Unsupported(refusal(forms[-1], name, str(error))) from error
+def _parse(
+    arrays: dict[str, Any], options: Mapping[str, Any], *, widened: Widened | None, return_stats: bool, deterministic: bool
+) -> Reading:
+    """Check the arguments of :func:`attention_jvp`."""
+    q, v = arrays["q"], arrays["v"]
+    mask, dtype, others = split_options(options)
+    inputs = Inputs(arrays, kept_options(q, others))
+    rounded = {name: arrays[name] for name in ARRAYS}
+    if dtype is not None:
+        check_converted({name: x for name, x in rounded.items() if name != "stats"}, results=("out", "dout"))
+        rounded |= {name: _rounded(name, rounded[name], dtype) for name in ARRAYS[:6]}
+    of_form, tangents = {**others, "block_mask": mask}, (rounded["dq"], rounded["dk"], rounded["dv"])
+    form = read_form(rounded["q"], rounded["k"], rounded["v"], tangents, widened, of_form, deterministic=deterministic)
+    check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v, dtype)
+    wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
+    wanted["dout"] = wanted["out"]
+    if return_stats or arrays["stats"] is not None:
+        wanted["stats"] = row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype))
+    of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
+    build = functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program)
+    return Reading(inputs, wanted, build, refusal=functools.partial(refusal, form))
 
 
 def _rounded(name: str, x: Any, dtype: str) -> Any:
     """The view of a dense array in another dtype, to read a problem."""
     if x is None:
         return None
-    return View.dense(name, x.shape, numpy_dtype(dtype), x.data.device_id if cupy_runtime.is_array(x) else None)
+    device = View.of(name, x).storage.device if not isinstance(x, View) else x.storage.device
+    return View.dense(name, x.shape, numpy_dtype(dtype), device)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:
@@ -225,5 +220,5 @@ def jvp_problems(
     arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
     views, own = views_of_shapes(**arrays, options=options, dtype=dtype, seq_lens=seq_lens)
     views |= {name: views[name[1:]] for name in tangents}
-    own |= {**views, "return_stats": return_stats, "deterministic": deterministic}
-    return problems_of(program_of(attention_jvp, **own, for_gpu=True))
+    flags = {"return_stats": return_stats, "deterministic": deterministic}
+    return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))

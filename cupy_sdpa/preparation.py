@@ -12,10 +12,11 @@ from .boundary.layouts import has_own_axes
 from .boundary.options import DTensors, Options, check_spelling, takes_options
 from .boundary.user_functions import kept_options
 from .problem.problem import Problem
-from .programs.describe import OF_FORWARD, program_of, report_of
-from .programs.executor import ProgramCall
+from .programs.calls import call_of, read, run
+from .programs.describe import OF_FORWARD, report_of
+from .programs.executor import ReadCall
+from .replay.call_key import CallKey
 from .replay.replay_cache import run_cached
-from .replay.views import run_and_cache
 
 ResultT = TypeVar("ResultT")
 
@@ -120,7 +121,7 @@ class Prepared(Generic[ResultT]):
         prepared call may replace the ``options``, but not the ``outputs``, which are the other arguments.
         """
         missing = OF_FORWARD if "dout" in arrays else None
-        call = program_of(function, **arrays, **options, **outputs, missing=missing)
+        call = read(call_of(function, **arrays, **options, **outputs), missing=missing)
         report = report_of(call)
         if report.reasons:
             raise report.error("\n".join(report.reasons))
@@ -129,7 +130,7 @@ class Prepared(Generic[ResultT]):
         self._function, self._inputs, self._options, self._outputs = function, tuple(arrays), options, outputs
         self._problems, self._given = _problems(call), _in_words(arrays, options)
         self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
-        self._key = object()  # in the replay cache: every call with it has been compared with the problem
+        self._tag = object()  # in the replay cache: every call with it has been compared with the problem
         self._results = _RESULTS[2:] if "dout" in arrays else _RESULTS[:2]
 
     @has_own_axes
@@ -155,20 +156,22 @@ class Prepared(Generic[ResultT]):
         """
         merged = {**self._options, **options} if options else self._options
         passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
-        kind = self._key, len(arrays)
-        results = run_cached(kind, passed, merged)
+        tag = self._tag, len(arrays)
+        results = run_cached(tag, passed, merged)
         if results is None:
             named = self._named(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv})
             merged = kept_options(named["q"], merged)  # as in prepare: a recorded function may read its arrays in another order
-            call = program_of(self._function, **named, **merged, **self._outputs)
-            if _problems(call) != self._problems:
-                of_values = self._given, _in_words(named, merged)
-                raise ValueError(_difference(self.problem, _problem(call) or self.problem, *of_values))
-            compute = functools.partial(self._function, **named, **merged, **self._outputs)
-            names = (*self._inputs, *_RESULTS)[: len(passed)]
-            return run_and_cache(kind, names, passed, merged, compute)  # type: ignore[no-any-return]
+
+            call = call_of(self._function, **named, **merged, **self._outputs)
+            key = CallKey(tag, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged)
+            results = run(call, key, check=functools.partial(self._check, _in_words(named, merged)))
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]
+
+    def _check(self, passed: Mapping[str, str], call: ReadCall) -> None:
+        """Raise ValueError if a call with the arguments ``passed``, in words, defines another problem."""
+        if _problems(call) != self._problems:
+            raise ValueError(_difference(self.problem, _problem(call) or self.problem, self._given, passed))
 
     def _named(self, arrays: tuple[Array, ...], results: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays by name."""
@@ -210,11 +213,11 @@ def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -
 _RESULTS = ("out", "stats", "dq", "dk", "dv")
 
 
-def _problem(call: ProgramCall) -> Problem | None:
+def _problem(call: ReadCall) -> Problem | None:
     """The problem of a call; None if several launches compute it."""
     return call.problem if isinstance(call.problem, Problem) else None
 
 
-def _problems(call: ProgramCall) -> tuple[Any, ...]:
+def _problems(call: ReadCall) -> tuple[Any, ...]:
     """What prepared calls have in common: the specs of the arrays, and the steps."""
     return call.problem, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)

@@ -21,8 +21,11 @@ from .layout import default_layout
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
-from .programs.calls import resolved
-from .programs.passes import attend, attend_backward
+from .programs.block_mask_steps import BACKWARD, FORWARD
+from .programs.calls import Call, results_of
+from .programs.decided_options import decided_options
+from .programs.passes import parse_backward, parse_forward
+from .replay.call_key import CallKey
 from .runtime import cupy_runtime
 from .support.batch import NOT_DETERMINISTIC, not_invariant
 
@@ -127,7 +130,7 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
         return out, Pullback(fp8_backward, (*in_fp8[:3], out, stats), rest, outputs)
     if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
         raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
-    of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else resolved(q, k, rest)
+    of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else decided_options({"q": q, "k": k}, rest)
     if "compute_dtype" not in of_forward:
         rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
@@ -138,16 +141,18 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
 
         return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
     deterministic = outputs["deterministic"] is not False and read_flag("deterministic", outputs["deterministic"])
-    kind, flags = ("forward, kept", deterministic), {"return_stats": True, "deterministic": deterministic}
-    out, stats, *rounded = attend(kind, (q, k, v), of_forward, kept=True, **flags)
+    key = CallKey(("forward, kept", deterministic), FORWARD[:3], (q, k, v), of_forward)
+    parse = functools.partial(parse_forward, kept=True, return_stats=True, deterministic=deterministic)
+    out, stats, *rounded = results_of(Call(key, parse))
     kept, of_gradients = (*rounded, stats), of_forward
     if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
         requested = {name: x for name, x in outputs.items() if name != "deterministic"}
-        of_gradients = resolved(q, k, rest, outputs=requested)
-    of_backward = ("backward, kept", out.dtype, *map(repr, outputs.values()))
+        of_gradients = decided_options({"q": q, "k": k}, rest, outputs=requested)
+    tag = ("backward, kept", out.dtype, *map(repr, outputs.values()))
+    parse_gradients = functools.partial(parse_backward, result=out.dtype, **outputs)
 
     def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-        return tuple(attend_backward(of_backward, (dout, *kept, dq, dk, dv), of_gradients, result=out.dtype, **outputs))
+        return tuple(results_of(Call(CallKey(tag, BACKWARD, (dout, *kept, dq, dk, dv), of_gradients), parse_gradients)))
 
     return out, Pullback(rounded_backward, kept, rest, outputs)
 

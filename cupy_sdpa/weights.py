@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -20,11 +21,12 @@ from .kernels.weights_kernel import exponentials, gathered, negated_rows
 from .problem.problem import Problem, row_stats_dtype, row_stats_shape
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
-from .programs.calls import call_program
-from .programs.describe import problems_of, program_of
+from .programs.calls import Call, call_of, operation, read, results_of
+from .programs.describe import problems_of
 from .programs.executor import Inputs, Reading
 from .programs.program import Builder
 from .programs.steps import Constant
+from .replay.call_key import CallKey
 from .score_fn.recorded import Access, Recorded, relocated
 
 #: The options that both passes take.
@@ -88,22 +90,37 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
         raise TypeError(
             "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
         )
-    others = dense_options(q, k, others)
+    return results_of(_call((q, k), others, per_kv_head=per_kv_head))[0]
 
-    def read(named: dict[str, Any]) -> Reading:
-        read_forward(q, k, k, others, return_stats=True)  # checks the arguments
-        inputs = Inputs(named, kept_options(q, others))
-        shape = _shape_of_keys(k, inputs.options)
-        heads = k.shape[1] if per_kv_head else q.shape[1]
-        wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(row_stats_dtype(q.dtype)))}
 
-        def build(builder: Builder) -> None:
-            views = inputs.views
-            _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
+@operation(weight_sums, ("q", "k"), {"per_kv_head": False})
+def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
+    """A call of :func:`weight_sums` as a value."""
+    key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
+    return Call(key, functools.partial(_parse, per_kv_head=per_kv_head), decide=_decide)
 
-        return Reading(inputs, wanted, build)
 
-    return call_program(("weight sums", per_kv_head), ("q", "k"), (q, k), others, read)[0]
+def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with a dense mask instead of ``block_mask``."""
+    dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
+    return dense
+
+
+def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, per_kv_head: bool) -> Reading:
+    """Check the arguments of :func:`weight_sums`."""
+    q, k = arrays["q"], arrays["k"]
+    read_forward(q, k, k, options, return_stats=True)
+    inputs = Inputs(arrays, kept_options(q, options))
+    shape = _shape_of_keys(k, inputs.options)
+    heads = k.shape[1] if per_kv_head else q.shape[1]
+    wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(row_stats_dtype(q.dtype)))}
+    return Reading(inputs, wanted, functools.partial(_build, inputs=inputs))
+
+
+def _build(builder: Builder, *, inputs: Inputs) -> None:
+    """Add the steps of :func:`weight_sums`."""
+    views = inputs.views
+    _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
 
 
 @takes_options(without=(*_NOT_TAKEN, "engine"))
@@ -130,7 +147,8 @@ def weight_sums_problems(
     """
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
-    return problems_of(program_of(weight_sums, views["q"], views["k"], **own, for_gpu=True))
+    _refuse(own)
+    return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

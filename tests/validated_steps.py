@@ -13,15 +13,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from cupy_sdpa.boundary.call import in_mode
 from cupy_sdpa.graph import graph_of
 from cupy_sdpa.kernels import fp8_kernels, merge, paged, ragged
 from cupy_sdpa.numpy_engine.interpreter import evaluate
 from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
 from cupy_sdpa.problem.view import View
-from cupy_sdpa.programs.executor import ProgramCall
+from cupy_sdpa.programs import calls
+from cupy_sdpa.programs.executor import ReadCall
 from cupy_sdpa.programs.steps import Scalar, Step
+from cupy_sdpa.replay.bound_program import HostProgram
+from cupy_sdpa.replay.replay_cache import DeviceProgram
 from cupy_sdpa.runtime import cupy_runtime
 from cupy_sdpa.runtime.interpreted_array import InterpretedArray
 from cupy_sdpa.tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
@@ -45,20 +47,23 @@ def validated_steps() -> Iterator[None]:
     Calls of other threads that start in the block are compared unless they are repeated. Those on a stream that is being
     captured are not compared.
     """
-    own = ProgramCall._run_step
+    own = ReadCall._run_step
 
-    def run(call: ProgramCall, step: Step, arguments: Any, device: int | None, *others: Any) -> Any:
+    def run(call: ReadCall, step: Step, arguments: Any, device: int | None, *others: Any) -> Any:
         def work() -> Any:
             return own(call, step, arguments, device, *others)
 
         return work() if device is not None and cupy_runtime.capturing() else compared(call, step, arguments, work)
 
-    with in_mode(noted=[]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProgramCall, "_run_step", run)
+    with pytest.MonkeyPatch.context() as patch:
+        for bound in (HostProgram, DeviceProgram):
+            patch.setattr(bound, "run", lambda *arguments: None)  # the call is parsed
+        patch.setattr(calls, "cache_call", lambda *arguments: None)
+        patch.setattr(ReadCall, "_run_step", run)
         yield
 
 
-def compared(call: ProgramCall, step: Step, arguments: Any, work: Callable[[], T]) -> T:
+def compared(call: ReadCall, step: Step, arguments: Any, work: Callable[[], T]) -> T:
     """Run a step by ``work``, and compare what it wrote; ``arguments`` has arrays and numbers in place of its views and scalars.
 
     Raises:

@@ -199,7 +199,9 @@ def _kind_of(argument: Argument) -> str:
 
 
 def share_elements(a: Argument, b: Argument) -> bool:
-    """Whether two arrays of one engine have an element in common."""
+    """Whether two arrays of one engine have an element in common; views of missing arrays have none."""
+    if isinstance(a.array, View) or isinstance(b.array, View):
+        return False
     if not a.array.size or not b.array.size:
         return False
     if not a.address or not b.address:  # of numpy arrays

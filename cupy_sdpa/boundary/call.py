@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -27,60 +25,6 @@ T = TypeVar("T")
 
 #: Plans at INFO (built, loaded, refused), the steps of calls at DEBUG. Its child ``cupy_sdpa.cudnn`` has cuDNN's own log.
 logger = logging.getLogger("cupy_sdpa")
-
-
-class Found(BaseException):
-    """Leaves a function whose program is described. It is no Exception, which functions may catch."""
-
-    def __init__(self, call: Any) -> None:
-        super().__init__()
-        self.call = call
-
-
-class Description(NamedTuple):
-    """How a call is described, in place of being run.
-
-    Attributes:
-        for_gpu: whether the program is that of a GPU, also for numpy arrays.
-        missing: which arrays are assumed to be dense, and what they are like: ``q``, ``k``, ``v``, ``out`` or ``stats``.
-    """
-
-    for_gpu: bool
-    missing: Mapping[str, str]
-
-
-class Mode(NamedTuple):
-    """What is done with calls besides running them. Only in the mode :data:`USUAL` are calls looked up among repeated calls
-    and captured; in other modes each one is parsed.
-
-    Attributes:
-        description: inside :func:`cupy_sdpa.programs.describe.program_of`: how a call is described, in place of being run.
-        noted: where the calls that run are noted, in place of being cached; None for no.
-    """
-
-    description: Description | None = None
-    noted: list[Any] | None = None
-
-
-USUAL = Mode()
-#: The mode of the calls in a ``with`` block.
-mode: ContextVar[Mode] = ContextVar("mode", default=USUAL)
-
-
-@contextlib.contextmanager
-def in_mode(**changes: Any) -> Iterator[None]:
-    """Change the mode of the calls in a ``with`` block."""
-    token = mode.set(mode.get()._replace(**changes))
-    try:
-        yield
-    finally:
-        mode.reset(token)
-
-
-def for_gpu(q: Any) -> bool:
-    """Whether the program of a call is that of a GPU: q is CuPy's, or the call is described for a GPU."""
-    description = mode.get().description
-    return cupy_runtime.is_array(q) or (description is not None and description.for_gpu)
 
 
 #: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), of these and other keys ("part"),
@@ -111,7 +55,7 @@ class Fill(NamedTuple):
 
 
 @dataclass
-class Call:
+class ProblemCall:
     """A call whose arguments have been validated. :mod:`cupy_sdpa.programs` compiles it to a program, which runs.
 
     Attributes:

@@ -1,8 +1,7 @@
 """Calls whose arrays are converted: of other libraries, without a batch axis, with ``engine``, or with ``layout``.
 
 A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
-opposite order. Repeated calls of arrays of numpy and CuPy are cached with the caller's axes, so that nothing is permuted
-(:mod:`cupy_sdpa.replay.views`).
+opposite order. If only axes change, the arrays are views of the caller's, and a repeated call is cached with the caller's axes.
 """
 
 from __future__ import annotations
@@ -67,6 +66,8 @@ class Conversion:
             #: The shapes of the caller's arrays, for messages.
             self._shapes = layouts.shapes_of({"q": q}, given)
             self.options = {name: self._option(name, value) for name, value in given.items()}
+        #: Whether all arrays are views of those of numpy or CuPy that the caller passed.
+        self.makes_views = self._library is None and self._engine != "cupy"
 
     def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = ()) -> Any:
         """Call a function that takes the arrays by name, on converted arrays.
@@ -74,14 +75,22 @@ class Conversion:
         The function returns the ``results``, or the first of them, in the form of this package, a single one not as a tuple.
         The caller gets them in its form, and anything else that is returned as it is. Results that it passed are written to.
         """
-        with self._stream():
-            found = function(**{name: self._into(name, array, result=name in results) for name, array in arrays.items()})
+        with self.context():
+            found = function(**self.own(arrays, results))
             if not results:
                 return found
             if not isinstance(found, tuple):
                 return self._back(results[0], found, arrays.get(results[0]))
-            pairs = zip(results, found, strict=False)
-            return *(self._back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]
+            return tuple(self.back(results, found, arrays))
+
+    def own(self, arrays: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
+        """The arrays in the form of this package, by name; those of the ``results`` are written."""
+        return {name: self._into(name, array, result=name in results) for name, array in arrays.items()}
+
+    def back(self, results: Sequence[str], found: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
+        """Results in the caller's form: those in ``results``, in order; others are returned as they are."""
+        pairs = zip(results, found, strict=False)
+        return [*(self._back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]]
 
     def _into(self, name: str, array: Any, *, result: bool) -> Any:
         """An argument in the form of this package; ``result``: the call writes the array."""
@@ -109,7 +118,7 @@ class Conversion:
         return self._returned(array)
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """A context in which work is enqueued on the caller's stream, and errors show the caller's axes."""
         with contextlib.ExitStack() as stack:
             if self._library is not None and self._device is not None:

@@ -22,7 +22,7 @@ class Session:
     def __init__(self) -> None:
         self.handle = Handle()
         self.cache = PlanCache()
-        self.cached_calls: dict[Any, Any] = {}
+        self.bound_programs: dict[Any, Any] = {}
         _all.add(self)
 
 

@@ -61,8 +61,8 @@ class Fp8Array:
         "or for gradients call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays"
     )
 
-    #: What :func:`cupy_sdpa.attention` of such arrays, or of such keys, computes; :mod:`.fp8_attention` sets it.
-    _attend: Callable[..., list[Any]]
+    #: The call of :func:`cupy_sdpa.attention` of such arrays, or of such keys; :mod:`.fp8_attention` sets it.
+    _call_of: Callable[..., Any]
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
@@ -19,13 +19,12 @@ from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
-from ..problem.view import View
+from ..problem.view import View, is_on_gpu
 from ..programs.block_mask_calls import dense_options
-from ..programs.calls import call_program
+from ..programs.calls import Call, operation, results_of
 from ..programs.executor import Inputs, Reading
 from ..programs.passes import wanted_results
-from ..replay.replay_cache import run_cached
-from ..replay.views import on_own_arrays
+from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
 from .array import Fp8Array, descales, factor, made
@@ -113,34 +112,98 @@ def attention(
     return_amax = read_flag("return_amax", return_amax)
     if type(q) is not Fp8Array:
         raise TypeError(f"q is {in_words(q)}; {_ALL}")
-    results = attend(
-        q, k, v, options, return_stats=return_stats, return_amax=return_amax, out_dtype=out_dtype, out_scale=out_scale,
-        stats=stats,
-    )  # fmt: skip
+    flags: dict[str, Any] = {
+        "return_stats": return_stats,
+        "return_amax": return_amax,
+        "out_dtype": out_dtype,
+        "out_scale": out_scale,
+    }
+    results = results_of(_call((q, k, v, None, stats), options, **flags))
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
+class _Request(NamedTuple):
+    """The arguments of a call, besides stats.
+
+    Attributes:
+        scale, descale: the scale of the output, and the descale of v.
+        converts: whether q has another dtype than FP8, which the output then also has.
+    """
+
+    q: Any
+    k: Fp8Array
+    v: Fp8Array
+    options: Mapping[str, Any]
+    return_stats: Any
+    return_amax: bool
+    out_dtype: Any
+    out_scale: Any
+    scale: Any
+    descale: Any
+    converts: bool
+
+    def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check the arguments besides arrays; return the options with a dense mask instead of ``block_mask``."""
+        refuse_fp8(self.options)
+        check_names({**self.options, "block_mask": None})  # which becomes a dense mask
+        _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
+        dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
+        return dense
+
+    def parse(self, arrays: dict[str, Any], options: Mapping[str, Any]) -> Reading:
+        """Check the arrays and the options."""
+        inputs = _inputs(arrays, options)
+        mean = inputs.views.get("mean")
+        if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
+            raise ValueError(
+                "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of the "
+                "arrays, or a mean of length 1 there"
+            )
+        if self.converts:
+            check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
+        out_dtype, dtype = _dtype_of(self.q) if self.converts else self.out_dtype, self.k.dtype
+        of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": self.return_stats}
+        writes = _writes(out_dtype, arrays["k"], converts=self.converts)
+        inner = {name: view for name, view in inputs.views.items() if name != "out"}
+        call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
+        wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or dtype, is_on_gpu(arrays["k"])))
+        amax = {"amax_out": wanted.pop("amax_out")}
+        wanted |= amax if self.return_amax else {}  # the last one
+        of_call |= {"views": inputs.views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
+        return Reading(inputs, wanted, functools.partial(forward, **of_call))
+
+    def finish(self, results: list[Any]) -> list[Any]:
+        """The results with an FP8 array as the output, if it has that dtype."""
+        amax = [results.pop()] if self.return_amax else []
+        if not self.converts and self.out_dtype is None:
+            scale = self.scale.copy() if hasattr(self.out_scale, "dtype") else self.scale  # the caller may change the array
+            results[0] = made(results[0], self.descale if self.out_scale is None else None, scale, self.k.dtype)
+        return results + amax
+
+
+@operation(
+    attention,
+    ("q", "k", "v", "out", "stats"),
+    {"return_stats": False, "return_amax": False, "out_dtype": None, "out_scale": None},
+)
+def _call(
+    arrays: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
     return_stats: Any,
     return_amax: bool = False,
     out_dtype: Any = None,
     out_scale: Any = None,
-    out: Any = None,
-    stats: Any = None,
-) -> list[Any]:
-    """:func:`attention` as a program; q may also have another dtype than FP8, which the output then has, too."""
+) -> Call:
+    """A call of :func:`attention` as a value; q may also have another dtype than FP8."""
+    q, k, v, out, stats = (*arrays, None, None)[:5]
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
         raise TypeError("out is passed, and q is an FP8 array: the result is a new FP8 array with its own scale; omit out")
     if not type(k) is type(v) is Fp8Array:
         _refuse_others(q, k, v)
     scale = v.scale if out_scale is None else factor("out_scale", out_scale, v.data)
-    kind = (
+    tag = (
         "fp8", return_stats if type(return_stats) is bool else repr(return_stats), return_amax, out_dtype, k.dtype, k.rotated,
         k.axis, v.dtype, v.rotated, None if converts else (q.dtype, q.rotated, q.axis), out_scale is None, k.mean is None,
         v._of_pages,
@@ -148,50 +211,14 @@ def attend(
     elements, factors = (q, [None, *descales((k, v))]) if converts else (q.data, descales((q, k, v)))
     of_mean = (None, None) if v.mean is None else (v.mean, v.scale)
     arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, *of_mean, out, stats)
-    results = run_cached(kind, arrays, options)
-    if results is None:
-        refuse_fp8(options)
-        check_names({**options, "block_mask": None})  # which becomes a dense mask
-        of_out = _check(q, k, v, options, out_dtype, out_scale)
-        dtype, rotated = k.dtype, k.rotated
-
-        def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-            others = dense_options(own[0], own[1], others)
-
-            def read(named: dict[str, Any]) -> Reading:
-                inputs = _inputs(named, others)
-                mean = inputs.views.get("mean")
-                if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
-                    raise ValueError(
-                        "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of "
-                        "the arrays, or a mean of length 1 there"
-                    )
-                if converts:
-                    check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
-                of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": return_stats}
-                writes = _writes(of_out, named["k"], converts=converts)
-                inner = {name: view for name, view in inputs.views.items() if name != "out"}
-                call = read_results(inner, out_dtype=of_out if writes else None, **of_call)
-                wanted = wanted_results(call, inputs.views, storage_dtype(of_out or dtype, cupy_runtime.is_array(named["k"])))
-                amax = {"amax_out": wanted.pop("amax_out")}
-                wanted |= amax if return_amax else {}  # the last one
-                of_call |= {"views": inputs.views, "rotated": rotated, "out_dtype": of_out, "writes_out": writes}
-                return Reading(inputs, wanted, functools.partial(forward, **of_call))
-
-            return call_program(kind, _NAMES, own, others, read)
-
-        count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
-        results = on_own_arrays(kind, _NAMES, arrays, options, compute, OUTPUTS[:count])
-    last = [results.pop()] if return_amax else []
-    if not converts and out_dtype is None:
-        if hasattr(out_scale, "dtype"):  # the caller may change the array
-            scale = scale.copy()
-        results[0] = made(results[0], factors[2] if out_scale is None else None, scale, k.dtype)
-    return results + last
+    key = CallKey(tag, _NAMES, arrays, options)
+    request = _Request(q, k, v, options, return_stats, return_amax, out_dtype, out_scale, scale, factors[2], converts)
+    count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
+    return Call(key, request.parse, OUTPUTS[:count], request.decide, request.finish)
 
 
-#: :func:`cupy_sdpa.attention` of arrays of this type.
-Fp8Array._attend = staticmethod(attend)
+#: The call of :func:`cupy_sdpa.attention` of arrays of this type.
+Fp8Array._call_of = staticmethod(_call)
 
 
 def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
@@ -217,33 +244,39 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
         The output, in q's dtype, and its log-sum-exp; and what :func:`gradients_in_fp8` needs: q, k and v in FP8, their
         factors, and the mean of v, except with dropout.
     """
-    names = ("q", "k", "v")
+    key = CallKey(("forward in fp8", dtype), ("q", "k", "v"), (q, k, v), options)
+    return results_of(Call(key, functools.partial(_parse_forward, dtype=dtype)))
 
-    def read(named: dict[str, Any]) -> Reading:
-        allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
-        if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
-            raise TypeError(
-                f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
-            )
-        check_alike(q, k, v)
-        inputs = _inputs(named, options)
-        for x, lengths in zip(names, ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
-            check_source(inputs.arrays[x], inputs.arrays.get(lengths))
-        storage = storage_dtype(dtype, cupy_runtime.is_array(q))
-        shapes = {x: inputs.arrays[x].shape for x in names}
-        elements = {x: View.dense(x, shape, storage, inputs.device) for x, shape in shapes.items()}
-        one = View.dense("factor", (1,), np.float32, inputs.device)
-        of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": True}
-        call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
-        wanted = wanted_results(call, inputs.views, q.dtype)
-        wanted = {x: wanted[x] for x in ("out", "stats")}
-        wanted |= {f"kept {x}": (shape, storage) for x, shape in shapes.items()}
-        wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
-        if not _has_dropout(options):
-            wanted["kept mean"] = mean_shape(shapes["v"]), np.dtype("f4")
-        return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
 
-    return call_program(("forward in fp8", dtype), names, (q, k, v), options, read)
+def _parse_forward(arrays: dict[str, Any], options: Mapping[str, Any], *, dtype: str) -> Reading:
+    """Check the arguments of :func:`forward_in_fp8`."""
+    q, k, v = (arrays[name] for name in "qkv")
+    allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
+    if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
+        raise TypeError(
+            f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
+        )
+    check_alike(q, k, v)
+    inputs = _inputs(arrays, options)
+    for x, lengths in zip("qkv", ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
+        check_source(inputs.arrays[x], inputs.arrays.get(lengths))
+    storage = storage_dtype(dtype, cupy_runtime.is_array(q))
+    shapes = {x: inputs.arrays[x].shape for x in "qkv"}
+    elements = {x: View.dense(x, shape, storage, inputs.device) for x, shape in shapes.items()}
+    one = View.dense("factor", (1,), np.float32, inputs.device)
+    of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": True}
+    call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
+    wanted = wanted_results(call, inputs.views, q.dtype)
+    wanted = {x: wanted[x] for x in ("out", "stats")}
+    wanted |= {f"kept {x}": (shape, storage) for x, shape in shapes.items()}
+    wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
+    if not _has_dropout(options):
+        wanted["kept mean"] = mean_shape(shapes["v"]), np.dtype("f4")
+    return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
+
+
+#: The arrays of :func:`gradients_in_fp8`.
+_OF_GRADIENTS = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors", "mean")
 
 
 def gradients_in_fp8(
@@ -254,22 +287,23 @@ def gradients_in_fp8(
     ``arrays`` are dout, out, stats, dq, dk and dv; the last three may be None. ``outputs`` are ``deterministic`` and others, as
     for :func:`cupy_sdpa.attention_backward`.
     """
-    names = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors", "mean")
     kept = (*kept, None)[:5]
+    key = CallKey(("backward in fp8", dtype, *map(repr, outputs.values())), _OF_GRADIENTS, (*arrays, *kept), options)
+    return results_of(Call(key, functools.partial(_parse_gradients, dtype=dtype, outputs=outputs)))
 
-    def read(named: dict[str, Any]) -> Reading:
-        out = named["out"]
-        if named["dout"] is None:
-            raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-        inputs = Inputs(named, kept_options(out, options))
-        views: dict[str, Any] = {name: inputs.views.get(name) for name in names[:6]}
-        for name in ("q", "k", "v"):
-            views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
-        call = read_backward(**views, options=inputs.options, **outputs)
-        build = functools.partial(backward, views=inputs.views, options=inputs.options, dtype=dtype, **outputs)
-        return Reading(inputs, wanted_results(call, inputs.views, out.dtype), build, call.gradients)
 
-    return call_program(("backward in fp8", dtype, *map(repr, outputs.values())), names, (*arrays, *kept), options, read)
+def _parse_gradients(arrays: dict[str, Any], options: Mapping[str, Any], *, dtype: str, outputs: Mapping[str, Any]) -> Reading:
+    """Check the arguments of :func:`gradients_in_fp8`."""
+    out, names = arrays["out"], _OF_GRADIENTS[:6]
+    if arrays["dout"] is None:
+        raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
+    inputs = Inputs(arrays, kept_options(out, options))
+    views: dict[str, Any] = {name: inputs.views.get(name) for name in names}
+    for name in ("q", "k", "v"):
+        views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
+    call = read_backward(**views, options=inputs.options, **outputs)
+    build = functools.partial(backward, views=inputs.views, options=inputs.options, dtype=dtype, **outputs)
+    return Reading(inputs, wanted_results(call, inputs.views, out.dtype), build, call.gradients)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

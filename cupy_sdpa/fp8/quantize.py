@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..programs.calls import call_program
+from ..programs.calls import Call, results_of
 from ..programs.executor import Inputs, Reading
 from ..programs.program import Builder
+from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, mean_shape
@@ -110,29 +112,10 @@ def quantize_all(
     if layout is not None:
         return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths, centered=centered), arrays, layout)
 
-    def read(named: dict[str, Any]) -> Reading:
-        own = {name: named[name] for name in names}
-        for name, x in zip(of_lengths, own.values(), strict=True):
-            check_source(x, named[name])
-        parts = [fp8_kernels.rotation_of(len(x)) if turn else 1 for x, turn in zip(own.values(), rotations, strict=True)]
-        inputs, storage = Inputs(named, {}), storage_dtype(dtype, cupy_runtime.is_array(own["q"]))
-        wanted = {f"{name} in fp8": (x.shape, storage) for name, x in own.items()}
-        wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
-        of_means = [f"mean of {name}" if center else "" for name, center in zip(names, centered, strict=True)]
-        wanted |= {
-            mean: (mean_shape(x.shape), np.dtype(np.float32)) for mean, x in zip(of_means, own.values(), strict=True) if mean
-        }
-
-        def build(builder: Builder) -> None:
-            targets, (factors,) = inputs.of(f"{name} in fp8" for name in names), inputs.of(["factors"])
-            of_sequences = inputs.of(of_means)
-            add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors, of_sequences)
-
-        return Reading(inputs, wanted, build)
-
-    kind = ("quantize", dtype, *rotations, *centered)
-    found = call_program(kind, (*names, *of_lengths), (*arrays, *lengths), {}, read)
-    made, factors, means = found[: len(names)], found[len(names)], iter(found[len(names) + 1 :])
+    key = CallKey(("quantize", dtype, *rotations, *centered), (*names, *of_lengths), (*arrays, *lengths), {})
+    parse = functools.partial(_parse, dtype=dtype, rotations=rotations, centered=centered)
+    results = results_of(Call(key, parse))
+    made, factors, means = results[: len(names)], results[len(names)], iter(results[len(names) + 1 :])
     return [
         of_factors(
             data, factors, 2 * fp8_kernels.FACTOR_STEP * place, dtype, rotated=turn and fp8_kernels.rotation_of(len(data)) > 1,
@@ -140,6 +123,30 @@ def quantize_all(
         )
         for place, (data, turn, center) in enumerate(zip(made, rotations, centered, strict=True))
     ]  # fmt: skip
+
+
+def _parse(
+    arrays: dict[str, Any], _: Mapping[str, Any], *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]
+) -> Reading:
+    """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
+    names, of_lengths = _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
+    for name, lengths in zip(names, of_lengths, strict=True):
+        check_source(arrays[name], arrays[lengths])
+    parts = [fp8_kernels.rotation_of(len(arrays[name])) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
+    inputs, storage = Inputs(arrays, {}), storage_dtype(dtype, cupy_runtime.is_array(arrays["q"]))
+    wanted = {f"{name} in fp8": (arrays[name].shape, storage) for name in names}
+    wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
+    means = [f"mean of {name}" if center else "" for name, center in zip(names, centered, strict=True)]
+    wanted |= {
+        mean: (mean_shape(arrays[name].shape), np.dtype(np.float32)) for mean, name in zip(means, names, strict=True) if mean
+    }
+
+    def build(builder: Builder) -> None:
+        targets, (factors,) = inputs.of(f"{name} in fp8" for name in names), inputs.of(["factors"])
+        of_sequences = inputs.of(means)
+        add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors, of_sequences)
+
+    return Reading(inputs, wanted, build)
 
 
 @takes_default

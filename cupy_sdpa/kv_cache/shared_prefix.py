@@ -19,13 +19,12 @@ from ..kernels import merge, paged
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
-from ..programs.calls import call_program
+from ..programs.calls import Call, operation, results_of
 from ..programs.executor import Inputs, Reading
 from ..programs.passes import wanted_results
 from ..programs.program import Builder
 from ..programs.steps import Check
-from ..replay.replay_cache import run_cached
-from ..replay.views import on_own_arrays
+from ..replay.call_key import CallKey
 
 #: The options that it takes.
 _TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
@@ -82,33 +81,36 @@ def shared_prefix_attention(
     """
     if type(return_stats) is not bool and not is_one_of(return_stats, (False, True)):
         raise ValueError(f"return_stats is {return_stats!r}; it must be False or True with a shared prefix")
-    kind, names, arrays = ("shared prefix", repr(shared_prefix), bool(return_stats)), ("q", "k", "v", "out"), (q, k, v, out)
-    results = run_cached(kind, arrays, options)
-    if results is None:
-        _refuse(options)
-
-        def compute(given: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-            read = functools.partial(_read, others, shared_prefix, return_stats=return_stats)
-            return call_program(kind, names, given, others, read)
-
-        results = on_own_arrays(kind, names, arrays, options, compute, OUTPUTS)
+    results = results_of(_call((q, k, v, out), options, shared_prefix=shared_prefix, return_stats=return_stats))
     return tuple(results) if return_stats else results[0]
 
 
-def _read(options: Mapping[str, Any], shared_prefix: int, own: dict[str, Any], *, return_stats: bool) -> Reading:
-    """Read the arguments of :func:`shared_prefix_attention`, whose arrays are ``own``, in the form of this package."""
-    if isinstance(own["k"], Fp8Array):
+_NAMES = ("q", "k", "v", "out")
+
+
+@operation(shared_prefix_attention, _NAMES, {"shared_prefix": None, "return_stats": False}, ("q", "k", "v", "shared_prefix"))
+def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix: int, return_stats: Any) -> Call:
+    """A call of :func:`shared_prefix_attention` as a value."""
+    tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
+    parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
+    return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS)
+
+
+def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, shared_prefix: int, return_stats: bool) -> Reading:
+    """Check the arguments of :func:`shared_prefix_attention`."""
+    _refuse(options)
+    if isinstance(arrays["k"], Fp8Array):
         raise TypeError(
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    arguments, *_ = read_arrays(own, options)
-    rest = dict(options) | {name: arguments[name].array for name in ("page_table", "seq_lens_kv") if name in arguments}
-    _check(own["q"], own["k"], shared_prefix, rest)
-    call = read_forward(**own, options=rest, return_stats=return_stats)
-    inputs, page = Inputs(own, rest), call.problem.k.shape[2]
+    arguments, *_ = read_arrays(arrays, options)
+    options = {**options, **{name: arguments[name].array for name in ("page_table", "seq_lens_kv") if name in arguments}}
+    _check(arrays["q"], arrays["k"], shared_prefix, options)
+    call = read_forward(**arrays, options=options, return_stats=return_stats)
+    inputs, page = Inputs(arrays, options), call.problem.k.shape[2]
     # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
-    hidden = call.problem.q.shape[2] - 1 if rest.get("causal") else 0
+    hidden = call.problem.q.shape[2] - 1 if options.get("causal") else 0
     pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
     check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
 

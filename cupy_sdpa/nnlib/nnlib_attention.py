@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,10 @@ import numpy as np
 from ..attention_functions import attention, attention_backward
 from ..boundary.layouts import VECTORS, has_own_axes
 from ..boundary.options import read_flag
-from ..replay.views import on_views
+from ..programs.calls import call_of, run
+from ..replay.bound_program import shares_memory
+from ..replay.call_key import CallKey
+from ..replay.replay_cache import run_cached
 from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
@@ -151,28 +155,41 @@ def _run(
     **flags: bool,
 ) -> Any:
     """A function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned."""
-    kind: tuple[Any, ...] = ("nnlib", function.__name__, repr(nheads), *flags)
+    tag: tuple[Any, ...] = ("nnlib", function.__name__, repr(nheads), *flags)
     given = {"bias": bias, "mask": mask, "compute_dtype": dtype, "engine": engine}
     if isinstance(mask, Mask):  # the array of the lengths itself, because repeated calls are recognized by its address
-        kind += (mask.shape, mask.causal)
+        tag += (mask.shape, mask.causal)
         given |= {"mask": None, "seq_lens_kv": mask.lengths}
+    key = CallKey(tag, (*arrays,), (*arrays.values(),), given)
+    results = run_cached(tag, key.arrays, given)
+    if results is None:
+        results = _run_first(function, key, nheads, mask, flags)
+    return results[0] if len(results) == 1 else tuple(results)
 
-    def compute() -> Any:
-        batch = _batch_of(*(arrays[name] for name in "qkv"))
-        if "dout" in arrays:
-            _check_gradient(arrays["dout"], arrays["out"])
-        own = {name: fold(x, nheads) if name in VECTORS else x for name, x in arrays.items()}
-        if "dout" in arrays:
-            own["dout"] = own["dout"].astype(own["out"].dtype, copy=False)
-        options = _mask_options(own["q"], own["k"], bias, mask) | _compute_options(dtype, engine, own["q"])
-        found = function(**own, **options, **flags)
-        if not isinstance(found, tuple):
-            return unfold(found, batch)
-        vectors = 3 if "dout" in arrays else 1
-        others = [x.reshape(bias.shape) if "dout" in arrays else x for x in found[vectors:]]
-        return (*(unfold(x, batch) for x in found[:vectors]), *others)
 
-    return on_views(kind, arrays, given, compute)
+def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: Any, flags: Mapping[str, bool]) -> list[Any]:
+    """The results of a call that is not repeated: a call of ``function`` on views of the arrays, if it needs no copy."""
+    arrays, given = key.named(), key.options
+    batch, bias, backward = _batch_of(*(arrays[name] for name in "qkv")), given["bias"], "dout" in arrays
+    if backward:
+        _check_gradient(arrays["dout"], arrays["out"])
+    views = {name: fold(x, nheads) if name in VECTORS else x for name, x in arrays.items()}
+    if backward:
+        views["dout"] = views["dout"].astype(views["out"].dtype, copy=False)
+    options = _mask_options(views["q"], views["k"], bias, mask)
+    options |= _compute_options(given["compute_dtype"], given["engine"], views["q"])
+    back = functools.partial(_in_axes_of_caller, batch=batch, bias=bias, vectors=3 if backward else 1)
+    pairs = [*((views[name], x) for name, x in arrays.items()), *((options.get(name), x) for name, x in given.items())]
+    if all(shares_memory(view, array) for view, array in pairs if hasattr(view, "shape")):
+        return run(call_of(function, **views, **options, **flags), key, back=back)
+    results = function(**views, **options, **flags)
+    return back([*results] if isinstance(results, tuple) else [results])
+
+
+def _in_axes_of_caller(results: list[Any], *, batch: tuple[int, ...], bias: Any, vectors: int) -> list[Any]:
+    """Results with the caller's axes: first the ``vectors``, then the log-sum-exp, or the gradient of the bias."""
+    others = [x.reshape(bias.shape) if vectors == 3 else x for x in results[vectors:]]
+    return [*(unfold(x, batch) for x in results[:vectors]), *others]
 
 
 def _vjp_in(

@@ -14,7 +14,7 @@ from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
 from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
-from ..programs.executor import ProgramCall
+from ..programs.executor import ReadCall
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from .channel import TAG_BYTES, Channel
@@ -71,7 +71,7 @@ class Agreement:
         choice = choose(config, self._method if of.method is None else read_method(of.method))
         return Member(config, choice, self._channel, of)
 
-    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> ProgramCall:
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> ReadCall:
         """The call of this member, which all members make; as :meth:`member`, with all options.
 
         Raises:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..boundary.conversion import convert, needs_conversion
+from ..boundary.conversion import Conversion, convert, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
-from ..programs.executor import Inputs, ProgramCall, Signature
+from ..programs.executor import Inputs, ReadCall, Signature
 from ..programs.program import Builder
-from ..replay.views import on_own_arrays
 from ..runtime import cupy_runtime, memory
 from .agreement import Agreement, own_options
 from .channel import Channel
@@ -231,12 +231,13 @@ class ContextParallel:
     def _call(self, arrays: dict[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
         """The results of a call that all members make."""
 
-        def compute(own: tuple[Any, ...], others: Mapping[str, Any]) -> list[Any]:
-            call = self._agreement.call(dict(zip(arrays, own, strict=True)), others, of)
-            with cupy_runtime.device_context(own[0]):
-                return call.run()
-
-        return on_own_arrays("group", [*arrays], (*arrays.values(),), options, compute, of.results)
+        conversion = Conversion(arrays["q"], options) if needs_conversion(arrays["q"], options) else None
+        with contextlib.nullcontext() if conversion is None else conversion.context():
+            own = arrays if conversion is None else conversion.own(arrays, of.results)
+            call = self._agreement.call(own, options if conversion is None else conversion.options, of)
+            with cupy_runtime.device_context(next(iter(own.values()))):
+                results = call.run()
+            return results if conversion is None else conversion.back(of.results, results, arrays)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
@@ -305,7 +306,7 @@ class ContextParallel:
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
                     steps.copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
-            return ProgramCall(steps.builder.build(), inputs.arrays, Signature(()), ["whole"]).run()[0]
+            return ReadCall(steps.builder.build(), inputs.arrays, Signature(()), ["whole"]).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
         """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import Unsupported
 from ..programs.describe import report_of
-from ..programs.executor import ProgramCall
+from ..programs.executor import ReadCall
 from ..replay.call_report import Report
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
@@ -121,7 +121,7 @@ def _sent(config: Configuration) -> tuple[int, int]:
     return ring, int(heads * (size - 1) / size)
 
 
-def report(config: Configuration, choice: Choice, forward: ProgramCall, backward: ProgramCall) -> ParallelReport:
+def report(config: Configuration, choice: Choice, forward: ReadCall, backward: ReadCall) -> ParallelReport:
     """What the calls of both passes of a member would do."""
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)

@@ -10,7 +10,7 @@ import numpy as np
 from ..boundary.layouts import of_caller
 from ..problem.problem import CU_SEQLENS, row_stats_shape
 from ..problem.view import View
-from ..programs.executor import Inputs, ProgramCall, Signature
+from ..programs.executor import Inputs, ReadCall, Signature
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
 from ..replay.replay_cache import keep_recent
@@ -39,7 +39,7 @@ class Member:
         #: The programs by the views of the arrays.
         self._programs: dict[Hashable, Program] = {}
 
-    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ProgramCall:
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ReadCall:
         """The call on arrays by name. Gradients can also be described without dout, out and stats."""
         config, of = self.config, self.of
         if config.size > 1:
@@ -57,7 +57,7 @@ class Member:
             program = self._build({**described, **inputs.views}, inputs)
             keep_recent(self._programs, key, program, MAX_PROGRAMS)
         results = {name: new[name] for name in of.results}
-        return ProgramCall(program, inputs.arrays, Signature(()), list(results), results)
+        return ReadCall(program, inputs.arrays, Signature(()), list(results), results)
 
     def _build(self, views: Views, inputs: Inputs) -> Program:
         config, of = self.config, self.of

@@ -159,7 +159,14 @@ class View:
                 if not -length <= one < length:
                     raise IndexError(f"index {one} is outside an axis of length {length}")
                 offset += stride * (one % length)
+        if 0 in self.shape:  # CuPy's pointer to no memory takes no offset
+            offset = self.offset
         return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
+
+
+def is_on_gpu(array: Any) -> bool:
+    """Whether an array is CuPy's, or the view of one."""
+    return array.storage.device is not None if isinstance(array, View) else cupy_runtime.is_array(array)
 
 
 def on_host(view: View, array: Any) -> Any:
@@ -175,6 +182,15 @@ def on_host(view: View, array: Any) -> Any:
         return np.empty(view.shape, dtype, order="F")
     address = array.__array_interface__["data"][0] + view.offset
     return np.asarray(Elements(address, view, array, writeable=array.flags.writeable)).view(dtype)
+
+
+def placed(view: View, array: Any) -> Any:
+    """The part of an array of numpy or CuPy that a view of its storage describes; the array itself if that is all of it."""
+    if not view.offset and array.shape == view.shape and array.strides == view.strides and array.dtype == view.dtype:
+        return array
+    if cupy_runtime.is_array(array):
+        return type(array)(view.shape, view.dtype, array.data + view.offset, view.strides)
+    return on_host(view, array)
 
 
 class Elements:

@@ -1,99 +1,241 @@
-"""The one way of a call from its arguments to its program, for every function of this package.
+"""How every public function turns its arguments into a program.
 
-A repeated call is run as it was cached. Any other is first *resolved*: the options become those of the call that computes it.
-Then its arguments are read, its program is compiled, and the call is cached.
+A call is a value: :func:`call_of` makes a :class:`Call` of the arguments of an :class:`Operation`, and :func:`read` reads it.
+Reading validates the arguments and builds the program; it plans, allocates and launches nothing, so that ``explain``,
+``prepare`` and plans ahead of time begin with it, as :func:`run` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..block_masks.block_mask import BlockMask
-from ..block_masks.intersection import within_band
-from ..boundary.argument import read_array
+from ..boundary.argument import INT32, as_int32, read_array
 from ..boundary.arguments import read_forward
-from ..boundary.call import Call, mode
-from ..boundary.compute import read_compute_dtype
-from ..boundary.options import read_band
-from ..problem.bucket import read_bucket
+from ..boundary.call import ProblemCall
+from ..boundary.conversion import Conversion, needs_conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
-from ..replay.replay_cache import cache_call, run_cached
+from ..problem.view import View
+from ..replay.call_key import CallKey
+from ..replay.replay_cache import cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
-from .block_mask_calls import reasons_for_dense, with_dense_mask
-from .executor import Reading, compiled, composed
+from .executor import ReadCall, Reading, compiled, composed, is_any_array, view_of
+
+Arrays = Mapping[str, Any]
+Options = Mapping[str, Any]
 
 
-def resolved(
-    q: Any,
-    k: Any,
-    options: Mapping[str, Any],
+def same_options(arrays: Arrays, options: Options) -> Options:
+    """Decide nothing: :attr:`Call.decide` of calls whose program is built with the caller's options."""
+    return options
+
+
+class Call(NamedTuple):
+    """What a caller asked for. Nothing is read, allocated or launched.
+
+    Attributes:
+        key: the caller's arrays and options, with which the call is cached.
+        parse: checks arrays by name and decided options, both with the package's axes. It allocates nothing.
+        results: the names of the results that the caller gets in its axes, in order. Default: none, because the arrays have the
+            package's axes, and so have the results.
+        decide: returns the options that the program is built with, from arrays by name and the caller's options.
+        finish: returns what the caller gets, from the results of the program.
+        dense: the names of arrays that have the package's axes in every layout.
+    """
+
+    key: CallKey
+    parse: Callable[[dict[str, Any], Options], Reading | ProblemCall]
+    results: Sequence[str] = ()
+    decide: Callable[[Arrays, Options], Options] = same_options
+    finish: Callable[[list[Any]], list[Any]] = list
+    dense: Sequence[str] = ()
+
+    def conversion(self) -> Conversion | None:
+        """How the caller's arrays become views with the package's axes; None if they have these axes."""
+        _, names, arrays, options = self.key
+        if not self.results or not needs_conversion(q := arrays[names.index("q")], options):
+            return None
+        return Conversion(q, options)
+
+    def decided(self, conversion: Conversion | None) -> CallKey:
+        """The arrays with the package's axes and the decided options, with which the program is built."""
+        arrays, options = self.key.named(), self.key.options
+        if conversion is not None:
+            options = conversion.options
+            arrays |= conversion.own({name: x for name, x in arrays.items() if name not in self.dense}, self.results)
+        return self.key._replace(arrays=tuple(arrays.values()), options=self.decide(arrays, options))
+
+
+class Operation(NamedTuple):
+    """A public function whose calls are values.
+
+    Attributes:
+        call: makes a :class:`Call` of its arrays, its options, and its other arguments by name.
+        arrays: the names of its arrays, in the order of the cache key.
+        flags: its other arguments that are no options, with their defaults.
+        positional: the names of the arguments that can be passed by position.
+    """
+
+    call: Callable[..., Call]
+    arrays: Sequence[str]
+    flags: Mapping[str, Any]
+    positional: Sequence[str]
+
+
+CallT = TypeVar("CallT", bound=Callable[..., Call])
+#: The operations by public function.
+_operations: dict[Callable[..., Any], Operation] = {}
+
+
+def operation(
+    function: Callable[..., Any], arrays: Sequence[str], flags: Mapping[str, Any], positional: Sequence[str] = ()
+) -> Callable[[CallT], CallT]:
+    """Declare the decorated function as what makes the calls of a public function, see :class:`Operation`.
+
+    ``positional`` are the ``arrays`` by default.
+    """
+
+    def declare(call: CallT) -> CallT:
+        _operations[function] = Operation(call, arrays, flags, positional or arrays)
+        return call
+
+    return declare
+
+
+def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Call:
+    """Return the call of a public function with these arguments.
+
+    Raises:
+        TypeError: the function is no operation.
+    """
+    while isinstance(function, functools.partial):
+        arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
+    if (of := _operations.get(function)) is None:
+        name = getattr(function, "__name__", function)
+        raise TypeError(f"{name} runs no program with these arguments")
+    options = dict(zip(of.positional, arguments, strict=False)) | options
+    flags = {name: options.pop(name, default) for name, default in of.flags.items()}
+    arrays = tuple(options.pop(name, None) for name in of.arrays)
+    return of.call(arrays, options, **flags)
+
+
+def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None = None) -> ReadCall:
+    """Check the arguments of a call, and build its program. Nothing is planned, allocated or launched.
+
+    Args:
+        call: the call.
+        for_gpu: build the program of a GPU, also for numpy arrays. Default False.
+        missing: the arrays that are assumed to be dense if they are not passed, and the arrays that they are like: ``q``,
+            ``k``, ``v``, ``out`` or ``stats``. Default None.
+    """
+    conversion = call.conversion()
+    with contextlib.nullcontext() if conversion is None else conversion.context():
+        key = call.decided(conversion)
+        on_host = {**key.named(), **key.options}
+        if for_gpu:
+            key = _on_gpu(key)
+        if missing:
+            key = key._replace(arrays=_with_missing(key.named(), missing))
+        read_call = _read(call, key)
+        if for_gpu:  # the views have no elements, and those of numpy arrays are checked as on numpy
+            elements = {name: as_int32(name, x) for name, x in on_host.items() if name in INT32}
+            read_call.check_elements({name: x for name, x in elements.items() if isinstance(x, np.ndarray)})
+        return read_call
+
+
+def _read(call: Call, key: CallKey) -> ReadCall:
+    """Check the arguments of a call that :meth:`Call.decided` returned, and build its program."""
+    with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
+        parsed = call.parse(key.named(), key.options)
+        return compiled(parsed) if isinstance(parsed, ProblemCall) else composed(key.tag, key.options, parsed)
+
+
+def run(
+    call: Call,
+    looked_up: CallKey | None = None,
     *,
-    return_stats: Any = False,
-    outputs: Mapping[str, Any] | None = None,
-) -> Mapping[str, Any]:
-    """The options of the call that computes a call, and under which it is cached.
-
-    ``compute_dtype`` is the name of another dtype than that of q, or missing. ``block_mask`` is a mask that is computed by
-    blocks, or missing, and a mask that needs all blocks is the option ``mask``. q and k are arrays or shapes; ``outputs`` are
-    the requested gradients besides those of q, k and v, by the names of arguments.
-    """
-    found = {**options}
-    dtype = read_compute_dtype(found.pop("compute_dtype", None), q)
-    mask = found.pop("block_mask", None)
-    if isinstance(mask, BlockMask) and reasons_for_dense(found, return_stats=return_stats, outputs=outputs):
-        found = with_dense_mask(q, k, mask, found)
-        mask = None
-    if mask is options.get("block_mask") and dtype is options.get("compute_dtype"):
-        return options
-    return found | {name: x for name, x in (("block_mask", mask), ("compute_dtype", dtype)) if x is not None}
-
-
-def parts_of(options: Mapping[str, Any]) -> tuple[BlockMask | None, str | None, dict[str, Any]]:
-    """The block mask within ``causal`` and ``window``, the dtype to compute in, and the other options of :func:`resolved`."""
-    rest = {**options}
-    mask, dtype = rest.pop("block_mask", None), rest.pop("compute_dtype", None)
-    if isinstance(mask, BlockMask):  # anything else is refused
-        read_bucket(rest.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
-        band = read_band(rest.pop("causal", None), rest.pop("window", None))
-        mask = mask if band is None else within_band(mask, band)
-    return mask, dtype, rest
-
-
-def call_program(
-    kind: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    read: Callable[[dict[str, Any]], Reading | Call],
+    tag: Hashable | None = None,
+    check: Callable[[ReadCall], object] | None = None,
+    back: Callable[[list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
-    """Run a call: one that is repeated as it was cached, any other after ``read`` has read its arrays, by name.
+    """Run a call that was looked up and is not cached, and cache it; return the results in the caller's axes.
 
-    ``kind``, ``names``, ``arrays`` and ``options`` are as for :func:`.cache_call`, in the form of this package.
+    Args:
+        call: the call.
+        looked_up: the key that was looked up, with arrays of which those of the call are views. Default None: the call's own.
+        tag: the tag of the call's own key that was looked up. Default None: that of the call.
+        check: raises an error if the call must not run. It is called before anything runs.
+        back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
+
+    The call is cached with ``looked_up`` unless its program has other arrays, such as a dense mask, or other options. Then it
+    is cached with the options that were decided, and looked up with them first.
     """
-    results = run_cached(kind, arrays, options)
-    if results is not None:
-        return results
-    like = next((array for array in arrays if array is not None), None)
-    with cupy_runtime.device_context(like):
-        found = read(_with_missing(dict(zip(names, arrays, strict=True))))
-        call = compiled(found) if isinstance(found, Call) else composed(kind, options, found)
-    results = call.run()
-    cache_call(kind, names, arrays, options, call)
-    return results
+    if tag is not None:
+        call = call._replace(key=call.key._replace(tag=tag))
+    conversion = call.conversion()
+    context = contextlib.nullcontext if conversion is None else conversion.context
+    options = call.key.options if conversion is None else conversion.options
+    with context():
+        decided = call.decided(conversion)
+        is_bound = decided.options is options and (conversion is None or conversion.makes_views)
+        is_bound = is_bound and (looked_up is None or is_cacheable(looked_up))
+        read_call = None if check is None else _read(call, decided)
+    if check is not None and read_call is not None:
+        check(read_call)  # its errors name the package's axes
+    with context():
+        results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options)
+        is_repeated = results is not None
+        if results is None:
+            read_call = read_call or _read(call, decided)
+            results = read_call.run()
+            if not is_bound:
+                cache_call(decided, read_call)
+        returned = results if conversion is None else conversion.back(call.results, results, call.key.named())
+    if back is not None:
+        returned = back(returned)
+    if is_bound and read_call is not None and not is_repeated:
+        cache_call(looked_up or call.key, read_call, None if returned is results else returned)
+    return call.finish(returned)
 
 
-def _with_missing(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call; if it is described, with arrays in place of those that are missing: no element of them is read."""
-    description = mode.get().description
-    likes = {name: like for name, like in description.missing.items() if arrays[name] is None} if description else {}
-    if not likes:
-        return arrays
-    q, k, v = (read_array(name, arrays[name]).array for name in "qkv")
-    if not all(x.ndim in (3, 4) for x in (q, k, v)):
-        read_forward(q, k, v, {})  # raises
-    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "out": (v.shape[0], *q.shape[1:]), "stats": row_stats_shape(q.shape)}
-    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(row_stats_dtype(q.dtype))}
-    return arrays | {name: cupy_runtime.new_result(q, shapes[like], dtypes[like]) for name, like in likes.items()}
+def results_of(call: Call) -> list[Any]:
+    """Look a call up, run it, and return its results."""
+    tag, _, arrays, options = call.key
+    results = run_cached(tag, arrays, options)
+    return run(call) if results is None else call.finish(results)
+
+
+def _on_gpu(key: CallKey) -> CallKey:
+    """The arrays and options of a call as views of arrays on a GPU."""
+
+    def on_gpu(name: str, value: Any) -> Any:
+        value = as_int32(name, value) if name in INT32 else value
+        if not is_any_array(value):
+            return value
+        view = view_of(name, value)
+        return view if view.storage.device is not None else replace(view, storage=view.storage._replace(device=0))
+
+    options = {name: on_gpu(name, value) for name, value in key.options.items()}
+    if isinstance(tensors := key.options.get("tensors"), Mapping):
+        options["tensors"] = {name: on_gpu(name, value) for name, value in tensors.items()}
+    return key._replace(arrays=tuple(map(on_gpu, key.names, key.arrays)), options=options)
+
+
+def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any, ...]:
+    """The arrays, with views instead of missing arrays, which are like others."""
+    missing = {name: like for name, like in likes.items() if arrays[name] is None}
+    if not missing:
+        return tuple(arrays.values())
+    q, k, v = (read_array(name, arrays[name]) for name in "qkv")
+    if not all(x.array.ndim in (3, 4) for x in (q, k, v)):
+        read_forward(q.array, k.array, v.array, {})  # raises
+    shapes = {"q": q.array.shape, "k": k.array.shape, "v": v.array.shape, "stats": row_stats_shape(q.array.shape)}
+    shapes["out"] = (v.array.shape[0], *q.array.shape[1:])
+    dtypes = dict.fromkeys(shapes, q.array.dtype) | {"stats": np.dtype(row_stats_dtype(q.array.dtype))}
+    views = {name: View.dense(name, shapes[like], dtypes[like], q.device) for name, like in missing.items()}
+    return tuple((arrays | views).values())

@@ -25,7 +25,7 @@ from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from . import passes
-from .calls import parts_of, resolved
+from .decided_options import decided_options, split_options
 from .derivative_form import Form, Widened, form_of, wide_arrays, without_dropout
 from .program import Builder
 from .steps import Check
@@ -260,7 +260,7 @@ def widen(
     arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
-    mask, dtype, others = parts_of(resolved(q, k, options))
+    mask, dtype, others = split_options(decided_options(arrays, options))
     check_names(others)
     if dtype is not None:
         check_converted(arrays)

@@ -1,16 +1,12 @@
-"""The program of a call without running it: the function is called, and left where its program would be planned and run.
-
-What a call is planned, explained and prepared from is therefore what it runs.
-"""
+"""The report on a program: whether and how its call would run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..boundary.arguments import read_shapes
-from ..boundary.call import Description, Found, in_mode
 from ..graph import graph_of
 from ..kernels.mean_kernels import add_mean
 from ..problem.problem import Problem
@@ -19,36 +15,14 @@ from ..replay.call_report import Report, explain_on_device, joined, with_workaro
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import batch_dependence
-from .executor import ProgramCall
+from .executor import ReadCall
 
 #: The arrays of a backward pass that are results of the forward pass, or like one.
 OF_FORWARD = {"dout": "out", "out": "out", "stats": "stats"}
 
 
-def program_of(
-    function: Callable[..., Any],
-    *arguments: Any,
-    for_gpu: bool = False,
-    missing: Mapping[str, str] | None = None,
-    **options: Any,
-) -> ProgramCall:
-    """The call of a program that a function of this package makes; nothing is planned or launched.
-
-    Its arguments are checked, and its program is built, if ``for_gpu`` that of a GPU, also for numpy arrays. Results that are
-    not passed may be allocated. ``missing`` is as for :class:`.Description`; by default no array is missing. Exceptions are
-    those of the function.
-    """
-    with in_mode(description=Description(for_gpu, missing or {})):
-        try:
-            function(*arguments, **options)
-        except Found as found:
-            call: ProgramCall = found.call
-            return call
-    raise TypeError(f"{getattr(function, '__name__', function)} runs no program with these arguments")
-
-
 def report_of(
-    call: ProgramCall,
+    call: ReadCall,
     explain: Callable[[Problem], Report] | None = None,
     target: Callable[[], tuple[int, int]] | None = None,
 ) -> Report:
@@ -87,7 +61,7 @@ def report_of(
     )
 
 
-def problems_of(call: ProgramCall) -> tuple[Problem, ...]:
+def problems_of(call: ReadCall) -> tuple[Problem, ...]:
     """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
     if launches := call.program.launches:
         return tuple(attend.problem for attend in launches)
@@ -99,7 +73,7 @@ def problems_of(call: ProgramCall) -> tuple[Problem, ...]:
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)
 
 
-def accuracy_of(call: ProgramCall) -> str:
+def accuracy_of(call: ReadCall) -> str:
     """The expected error of a call in FP8, and its cause; empty for other dtypes."""
     dtypes = {attend.problem.dtype for attend in call.program.launches if attend.problem.fp8}
     if not dtypes:

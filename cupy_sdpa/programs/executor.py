@@ -8,20 +8,17 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ..boundary.argument import check_separate, read_array, read_arrays
 from ..boundary.call import (
-    Call,
     Fill,
-    Found,
     GivenStats,
     LaunchRecord,
-    for_gpu,
+    ProblemCall,
     logger,
-    mode,
     with_plan,
 )
 from ..boundary.user_functions import NO_FUNCTIONS, Gradients, function_identities, tensor_name
@@ -33,7 +30,7 @@ from ..problem import problem_file
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
-from ..problem.view import View, on_host
+from ..problem.view import View, is_on_gpu, on_host
 from ..replay.call_key import HOST, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
@@ -57,7 +54,7 @@ class Signature(NamedTuple):
 
 
 @dataclass
-class ProgramCall:
+class ReadCall:
     """A program and its arrays. It is cached and captured as one call.
 
     Attributes:
@@ -68,8 +65,10 @@ class ProgramCall:
         identities: the identities of the functions when they were traced.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can be refused after something was written.
+        refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
+            None: the reason itself.
 
-    The other attributes are those of :class:`.Call`.
+    The other attributes are those of :class:`.ProblemCall`.
     """
 
     program: Program
@@ -85,13 +84,14 @@ class ProgramCall:
     source_lines: Mapping[str, str] = field(default_factory=dict)
     launched: LaunchRecord | None = None
     planned: bool = False
+    refusal: Callable[[str, str], str] | None = None
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the arrays are CuPy's, or views of a described call, which have no elements."""
-        return cupy_runtime.is_array(self.arrays["q"]) or isinstance(self.arrays["q"], View)
+        """Whether the arrays are CuPy's, or views of such arrays, which have no elements."""
+        return is_on_gpu(self.arrays["q"])
 
-    def on(self, arrays: dict[str, Any]) -> ProgramCall:
+    def on(self, arrays: dict[str, Any]) -> ReadCall:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments."""
         call = copy.copy(self)
         call.arrays, call.launched = arrays, None
@@ -99,8 +99,6 @@ class ProgramCall:
 
     def plan(self) -> None:
         """Build the plans of all steps, if they are not in the plan cache; ``error.step`` names a step that cannot run."""
-        if mode.get().description:
-            raise Found(self)
         self.planned = True
         if not self.on_gpu:
             return
@@ -110,20 +108,17 @@ class ProgramCall:
                     try:
                         with_plan(step.attend.problem, device, lambda session, plan: None)
                     except Exception as error:
-                        self._describe(error, step)
-                        raise
+                        self._raise(error, step)
 
     def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Plan] = ()) -> list[Any]:
         """Compute and return the results, with ``plans`` in place of those in the plan cache.
 
         ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
         """
-        if mode.get().description:
-            raise Found(self)
         self.launched = None
-        self.create_inputs()
-        if not self.planned and not plans and len(self.program.launches) > 1:
+        if not self.planned and not plans and len(self.program.steps) > 1:
             self.plan()
+        self.create_inputs()
         if not self.on_gpu:
             self.create_results()
             self.execute(None)
@@ -156,11 +151,12 @@ class ProgramCall:
             if name not in self.arrays:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
-    def check_elements(self) -> None:
-        """Check the elements of the caller's arrays, such as lengths, on the CPU only: reading them from a GPU synchronizes."""
-        if self.on_gpu:
-            return
-        arrays = self.arrays
+    def check_elements(self, arrays: Mapping[str, Any] | None = None) -> None:
+        """Check the elements of arrays on the CPU, such as lengths, by default of the call's: reading a GPU's synchronizes."""
+        if arrays is None:
+            if self.on_gpu:
+                return
+            arrays = self.arrays
         for check, views in self.program.checks:
             check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
@@ -262,8 +258,7 @@ class ProgramCall:
                 return plan
             return with_plan(attend.problem, device, lambda session, plan: self._execute_plan(step, arrays, keep, plan))
         except Exception as error:
-            self._describe(error, step)
-            raise
+            self._raise(error, step)
 
     def _execute_plan(self, step: Step, arrays: Mapping[str, Any], keep: bool, plan: Plan) -> Plan:
         """Execute a plan; its workspace is memory for this launch only."""
@@ -276,17 +271,20 @@ class ProgramCall:
             plan.execute(addresses, self._scalars(step.attend), workspace.ptr)
         return plan
 
-    def _describe(self, error: Exception, step: Step) -> None:
-        """Give an error of a step notes that describe the call."""
+    def _raise(self, error: Exception, step: Step) -> NoReturn:
+        """Raise an error of a step, with notes that describe the call."""
         attend = step.attend
         assert attend
         error.__dict__["step"] = step.name
+        if self.refusal and isinstance(error, Unsupported):
+            raise Unsupported(self.refusal(step.name.partition(":")[0], str(error))) from error
         if not isinstance(error, (Unsupported, CudnnError)):
-            return
+            raise error
         error.add_note(f"the call: {attend.of}")
         if found := attend.source_lines or self.source_lines:
             lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
+        raise error
 
 
 def _filled(fill: Fill, like: Any) -> Any:
@@ -327,13 +325,12 @@ def _workspace(plan: Plan) -> Any:
 # One call of attention
 
 
-def compiled(call: Call) -> ProgramCall:
+def compiled(call: ProblemCall) -> ReadCall:
     """The program of a call, and the arrays of the call."""
     full_queries = "seq_lens_q" in call.fills
-    on_gpu = call.on_gpu or for_gpu(call.arrays["q"])
     functions = call.functions
-    program, results = _compiled(call.problem, call.bucket, on_gpu, full_queries, call.gradients, call.given_stats)
-    return ProgramCall(
+    program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
+    return ReadCall(
         program, call.arrays, call.problem, call.result_names, results, functions.identities, call.scalars,
         call.fills, functions.captured, call.gradients, functions.source_lines,
     )  # fmt: skip
@@ -353,7 +350,7 @@ def _compiled(
     views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    call = Call(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)
+    call = ProblemCall(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 
@@ -368,21 +365,10 @@ class Inputs:
         passed, tensors, _ = read_arrays(arrays, options)
         self.options = {name: value for name, value in options.items() if value is not None}
         self.arrays = {argument.name: argument.array for argument in (*passed.values(), *tensors.values())}
-        self.views = {name: self._view(name, array) for name, array in self.arrays.items()}
+        self.views = {name: view_of(name, array) for name, array in self.arrays.items()}
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:
             self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
-
-    def add(self, name: str, array: Any) -> None:
-        """Add a result."""
-        self.arrays[name], self.views[name] = array, self._view(name, array)
-
-    def _view(self, name: str, array: Any) -> View:
-        """The view of an array; in a program that is described for a GPU the view is one of a GPU."""
-        view = replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
-        if view.storage.device is not None or not for_gpu(self.arrays["q"]):
-            return view
-        return replace(view, storage=view.storage._replace(device=0))
 
     @property
     def device(self) -> int | None:
@@ -392,6 +378,11 @@ class Inputs:
     def of(self, names: Iterable[str]) -> list[Any]:
         """The views of some arrays; None for those that are not passed."""
         return [self.views.get(name) for name in names]
+
+
+def view_of(name: str, array: Any) -> View:
+    """The view of a whole array, or a view by another name."""
+    return replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
 
 
 def is_any_array(value: Any) -> bool:
@@ -417,28 +408,30 @@ class Reading(NamedTuple):
         wanted: the results in order; those that the caller did not pass are created.
         build: adds the steps to a builder; calls with equal arguments share the program.
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
+        refusal: see :class:`ReadCall`.
     """
 
     inputs: Inputs
     wanted: Wanted
     build: Callable[[Builder], object]
     gradients: Gradients | None = None
+    refusal: Callable[[str, str], str] | None = None
 
 
-def composed(kind: Any, options: Mapping[str, Any], reading: Reading) -> ProgramCall:
-    """The program of a call of several steps, which equal calls share, and its arrays; ``kind`` is as for :func:`.cache_call`.
+def composed(tag: Any, options: Mapping[str, Any], reading: Reading) -> ReadCall:
+    """The program of a call of several steps, which equal calls share, and its arrays; nothing is allocated.
+
+    ``tag`` and ``options`` are those of its :class:`.CallKey`.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
     """
-    inputs, wanted, build, gradients = reading
-    like, passed = inputs.arrays["q"], [name for name in wanted if name in inputs.arrays]
-    for name, (shape, dtype) in wanted.items():
-        if name not in inputs.arrays:
-            described = isinstance(like, View)
-            inputs.add(name, View.dense(name, shape, dtype, 0) if described else cupy_runtime.new_result(like, shape, dtype))
+    inputs, wanted, build, gradients, refusal = reading
+    passed = [name for name in wanted if name in inputs.arrays]
+    results = {name: View.dense(name, *spec, inputs.device) for name, spec in wanted.items() if name not in inputs.arrays}
+    inputs.views |= results
     identities = function_identities(options)
-    key = _key(kind, inputs, options)
+    key = _key(tag, inputs, options)
     program = _programs.get(key)
     if program is None:
         builder = Builder(inputs.device)
@@ -446,18 +439,17 @@ def composed(kind: Any, options: Mapping[str, Any], reading: Reading) -> Program
         program = builder.build()
     # in an order that does not depend on which results the caller passes
     signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
-    call = ProgramCall(program, inputs.arrays, signature, [*wanted], identities=identities, gradients=gradients)
+    call = ReadCall(program, inputs.arrays, signature, [*wanted], results, identities, gradients=gradients, refusal=refusal)
     arguments = {name: read_array(name, array) for name, array in call.arrays.items()}  # the steps know views only
     check_separate([arguments[name] for name in passed], list(arguments.values()))
     call.check_elements()
-    call.plan()
     if key and function_identities(options) == identities:  # no function changed while it was called
         keep_recent(_programs, key, program, MAX_PROGRAMS)
     return call
 
 
-def _key(kind: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
+def _key(tag: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
     """What a program depends on; None if an option cannot be compared."""
     others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
-    found = read_key(HOST, kind, (), others)
+    found = read_key(HOST, tag, (), others)
     return found and (found[0], *inputs.views.values())

@@ -11,7 +11,7 @@ import numpy as np
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import check, check_arrays
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import Call, GivenStats
+from ..boundary.call import GivenStats, ProblemCall
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
@@ -21,7 +21,7 @@ from ..problem.validation import expected_arrays
 from ..problem.view import View
 from . import block_mask_steps
 from .block_mask_steps import BACKWARD, FORWARD, score_function
-from .calls import call_program, parts_of
+from .decided_options import split_options
 from .executor import Inputs, Reading, Wanted
 from .program import Builder
 
@@ -29,42 +29,35 @@ from .program import Builder
 _KEPT = ("q", "k", "v", "out")
 
 
-def attend(
-    kind: Any,
-    arrays: tuple[Any, ...],
+def parse_forward(
+    arrays: dict[str, Any],
     options: Mapping[str, Any],
     *,
     kept: bool = False,
     return_stats: Any = False,
     deterministic: bool = False,
-) -> list[Any]:
-    """:func:`cupy_sdpa.attention` of arrays of numpy or CuPy: q, k and v; or also out and stats, which may be None.
+) -> Reading | ProblemCall:
+    """Check the arguments of :func:`cupy_sdpa.attention`: q, k and v, perhaps also out and stats, and decided options.
 
-    ``kind`` is the part of the key besides arrays and options; the options are those of :func:`.resolved`. If ``kept``, q, k, v
-    and out are also returned in ``compute_dtype``, as the last results.
+    If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
-
-    def read(named: dict[str, Any]) -> Reading | Call:
-        mask, dtype, rest = parts_of(options)
-        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-        if mask is None and dtype is None:
-            return read_forward(**named, options=rest, **flags)
-        inputs = _inputs(named, rest, mask, dtype, ("out", "stats"), None)
-        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-        wanted, _ = results_of(inputs.views, inputs.options, **of_call)
-        if kept:
-            assert dtype
-            shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
-            wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
-        build = functools.partial(add, views=inputs.views, options=inputs.options, **of_call)
-        return Reading(inputs, wanted, build)
-
-    return call_program(kind, FORWARD[: len(arrays)], arrays, options, read)
+    mask, dtype, others = split_options(options)
+    flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
+    if mask is None and dtype is None:
+        return read_forward(**arrays, options=others, **flags)
+    inputs = _inputs(arrays, others, mask, dtype, ("out", "stats"), None)
+    of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
+    wanted, _ = results_of(inputs.views, inputs.options, **of_call)
+    if kept:
+        assert dtype
+        shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
+        wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
+    build = functools.partial(add, views=inputs.views, options=inputs.options, **of_call)
+    return Reading(inputs, wanted, build)
 
 
-def attend_backward(
-    kind: Any,
-    arrays: tuple[Any, ...],
+def parse_backward(
+    arrays: dict[str, Any],
     options: Mapping[str, Any],
     *,
     result: Any = None,
@@ -72,33 +65,30 @@ def attend_backward(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: Any = False,
-) -> list[Any]:
-    """:func:`cupy_sdpa.attention_backward` of arrays of numpy or CuPy: dout to stats, or also dq, dk and dv, which may be None.
+) -> Reading | ProblemCall:
+    """Check the arguments of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk and dv, and decided options.
 
-    ``kind`` and ``options`` are as for :func:`attend`. ``result`` is the dtype of dout, dq, dk and dv, if q, k, v and out are
-    those that :func:`attend` kept; by default that of q.
+    ``result`` is the dtype of dout, dq, dk and dv if q, k, v and out were kept by :func:`parse_forward`. Default None: q's.
     """
-    outputs = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-    flags: dict[str, Any] = {"deterministic": deterministic, **outputs}
-
-    def read(named: dict[str, Any]) -> Reading | Call:
-        for name in ("dout", "out", "stats"):
-            if named[name] is None:
-                raise TypeError(
-                    f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
-                )
-        mask, dtype, rest = parts_of(options)
-        if mask is None and dtype is None:
-            call = read_backward(**named, options=rest, **flags)
-            call.given_stats = "whole"
-            return call
-        inputs = _inputs(named, rest, mask, dtype, ("dq", "dk", "dv"), result)
-        of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-        wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
-        of_call |= {"views": inputs.views, "options": inputs.options}
-        return Reading(inputs, wanted, functools.partial(add, **of_call), gradients)
-
-    return call_program(kind, BACKWARD[: len(arrays)], arrays, options, read)
+    flags: dict[str, Any] = {
+        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
+        "return_dtensors": return_dtensors,
+    }  # fmt: skip
+    for name in ("dout", "out", "stats"):
+        if arrays[name] is None:
+            raise TypeError(
+                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
+            )
+    mask, dtype, others = split_options(options)
+    if mask is None and dtype is None:
+        call = read_backward(**arrays, options=others, **flags)
+        call.given_stats = "whole"
+        return call
+    inputs = _inputs(arrays, others, mask, dtype, ("dq", "dk", "dv"), result)
+    of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
+    wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
+    of_call |= {"views": inputs.views, "options": inputs.options}
+    return Reading(inputs, wanted, functools.partial(add, **of_call), gradients)
 
 
 def _inputs(
@@ -150,7 +140,7 @@ def results_of(
     return wanted_results(call, views, own), call.gradients
 
 
-def wanted_results(call: Call, views: Mapping[str, View], dtype: Any) -> Wanted:
+def wanted_results(call: ProblemCall, views: Mapping[str, View], dtype: Any) -> Wanted:
     """The results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
     found = {
         spec.name: (spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype)) for spec in call.problem.results

@@ -23,10 +23,8 @@ never write to the same memory. Two unordered launches of one graph would also r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import heapq
-import itertools
 import logging
 import sys
 import warnings
@@ -35,28 +33,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..boundary.argument import INT32, check_separate, read_array
-from ..boundary.call import USUAL, logger, mode
+from ..boundary.argument import INT32
+from ..boundary.call import logger
 from ..boundary.layouts import is_named
 from ..boundary.user_functions import function_identities
-from ..problem.view import View, on_host
 from ..runtime import cupy_runtime, driver
 from ..runtime.cuda_graph import Recording
-from .call_key import (
-    HOST,
-    Arguments,
-    ArrayType,
-    Repeatable,
-    Template,
-    address,
-    array_names,
-    callers_name,
-    created_like,
-    equal_runs,
-    passed_arrays,
-    read_key,
-    results_by_name,
-)
+from ..runtime.memory import is_constant
+from .bound_program import BoundProgram, HostProgram, Repeatable, equal_runs, next_use, operands, results_by_name, shares_memory
+from .call_key import HOST, Arguments, ArrayType, CallKey, address, array_names, read_key
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan_cache import PlanCache
@@ -80,9 +65,6 @@ EVICT_EVERY = 64
 #: A graph owns its memory up to this number of bytes; an allocation in every call takes 1.5 us.
 SMALL_BYTES = 1 << 14
 
-#: Numbers the uses of calls, to find the least recently used.
-_next_use = itertools.count().__next__
-
 #: The functions of CuPy that a repeated call needs, set when a call is cached: attribute look-ups in modules take time.
 _runtime: _Runtime | None = None
 
@@ -98,21 +80,19 @@ class _Runtime(ArrayType):
         self.context_id, self.session = driver.bindings().cuCtxGetId, existing_session
 
 
-class CachedCall:
-    """A call that was parsed: calls with the same key differ from it only in the addresses of their arrays.
+class DeviceProgram(BoundProgram):
+    """A bound program on a GPU: its plans, and the CUDA graphs that were captured of it.
 
     Args:
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
-        names, arrays: the arrays that the caller passed.
-        results: the results by name, as the caller gets them.
-        forget: removes the call from the calls of its session; called when the call is closed.
+        names, arrays, results: as for :class:`.BoundProgram`.
+        forget: removes the program from those of its session; called when it is closed.
     """
 
     __slots__ = (
-        "_cache", "_closed", "_counts", "_created", "_forget", "_gradients", "_graphs", "_may_overlap", "_memory_bytes",
-        "_names", "_own_memory", "_pause", "_plan_only", "_positions", "_runs", "_scalars", "_template", "_validated",
-        "accepts", "plans", "used",
+        "_alignments", "_cache", "_closed", "_constants", "_counts", "_device", "_forget", "_graphs", "_may_overlap",
+        "_memory_bytes", "_own_memory", "_pause", "_plan_only", "_runs", "_scalars", "_validated", "plans",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +105,7 @@ class CachedCall:
         forget: Callable[[], object],
     ) -> None:
         assert call.launched
+        super().__init__(call, names, arrays, results)
         self.plans, self._cache, self._closed, self._forget = call.launched.plans, cache, False, forget
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
@@ -133,26 +114,37 @@ class CachedCall:
         self._validated: dict[tuple[int, ...], None] = {}
         #: How many calls must run before the next capture.
         self._pause = 0
-        self.used = _next_use()
-        #: The position of each result among the caller's arrays, or -1 if the call creates it; empty if it creates all of them.
-        self._positions = [names.index(name) if name in names else -1 for name in call.result_names]
-        if max(self._positions) < 0 and not call.gradients:
-            self._positions = []
         #: Whether a result at a new address may overlap another array.
-        self._may_overlap = max(self._positions, default=-1) >= 0
-        created = {name: array for name, array in results.items() if name not in names}
-        self._created = [created_like(array) for array in created.values()]
-        self._runs = equal_runs(self._created)
-        self._template = Template(call, names, arrays, created)
-        self.accepts = self._template.accepts
-        self._names, self._scalars, self._gradients = [*names, *created], dict(call.scalars), call.gradients
+        self._may_overlap = bool(self.written)
+        self._runs = equal_runs(self.created)
+        self._scalars = dict(call.scalars)
+        self._device = call.arrays["q"].data.device_id
+        inputs = {name: call.arrays[name] for name in call.fills}
+        #: The addresses of the inputs that were created and never change, by name.
+        self._constants = {name: array.data.ptr for name, array in inputs.items() if is_constant(array)}
+        #: Position, offset, bits and their value: the alignments. Integers may have any.
+        self._alignments = [
+            (*self.places[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
+            for spec in call.problem.tensors
+            if spec.name in self.places and not spec.dtype.startswith("int")
+        ]
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
-        self._plan_only = call.launched.plan_only and call.fills.keys() <= self._template.constants.keys()
+        self._plan_only = call.launched.plan_only and call.fills.keys() <= self._constants.keys()
         self._memory_bytes = call.launched.memory_bytes
         #: Whether graphs own the memory.
         self._own_memory = self._memory_bytes <= SMALL_BYTES
         for plan in self.plans:
             plan.dependents.add(self)
+
+    def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
+        """Whether arrays are on the device of the call and have the alignments of its problem."""
+        for array in arrays:
+            if array.data.device_id != self._device:
+                return False
+        for at, offset, bits, value in self._alignments:  # noqa: SIM110 - any() enters a function for each
+            if (addresses[at] + offset) & bits != value:
+                return False
+        return True
 
     def run(self, runtime: _Runtime, arrays: Sequence[Any]) -> list[Any] | None:
         """Launch the graph for these addresses, execute the plan, or run the parsed call; None if the call must be parsed."""
@@ -164,15 +156,15 @@ class CachedCall:
         for array in arrays:  # a comprehension takes longer
             addresses.append(array.data.ptr)
         created: list[Any] = []
-        if self._created:
+        if self.created:
             new = []
-            for _, _, size, _, _ in self._created:
+            for _, _, size, _, _ in self.created:
                 new.append(runtime.alloc(size))
             # CuPy's pool returns free blocks of one size in varying order. Sorted, the same blocks are the same addresses, for
             # which a graph has been captured.
             for run in self._runs:
                 new[run] = sorted(new[run], key=address)
-            created = runtime.arrays(self._created, new)
+            created = runtime.arrays(self.created, new)
             for pointer in new:
                 addresses.append(pointer.ptr)
         addresses.append(stream)
@@ -197,18 +189,18 @@ class CachedCall:
                 cache.hits += 1
             elif not self._may_run(arrays, pointers):
                 return None
-            self.used = _next_use()
+            self.used = next_use()
             for plan in self.plans:
                 plan.used = True
         finally:
             cache.lock.release()
         if graph is None and not self._run_without_graph(runtime, arrays, created, pointers, memory):
             return None
-        if not self._positions:
+        if not self._may_overlap and not self.gradients:
             return created
-        others = iter(created)
-        results = [next(others) if position < 0 else arrays[position] for position in self._positions]
-        return self._gradients.as_last(results) if self._gradients else results
+        arrays_and_results = [*arrays, *created]
+        results = [arrays_and_results[position] for position in self.returned]
+        return self.gradients.as_last(results) if self.gradients else results
 
     def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
         """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
@@ -236,7 +228,7 @@ class CachedCall:
                 self._count(pointers)
                 self._cache.hits += 1
             return True
-        call = self._template.on(runtime.ndarray, arrays, created)
+        call = self.on(arrays, created)
         with self._cache.lock:
             if self._closed:
                 return False
@@ -260,8 +252,8 @@ class CachedCall:
                 workspace = runtime.alloc(self._memory_bytes)
             except Exception:
                 return False  # as in run()
-        plan.set_stream(pointers[len(self._names)])
-        plan.execute(self._template.named(pointers), self._scalars, workspace.ptr if workspace else 0)
+        plan.set_stream(pointers[len(self.names)])
+        plan.execute(self.addresses(pointers) | self._constants, self._scalars, workspace.ptr if workspace else 0)
         return True
 
     def _count(self, pointers: tuple[int, ...]) -> None:
@@ -271,14 +263,14 @@ class CachedCall:
         if len(self._counts) > MAX_ADDRESS_SETS:
             del self._counts[next(iter(self._counts))]
 
-    def validated(self, call: Repeatable, addresses: Sequence[int]) -> None:
+    def note_parsed_run(self, call: Repeatable, addresses: Sequence[int]) -> None:
         """Note that a call was parsed and ran on the caller's arrays at these addresses."""
         with self._cache.lock:
             self._validated[tuple(addresses)] = None
             if len(self._validated) > MAX_ADDRESS_SETS:
                 del self._validated[next(iter(self._validated))]
             if self._own_memory:
-                created = [call.arrays[name].data.ptr for name in self._names[len(addresses) :]]
+                created = [call.arrays[name].data.ptr for name in self.names[len(addresses) :]]
                 self._count((*addresses, *created, cupy_runtime.stream()))
 
     def _capture(self, call: Repeatable, pointers: tuple[int, ...], memory: cupy_runtime.Memory | None) -> None:
@@ -296,7 +288,7 @@ class CachedCall:
             graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
         finally:
             for plan in self.plans:
-                plan.set_stream(pointers[len(self._names)])  # it was the stream of the capture
+                plan.set_stream(pointers[len(self.names)])  # it was the stream of the capture
         exceeded = recorded.add(graph, self._graphs, pointers)
         if pointers in self._graphs:
             self._pause = EVICT_EVERY if exceeded else 0
@@ -326,175 +318,110 @@ class CachedCall:
             self.close()
 
 
-def run_cached(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is cached; None if it must be parsed. ``kind`` is the part of the key besides arrays and options."""
+def run_cached(tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
+    """Run a call that is cached; None if it must be parsed. The arguments are those of a :class:`.CallKey`."""
     if type(arrays[0]) is np.ndarray:
-        of_host = arguments_of(kind, arrays, options)
-        found = None if of_host is None else _on_host.get(of_host[0])
-        return None if of_host is None or found is None else found.run(of_host[1])
+        arguments = read_key(HOST, (tag, is_named()), arrays, options)
+        on_host = None if arguments is None else _on_host.get(arguments[0])
+        return None if arguments is None or on_host is None else on_host.run(arguments[1])
     runtime = _runtime
-    if runtime is None or type(arrays[0]) is not runtime.ndarray or mode.get() is not USUAL:
+    if runtime is None or type(arrays[0]) is not runtime.ndarray:
         return None
-    arguments = read_key(runtime, kind, arrays, options)
+    arguments = read_key(runtime, tag, arrays, options)
     if arguments is None:
         return None
     key, passed = arguments
     status, context = runtime.context_id(0)
     if status or (session := runtime.session(context)) is None:
         return None
-    cached: CachedCall | None = session.cached_calls.get(key)
-    return None if cached is None else cached.run(runtime, passed)
+    on_device: DeviceProgram | None = session.bound_programs.get(key)
+    return None if on_device is None else on_device.run(runtime, passed)
 
 
-def arguments_of(kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
-    """The key and the arrays of a call; None if it is parsed every time, and for CuPy's arrays before a call is cached."""
-    if mode.get() is not USUAL:
-        return None
-    if type(arrays[0]) is np.ndarray:
-        return read_key(HOST, (kind, is_named()), arrays, options)
-    return None if _runtime is None else read_key(_runtime, kind, arrays, options)
+def is_cacheable(key: CallKey) -> bool:
+    """Whether a call can be cached; otherwise it is parsed every time."""
+    array = key.arrays[0]
+    of = HOST if type(array) is np.ndarray else ArrayType(type(array)) if cupy_runtime.is_array(array) else None
+    return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
 
 
-def cache_call(
-    kind: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    call: Repeatable,
-    results: Sequence[Any] | None = None,
-) -> None:
+def cache_call(key: CallKey, call: Repeatable, results: Sequence[Any] | None = None) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
-    ``kind``, ``arrays`` and ``options`` are those of :func:`run_cached`; ``names`` are those of ``arrays``. The arrays of the
-    call may be other views of those of the caller, who then gets ``results``, views of those of the call.
+    Args:
+        key: the call's key. Its arrays contain those of the call, perhaps with other axes.
+        call: the call, with its arrays.
+        results: the results as the caller gets them: views of those of the call. Default None: these.
     """
     global _runtime
-    if (current := mode.get()) is not USUAL:
-        if current.noted is not None:
-            current.noted.append(call)
-        return
     if logger.isEnabledFor(logging.DEBUG):
         return  # the steps of every call are logged
-    by_name = results_by_name(call, results)
-    if not call.on_gpu:
-        _cache_on_host(kind, names, arrays, options, call, by_name)
-        return
-    if call.problem.trivial:
-        return
-    if call.launched is None:
-        return  # the stream is being captured
-    runtime = _runtime = _runtime or _Runtime()
-    arguments = read_key(runtime, kind, arrays, options)
-    session = runtime.session(driver.context_id())
-    if arguments is None or session is None:
-        return
-    if any(plan.target.handle is not session.handle for plan in call.launched.plans):
-        return  # the call ran on a device that is not the current one
-    if call.identities and call.identities != function_identities(options):
+    if call.identities and call.identities != function_identities(key.options):
         return  # a function changed while the call ran
-    passed_names = array_names(runtime.ndarray, names, arrays, options)
+    if any(type(key.options.get(name)) is tuple for name in INT32):
+        return  # they were copied to arrays
+    if not call.on_gpu:
+        of: ArrayType = HOST
+        arguments = read_key(HOST, (key.tag, is_named()), key.arrays, key.options)
+    else:
+        if call.problem.trivial or call.launched is None:  # or the stream is being captured
+            return
+        of = _runtime = _runtime or _Runtime()
+        arguments = read_key(of, key.tag, key.arrays, key.options)
+    if arguments is None:
+        return
+    names, passed = array_names(of.ndarray, key), arguments[1]
+    if any(not shares_memory(array, passed[position]) for _, array, position in operands(call, names)):
+        return  # lengths of int64 are copied
+    if call.on_gpu:
+        _cache_on_device(arguments, names, call, results_by_name(call, results))
+        return
+    bound = HostProgram(call, names, passed, results_by_name(call, results))
+    keep_recent(_on_host, arguments[0], bound, MAX_CALLS)
+
+
+def _cache_on_device(arguments: Arguments, names: Sequence[str], call: Repeatable, results: Mapping[str, Any]) -> None:
+    """Cache a call with these arguments in the session of the current context."""
+    assert _runtime
+    assert call.launched
+    session = _runtime.session(driver.context_id())
+    if session is None or any(plan.target.handle is not session.handle for plan in call.launched.plans):
+        return  # the call ran on a device that is not the current one
     try:
         addresses = [array.data.ptr for array in arguments[1]]
-        _cached(session, arguments, call, passed_names, addresses, by_name).validated(call, addresses)
+        _bound(session, arguments, names, addresses, call, results).note_parsed_run(call, addresses)
     except Exception as error:
-        _warn(session.cache, error, stacklevel=4)
+        _warn(session.cache, error, stacklevel=5)
 
 
-def _cached(
+def _bound(
     session: Session,
     arguments: Arguments,
-    call: Repeatable,
     names: Sequence[str],
     addresses: Sequence[int],
+    call: Repeatable,
     results: Mapping[str, Any],
-) -> CachedCall:
-    """The call that is cached under a key, or this one, which is then cached."""
+) -> DeviceProgram:
+    """The program that is cached with a key, or that of the call, which is then cached."""
     key, arrays = arguments
-    assert call.launched
-    cached: CachedCall | None = session.cached_calls.get(key)
+    programs = session.bound_programs
+    cached: DeviceProgram | None = programs.get(key)
     if cached is not None and cached.plans == call.launched.plans and cached.accepts(arrays, addresses):
-        cached.used = _next_use()
+        cached.used = next_use()
         return cached
     if cached is not None:  # a plan was destroyed, or its arrays had another alignment or device
         cached.remove()
-    if (excess := len(session.cached_calls) + 1 - MAX_CALLS) > 0:  # remove more than these, so that this search is rare
-        oldest = heapq.nsmallest(excess + MAX_CALLS // 8, session.cached_calls.items(), key=lambda item: item[1].used)
+    if (excess := len(programs) + 1 - MAX_CALLS) > 0:  # remove more than these, so that this search is rare
+        oldest = heapq.nsmallest(excess + MAX_CALLS // 8, programs.items(), key=lambda item: item[1].used)
         for _, old in oldest:
             old.remove()
-    forget = functools.partial(session.cached_calls.pop, key, None)
-    new = session.cached_calls[key] = CachedCall(call, session.cache, names, arrays, results, forget)
+    forget = functools.partial(programs.pop, key, None)
+    new = programs[key] = DeviceProgram(call, session.cache, names, arrays, results, forget)
     return new
 
 
-# Calls of numpy arrays
-
-
-class HostCall:
-    """A call of numpy arrays that was parsed: calls with the same key differ from it only in the elements of their arrays.
-
-    The arguments are those of :class:`CachedCall`.
-    """
-
-    __slots__ = ("_call", "_created", "_direct", "_evaluate", "_results", "_returned", "_views")
-
-    def __init__(self, call: Repeatable, names: Sequence[str], arrays: Sequence[Any], results: Mapping[str, Any]) -> None:
-        self._call = call.on({})
-        self._direct: list[tuple[str, int]] = []
-        #: For views of the caller's arrays: name, position and view.
-        self._views: list[tuple[str, int, View]] = []
-        for name, array, position in passed_arrays(call, names):
-            if array is arrays[position]:
-                self._direct.append((name, position))
-            else:
-                self._views.append((name, position, _view_of(array, arrays[position])))
-        #: The results that the caller passed.
-        self._results = [name for name in results if name in names]
-        #: The shapes and dtypes of the other results.
-        self._created = [(name, call.arrays[name].shape, call.arrays[name].dtype) for name in results if name not in names]
-        #: Each result: its name; its position among the caller's arrays, or -1; and what the caller gets if it is another view.
-        self._returned: list[tuple[str, int, View | None]] = []
-        for name, result in results.items():
-            own = call.arrays[name]
-            position = names.index(name) if name in names else -1
-            self._returned.append((name, position, None if position >= 0 or own is result else _view_of(result, own)))
-        #: Computes the call, if it does nothing but evaluate a graph on the caller's arrays and the results.
-        self._evaluate = self._call.evaluation()
-
-    def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Check elements such as lengths, and that results overlap no other array; then compute with the caller's arrays."""
-        found: dict[str, Any] = {}
-        for name, position in self._direct:
-            found[name] = arrays[position]
-        for name, position, view in self._views:
-            found[name] = on_host(view, arrays[position])
-        call = self._call
-        if self._evaluate is None or call.program.checks:
-            call = call.on(found)
-            call.check_elements()
-        if self._results:
-            arguments = {name: read_array(callers_name(call, name), array) for name, array in found.items()}
-            check_separate([arguments[name] for name in self._results], list(arguments.values()))
-        for name, shape, dtype in self._created:
-            found[name] = np.empty(shape, dtype, order="F")
-        if self._evaluate is None:
-            call.run()
-        else:
-            self._evaluate(found)
-        results = []
-        for name, position, seen in self._returned:
-            array = found[name] if position < 0 else arrays[position]
-            results.append(array if seen is None else on_host(seen, array))
-        return call.gradients.as_last(results) if call.gradients else results
-
-
-def _view_of(array: Any, whole: Any) -> View:
-    """An array as a view of another one that contains it."""
-    offset = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-    return dataclasses.replace(View.of("", array), offset=offset)
-
-
 #: The latest calls of numpy arrays, by their keys; the oldest are removed first.
-_on_host: dict[Any, HostCall] = {}
+_on_host: dict[Any, HostProgram] = {}
 
 
 def keep_recent(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -509,27 +436,6 @@ def remove_oldest(kept: dict[Any, Any], most: int) -> None:
     while len(kept) > most:
         with contextlib.suppress(RuntimeError, StopIteration):  # it changed between the two calls
             kept.pop(next(iter(kept)), None)
-
-
-def _cache_on_host(
-    kind: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    call: Repeatable,
-    results: Mapping[str, Any],
-) -> None:
-    """:func:`cache_call` for numpy arrays."""
-    arguments = arguments_of(kind, arrays, options)
-    if arguments is None or (call.identities and call.identities != function_identities(options)):
-        return
-    key, passed = arguments
-    passed_names = array_names(np.ndarray, names, arrays, options)
-    if any(type(options.get(name)) is tuple for name in INT32):
-        return
-    if any(not np.may_share_memory(array, passed[position]) for _, array, position in passed_arrays(call, passed_names)):
-        return  # lengths of int64 are copied
-    keep_recent(_on_host, key, HostCall(call, passed_names, passed, results), MAX_CALLS)
 
 
 def _warn(cache: PlanCache, error: Exception, stacklevel: int) -> None:

@@ -23,11 +23,15 @@ def test_queries_whose_scores_are_minus_infinity(engine):
     np.testing.assert_allclose(engine.get(sums).sum(axis=0), 6, rtol=1e-5)
 
 
-def test_nothing_to_sum(engine):
-    """Keys without queries have the weight 0; no keys give no sums."""
-    q, k = engine.nan(16, 2, 0, 3), engine.normal(0, 16, 2, 5, 3)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_nothing_to_sum(heads, engine):
+    """Keys without queries have the weight 0; no keys give no sums. Some views begin inside an array without elements."""
+    q, k = engine.nan(16, heads, 0, 3), engine.normal(0, 16, 2, 5, 3)
     assert not engine.get(weight_sums(q, k)).any()
-    assert weight_sums(engine.normal(0, 16, 2, 4, 3), engine.nan(16, 2, 0, 3)).shape == (0, 2, 3)
+    assert weight_sums(engine.normal(0, 16, heads, 4, 3), engine.nan(16, 2, 0, 3)).shape == (0, heads, 3)
+    starts, nothing = (engine.put(np.int32(x)) for x in ([0, 2, 5], [0, 0, 0]))
+    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": nothing, "max_seqlen_q": 3, "max_seqlen_kv": 4}
+    assert weight_sums(engine.normal(0, 16, heads, 5), engine.nan(16, 2, 0), **options).shape == (heads, 0)
 
 
 @pytest.mark.cudnn

@@ -49,6 +49,7 @@ class MemoryPointer:
         self.mem, self.ptr, self.device_id, self.size = mem, ptr, 0, size
 
     def __add__(self, offset: int) -> MemoryPointer:
+        assert self.mem or not offset, "CuPy's pointer to no memory takes no offset"  # as in cupy/cuda/memory.pyx
         return MemoryPointer(self.mem, self.ptr + offset, self.size - offset)
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:

@@ -16,17 +16,19 @@ from cupy_sdpa import (
     attention_backward,
     attention_jvp,
     attention_vjp,
+    explain,
     explain_function,
     fp8,
     get_plan_cache,
     nnlib,
+    prepare,
     shared_prefix_attention,
 )  # fmt: skip
 from cupy_sdpa.preparation import Prepared
-from cupy_sdpa.programs.calls import call_program
-from cupy_sdpa.programs.describe import program_of
+from cupy_sdpa.programs.calls import Call, call_of, operation, read, results_of
 from cupy_sdpa.programs.executor import Inputs, Reading
 from cupy_sdpa.programs.program import Builder
+from cupy_sdpa.replay.call_key import CallKey
 
 
 def test_temporaries_share_memory():
@@ -208,6 +210,31 @@ def test_repeated_calls_create_no_views(name, fake, monkeypatch):
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 
+@pytest.mark.parametrize("layout", [None, "bshd"])
+def test_reading_a_call_allocates_nothing(layout, fake):
+    """explain and prepare of both passes and of a derivative, also with other axes and in another dtype."""
+    engine = Engine("fake", fake)
+    x = [engine.normal(n, 16, 2, 40, 2) for n in range(3)]
+    wide = [one.astype(np.float32, order="F") for one in x]
+    if layout:
+        x, wide = ([engine.put(np.ascontiguousarray(engine.get(one).T)) for one in some] for some in (x, wide))
+    options = {} if layout is None else {"layout": layout}
+    sizes = []
+
+    def allocate(size):
+        sizes.append(size)
+        return fake.get_default_memory_pool().malloc(size)
+
+    with fake.cuda.using_allocator(allocate):
+        for arrays, of_call in ((x, options), (wide, {**options, "compute_dtype": "bfloat16"})):
+            assert explain(*arrays, **of_call, return_stats=True)
+            assert explain(*arrays, **of_call, backward=True)
+            assert explain(*arrays, **of_call, jvp=True)
+            prepare(*arrays, **of_call)
+            prepare(*arrays, **of_call, backward=True)
+    assert sizes == []
+
+
 def test_calls_of_a_cache_are_explained(engine):
     """A shared prefix: the steps, the launches with their plans, and the bytes of temporary arrays."""
     cache = KVCache(64, 2, pages=40, batch=2, page_size=16, dtype=engine.dtype, numpy=not engine.on_cudnn)
@@ -267,7 +294,7 @@ def test_packed_sequences_longer_than_the_maximum_are_valid(engine):
 
 def test_a_wrong_plan_is_named(engine):
     """A plain call is one step; its result is compared with the float64 result of its graph."""
-    call = program_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3)))
+    call = read(call_of(attention, *(engine.normal(n, 16, 2, 40, 1) for n in range(3))))
     call.create_results()
     (step,) = call.program.steps
     for _, arrays in call.bound():
@@ -282,7 +309,7 @@ def test_functions_of_scores_are_approximate(fake):
     x = [Engine("fake", fake).normal(n, 16, 2, 40, 1) for n in range(3)]
 
     def validate_wrong_stats(**options):
-        call = program_of(attention, *x, return_stats=True, **options)
+        call = read(call_of(attention, *x, return_stats=True, **options))
         call.create_results()
         for _, arrays in call.bound():
             call.execute(0)
@@ -369,20 +396,28 @@ def mean_of_pages(builder, x):
 
 def attention_mean(q, k, v, *, out=None, **options):
     """Attention to the means of keys and values over pages of 16."""
+    return results_of(mean_call((q, k, v, out), options))[0]
 
-    def read(arrays):
-        if k.shape[2] % PAGE:
-            raise ValueError(f"k has {k.shape[2]} keys; they must be a multiple of {PAGE}")
-        inputs = Inputs(arrays, options)
 
-        def build(builder):
-            q, k, v, out = inputs.of(("q", "k", "v", "out"))
-            means = mean_of_pages(builder, k), mean_of_pages(builder, v)
-            builder.attend("attention", q, *means, inputs.options, out=out)
+@operation(attention_mean, ("q", "k", "v", "out"), {})
+def mean_call(arrays, options):
+    """The call as a value."""
+    return Call(CallKey("mean", ("q", "k", "v", "out"), arrays, options), parse_mean, ("out",))
 
-        return Reading(inputs, {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}, build)
 
-    return call_program("mean", ("q", "k", "v", "out"), (q, k, v, out), options, read)[0]
+def parse_mean(arrays, options):
+    """Check the arguments."""
+    q, k, v = (arrays[name] for name in "qkv")
+    if k.shape[2] % PAGE:
+        raise ValueError(f"k has {k.shape[2]} keys; they must be a multiple of {PAGE}")
+    inputs = Inputs(arrays, options)
+
+    def build(builder):
+        q, k, v, out = inputs.of(("q", "k", "v", "out"))
+        means = mean_of_pages(builder, k), mean_of_pages(builder, v)
+        builder.attend("attention", q, *means, inputs.options, out=out)
+
+    return Reading(inputs, {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}, build)
 
 
 def test_a_feature_is_one_builder(engine):
