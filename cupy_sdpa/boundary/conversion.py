@@ -1,7 +1,7 @@
 """Calls whose arrays are converted: of other libraries, without a batch axis, with ``engine``, or with ``layout``.
 
-A conversion shares the caller's arrays with numpy or CuPy, and permutes their axes; the results are converted back in the
-opposite order. If only axes change, the arrays are views of the caller's, and a repeated call is cached with the caller's axes.
+The arrays are first shared (:mod:`.sharing`), then their axes are permuted (:mod:`.axes`); results go the opposite way. If only
+axes change, the arrays are views of the caller's, and a repeated call is cached with the caller's arrays.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.problem import CU_SEQLENS, SCORE_INPUTS
 from ..runtime import cupy_runtime
-from ..runtime.interpreted_array import plain
 from . import layouts
-from .engine import interpreted, read_engine
-from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_of, sharing_stream
+from .axes import Axes
+from .libraries import library_of
+from .sharing import Sharing
 
 #: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
@@ -45,117 +44,66 @@ class Conversion:
     """The conversion of the arrays of one call, whose queries are ``q``.
 
     Attributes:
-        options: the options in the form of this package, without ``layout`` and ``engine``.
+        options: the options with the package's axes, without ``layout`` and ``engine``.
+        makes_views: whether all arrays are views of numpy or CuPy arrays that the caller passed.
     """
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
-        given = dict(options)
-        self._named: str | None = given.pop("layout", None)
-        layouts.check_layout(self._named)
-        engine = given.pop("engine", None)
-        self._layout = layouts.other_layout(options)
-        self._is_unbatched = layouts.is_unbatched(q, options)
-        self._library: Library | None = library_of(q)
-        self._kind = kind_of(q)
-        self._bias_axes: int | None = getattr(given.get("bias"), "ndim", None)
-        with contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q):
-            own = self._in_own_library("q", q)
-            self._device: int | None = own.data.device_id if cupy_runtime.is_array(own) else None
-            #: Other objects are refused by the call.
-            self._engine = read_engine(engine, own) if kind_of(own) else None
-            #: The shapes of the caller's arrays, for messages.
-            self._shapes = layouts.shapes_of({"q": q}, given)
-            self.options = {name: self._option(name, value) for name, value in given.items()}
-        #: Whether all arrays are views of those of numpy or CuPy that the caller passed.
-        self.makes_views = self._library is None and self._engine != "cupy"
+        self._axes = Axes(q, options)
+        self._sharing = Sharing(q, options.get("engine"))
+        with self._sharing.stream_of(q):
+            self.options = {
+                name: self._option(name, value) for name, value in options.items() if name not in ("layout", "engine")
+            }
+        self.makes_views = self._sharing.keeps_arrays
 
     def run(self, function: Callable[..., Any], arrays: Mapping[str, Any], results: Sequence[str] = ()) -> Any:
         """Call a function that takes the arrays by name, on converted arrays.
 
-        The function returns the ``results``, or the first of them, in the form of this package, a single one not as a tuple.
-        The caller gets them in its form, and anything else that is returned as it is. Results that it passed are written to.
+        It returns the ``results``, or the first of them, with the package's axes, a single one not as a tuple. The caller gets
+        them in its axes and library, and anything else unchanged. Results that the caller passed are written to.
         """
         with self.context():
-            found = function(**self.own(arrays, results))
+            returned = function(**self.converted(arrays, results))
             if not results:
-                return found
-            if not isinstance(found, tuple):
-                return self._back(results[0], found, arrays.get(results[0]))
-            return tuple(self.back(results, found, arrays))
+                return returned
+            if not isinstance(returned, tuple):
+                return self._back(results[0], returned, arrays.get(results[0]))
+            return tuple(self.back(results, returned, arrays))
 
-    def own(self, arrays: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-        """The arrays in the form of this package, by name; those of the ``results`` are written."""
-        return {name: self._into(name, array, result=name in results) for name, array in arrays.items()}
+    def converted(self, arrays: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
+        """The arrays with the package's axes, by name; those of the ``results`` are written."""
+        converted = {}
+        for name, array in arrays.items():
+            if array is not None and name in results:
+                self._sharing.check_writable(name)
+            converted[name] = None if array is None else self._axes.array(name, self._sharing.shared(name, array))
+        return converted
 
-    def back(self, results: Sequence[str], found: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
-        """Results in the caller's form: those in ``results``, in order; others are returned as they are."""
-        pairs = zip(results, found, strict=False)
-        return [*(self._back(name, array, arrays.get(name)) for name, array in pairs), *found[len(results) :]]
-
-    def _into(self, name: str, array: Any, *, result: bool) -> Any:
-        """An argument in the form of this package; ``result``: the call writes the array."""
-        if array is None:
-            return None
-        if result and self._library is not None and not self._library.writable:
-            raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
-        array = self._shared(name, array)
-        self._shapes |= layouts.shapes_of({name: array}, {})
-        if self._is_unbatched:
-            array = layouts.with_batch(name, array, self._layout)
-        return array if self._layout is None else layouts.to_own(name, array, self._layout)
-
-    def _back(self, name: str, array: Any, target: Any) -> Any:
-        """A result in the caller's form; if the caller passed an array for it, that array."""
-        if isinstance(array, dict):
-            return {key: self._returned(value) for key, value in array.items()}
-        if target is not None:
-            return target
-        if self._layout is not None:
-            array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
-        if self._is_unbatched:
-            unchanged = name != "dbias" or self._layout is not None or self._bias_axes != 3
-            array = layouts.without_batch(name, array, self._layout) if unchanged else array[..., 0]
-        return self._returned(array)
+    def back(self, results: Sequence[str], returned: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
+        """The results that a function returned, in the caller's axes and library; those after ``results`` unchanged."""
+        pairs = zip(results, returned, strict=False)
+        return [*(self._back(name, array, arrays.get(name)) for name, array in pairs), *returned[len(results) :]]
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """A context in which work is enqueued on the caller's stream, and errors show the caller's axes."""
-        with contextlib.ExitStack() as stack:
-            if self._library is not None and self._device is not None:
-                stack.enter_context(on_stream_of(self._library, self._device))
-            elif self._engine == "cupy":
-                stack.enter_context(cupy_runtime.cupy().cuda.Device(self._device))
-            stack.enter_context(layouts.of_caller(self._named, self._shapes, unbatched=self._is_unbatched))
+        with self._sharing.context(), self._axes.context():
             yield
 
+    def _back(self, name: str, array: Any, target: Any) -> Any:
+        """A result in the caller's form; if the caller passed an array for it, that array."""
+        if isinstance(array, dict):
+            return {key: self._sharing.returned(value) for key, value in array.items()}
+        return self._sharing.returned(self._axes.result(name, array)) if target is None else target
+
     def _option(self, name: str, value: Any) -> Any:
+        """An option with the package's axes."""
         if value is None:
             return None
         if name == "tensors" and isinstance(value, Mapping):
-            return {key: self._shared(f"tensors[{key!r}]", x) for key, x in value.items()}
-        value = self._shared(name, value)
-        if self._is_unbatched:
-            value = layouts.with_batch(name, value, self._layout) if name in SCORE_INPUTS else value
-        return layouts.option_to_own(name, value, self._layout) if self._layout is not None else value
-
-    def _shared(self, name: str, array: Any) -> Any:
-        """An array of the caller's library in the form that the engine needs; anything else is returned as it is."""
-        array = self._in_own_library(name, array)
-        return interpreted(name, array, self._device) if self._engine == "cupy" and self._device is not None else array
-
-    def _in_own_library(self, name: str, array: Any) -> Any:
-        """An array of the caller's library as a numpy or CuPy array."""
-        kind = kind_of(array)
-        if self._library is None:
-            if library_of(array) is not None:
-                raise mixed_libraries(self._kind, name, kind)
-            return array
-        if kind and kind != self._kind and name not in CU_SEQLENS:  # of groups, which read them on the host
-            raise mixed_libraries(self._kind, name, kind)
-        return self._library.share(name, array) if kind == self._kind else array
-
-    def _returned(self, array: Any) -> Any:
-        return plain(array) if self._library is None else self._library.returned(plain(array))
+            return {key: self._sharing.shared(f"tensors[{key!r}]", x) for key, x in value.items()}
+        return self._axes.option(name, self._sharing.shared(name, value))
 
 
 def convert(

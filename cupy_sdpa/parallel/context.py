@@ -233,7 +233,7 @@ class ContextParallel:
 
         conversion = Conversion(arrays["q"], options) if needs_conversion(arrays["q"], options) else None
         with contextlib.nullcontext() if conversion is None else conversion.context():
-            own = arrays if conversion is None else conversion.own(arrays, of.results)
+            own = arrays if conversion is None else conversion.converted(arrays, of.results)
             call = self._agreement.call(own, options if conversion is None else conversion.options, of)
             with cupy_runtime.device_context(next(iter(own.values()))):
                 results = call.run()

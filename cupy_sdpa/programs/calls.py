@@ -67,7 +67,7 @@ class Call(NamedTuple):
         arrays, options = self.key.named(), self.key.options
         if conversion is not None:
             options = conversion.options
-            arrays |= conversion.own({name: x for name, x in arrays.items() if name not in self.dense}, self.results)
+            arrays |= conversion.converted({name: x for name, x in arrays.items() if name not in self.dense}, self.results)
         return self.key._replace(arrays=tuple(arrays.values()), options=self.decide(arrays, options))
 
 
