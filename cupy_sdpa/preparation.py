@@ -162,6 +162,11 @@ class Prepared(Generic[ResultT]):
             named = self._named(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv})
             merged = kept_options(named["q"], merged)  # as in prepare: a recorded function may read its arrays in another order
 
+            if repeated := [name for name in options if name in self._outputs]:
+                name = repeated[0]
+                raise TypeError(
+                    f"{name} is {merged[name]!r}, and was set by prepare: prepare another call with another {name}="
+                )
             call = call_of(self._function, **named, **merged, **self._outputs)
             key = CallKey(tag, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged)
             results = run(call, key, check=functools.partial(self._check, _in_words(named, merged)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -204,14 +205,14 @@ class Plan:
 
     Attributes:
         used: whether it ran without a look-up in its plan cache, see :mod:`cupy_sdpa.replay.replay_cache`.
-        dependents: objects that need the plan, with a method close(); they are closed before it.
+        dependents: objects that need the plan, with a method close(), which are closed before it; it does not keep them alive.
     """
 
     def __init__(self, candidate: Candidate, graph: Graph, target: Target, build_ms: float, *, loaded: bool = False) -> None:
         facts, scratch = candidate.facts, Scratch(graph)
         self.target = target
         self.used = False
-        self.dependents: set[Any] = set()
+        self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._captured = False
         self._descriptor = candidate.descriptor
         self.info = PlanInfo(
@@ -264,8 +265,8 @@ class Plan:
         with contextlib.ExitStack() as stack:
             if not self._captured:
                 stack.callback(self._descriptor.close)  # the first callback runs last
-            while self.dependents:
-                stack.callback(self.dependents.pop().close)
+            for dependent in [*self.dependents]:
+                stack.callback(dependent.close)
 
 
 def _align(size: int) -> int:

@@ -142,11 +142,14 @@ class _Request(NamedTuple):
     descale: Any
     converts: bool
 
-    def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check the arguments besides arrays; return the options with a dense mask instead of ``block_mask``."""
+    def check(self) -> None:
+        """Check the arguments besides arrays."""
         refuse_fp8(self.options)
         check_names({**self.options, "block_mask": None})  # which becomes a dense mask
         _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
+
+    def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options with a dense mask instead of ``block_mask``."""
         dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
         return dense
 
@@ -214,7 +217,7 @@ def _call(
     key = CallKey(tag, _NAMES, arrays, options)
     request = _Request(q, k, v, options, return_stats, return_amax, out_dtype, out_scale, scale, factors[2], converts)
     count = 1 + (stats is not None or bool(return_stats)) + 2 * (return_stats == "max_sumexp")
-    return Call(key, request.parse, OUTPUTS[:count], request.decide, request.finish)
+    return Call(key, request.parse, OUTPUTS[:count], request.decide, request.finish, request.check)
 
 
 #: The call of :func:`cupy_sdpa.attention` of arrays of this type.

@@ -93,12 +93,11 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix:
     """A call of :func:`shared_prefix_attention` as a value."""
     tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
     parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
-    return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS)
+    return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS, check=functools.partial(_refuse, options))
 
 
 def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, shared_prefix: int, return_stats: bool) -> Reading:
     """Check the arguments of :func:`shared_prefix_attention`."""
-    _refuse(options)
     if isinstance(arrays["k"], Fp8Array):
         raise TypeError(
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import check_lengths
 from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
-from ..problem.problem import LENGTHS
 from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ReadCall
 from ..replay.replay_cache import keep_recent
@@ -86,8 +85,6 @@ class Agreement:
         member, tag = self._known.get(key) or (self.member(arrays, rest, wanted), None)
         call = member.call(arrays, rest)
         call.check_elements()
-        if not call.on_gpu:
-            check_lengths(member.config.problem, {name: rest[name] for name in LENGTHS if rest.get(name) is not None})
         text = ""
         if tag is None:
             call.plan()  # what cuDNN refuses is refused before another member waits for it
@@ -96,8 +93,14 @@ class Agreement:
             text = f"{member.config.text}\n{direction}, method {member.choice.method}\n{flags}"
             tag = zlib.crc32(text.encode()) >> 1  # an int32
         self.agree(key, text, (member, tag))
-        self._channel.begin(tag if self._check else None)
+        call.begin = functools.partial(self._begin, tag if self._check else None)
         return call
+
+    def _begin(self, tag: int | None) -> None:
+        """Begin a call whose first exchange compares this tag."""
+        self._channel.check()
+        self._begun = True
+        self._channel.begin(tag)
 
     def agree(self, key: Any, text: str, found: Any = None) -> None:
         """Compare the text of a call whose key is not known, and remember what was found by the key, if it has one."""

@@ -8,13 +8,18 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from ..boundary.conversion import Conversion, convert, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..problem.problem import CU_SEQLENS
 from ..programs.executor import Inputs, ReadCall, Signature
 from ..programs.program import Builder
+from ..replay.call_key import CallKey
+from ..replay.replay_cache import BoundPrograms, cache_call, run_bound
 from ..runtime import cupy_runtime, memory
 from .agreement import Agreement, own_options
 from .channel import Channel
@@ -93,6 +98,8 @@ class ContextParallel:
         self._channel = Channel(as_exchanger(group))
         self.rank, self.size = self._channel.rank, self._channel.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
+        #: The bound programs of its calls, which refer to the group.
+        self._bound_programs = BoundPrograms()
 
     @_collective
     @takes_default
@@ -229,15 +236,30 @@ class ContextParallel:
         return report(forward.config, forward.choice, forward.call(arrays, rest), backward.call(arrays, rest))
 
     def _call(self, arrays: dict[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
-        """The results of a call that all members make."""
-
+        """The results of a call that all members make: cached as other calls, but not captured."""
+        key = self._key(arrays, options, of)
+        results = run_bound(self._bound_programs, key)
+        if results is not None:
+            return results
         conversion = Conversion(arrays["q"], options) if needs_conversion(arrays["q"], options) else None
         with contextlib.nullcontext() if conversion is None else conversion.context():
             own = arrays if conversion is None else conversion.converted(arrays, of.results)
             call = self._agreement.call(own, options if conversion is None else conversion.options, of)
             with cupy_runtime.device_context(next(iter(own.values()))):
                 results = call.run()
-            return results if conversion is None else conversion.back(of.results, results, arrays)
+            returned = results if conversion is None else conversion.back(of.results, results, arrays)
+        if conversion is None or conversion.makes_views:
+            cache_call(key, call, None if returned is results else returned, self._bound_programs)
+        return returned
+
+    def _key(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> CallKey:
+        """The cache key of a call: the offsets of packed sequences, which are read on the host, are a part of the tag."""
+        tag: tuple[Any, ...] = (of,)
+        for name in CU_SEQLENS:
+            if isinstance(offsets := options.get(name), (np.ndarray, list, tuple)):
+                tag += (name, str(np.asarray(offsets).dtype), np.asarray(offsets).tobytes())
+                options = {**options, name: None}
+        return CallKey(tag, (*arrays,), (*arrays.values(),), options)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.

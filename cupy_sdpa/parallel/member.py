@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
 
+from ..boundary.arguments import check_lengths
 from ..boundary.layouts import of_caller
-from ..problem.problem import CU_SEQLENS, row_stats_shape
+from ..boundary.user_functions import function_identities
+from ..problem.problem import CU_SEQLENS, LENGTHS, row_stats_shape
 from ..problem.view import View
 from ..programs.executor import Inputs, ReadCall, Signature
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
+from ..programs.steps import Check
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from .channel import Channel
@@ -57,7 +61,8 @@ class Member:
             program = self._build({**described, **inputs.views}, inputs)
             keep_recent(self._programs, key, program, MAX_PROGRAMS)
         results = {name: new[name] for name in of.results}
-        return ReadCall(program, inputs.arrays, Signature(()), list(results), results)
+        signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
+        return ReadCall(program, inputs.arrays, signature, list(results), results, function_identities(options))
 
     def _build(self, views: Views, inputs: Inputs) -> Program:
         config, of = self.config, self.of
@@ -71,6 +76,8 @@ class Member:
         if of.return_dsinks:
             _sink_gradients(steps, config, own, inputs.options["sinks"])
         finish()
+        if lengths := {name: inputs.views[name] for name in LENGTHS if name in inputs.views}:
+            builder.checks.append(Check(functools.partial(check_lengths, config.problem), lengths))
         return builder.build()
 
 

@@ -45,6 +45,7 @@ class Call(NamedTuple):
             package's axes, and so have the results.
         decide: returns the options that the program is built with, from arrays by name and the caller's options.
         finish: returns what the caller gets, from the results of the program.
+        check: checks what is checked in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
     """
 
@@ -53,10 +54,13 @@ class Call(NamedTuple):
     results: Sequence[str] = ()
     decide: Callable[[Arrays, Options], Options] = same_options
     finish: Callable[[list[Any]], list[Any]] = list
+    check: Callable[[], object] | None = None
     dense: Sequence[str] = ()
 
     def conversion(self) -> Conversion | None:
-        """How the caller's arrays become views with the package's axes; None if they have these axes."""
+        """How the caller's arrays, which are checked, become views with the package's axes; None if they have these axes."""
+        if self.check:
+            self.check()
         _, names, arrays, options = self.key
         if not self.results or not needs_conversion(q := arrays[names.index("q")], options):
             return None

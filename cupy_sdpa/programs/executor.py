@@ -65,6 +65,7 @@ class ReadCall:
         identities: the identities of the functions when they were traced.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can be refused after something was written.
+        begin: called before the call runs: the members of a group begin to compare their calls.
         refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
             None: the reason itself.
 
@@ -84,6 +85,7 @@ class ReadCall:
     source_lines: Mapping[str, str] = field(default_factory=dict)
     launched: LaunchRecord | None = None
     planned: bool = False
+    begin: Callable[[], object] | None = None
     refusal: Callable[[str, str], str] | None = None
 
     @property
@@ -116,6 +118,8 @@ class ReadCall:
         ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
         """
         self.launched = None
+        if self.begin:
+            self.begin()
         if not self.planned and not plans and len(self.program.steps) > 1:
             self.plan()
         self.create_inputs()

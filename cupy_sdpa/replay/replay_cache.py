@@ -28,6 +28,7 @@ import heapq
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +88,30 @@ class DeviceProgram(BoundProgram):
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
         names, arrays, results: as for :class:`.BoundProgram`.
+        captures: whether the call may be captured.
         forget: removes the program from those of its session; called when it is closed.
     """
 
     __slots__ = (
-        "_alignments", "_cache", "_closed", "_constants", "_counts", "_device", "_forget", "_graphs", "_may_overlap",
-        "_memory_bytes", "_own_memory", "_pause", "_plan_only", "_runs", "_scalars", "_validated", "plans",
+        "__weakref__",
+        "_alignments",
+        "_cache",
+        "_captures",
+        "_closed",
+        "_constants",
+        "_counts",
+        "_device",
+        "_forget",
+        "_graphs",
+        "_may_overlap",
+        "_memory_bytes",
+        "_own_memory",
+        "_pause",
+        "_plan_only",
+        "_runs",
+        "_scalars",
+        "_validated",
+        "plans",
     )  # fmt: skip
 
     def __init__(
@@ -102,11 +121,13 @@ class DeviceProgram(BoundProgram):
         names: Sequence[str],
         arrays: Sequence[Any],
         results: Mapping[str, Any],
+        captures: bool,
         forget: Callable[[], object],
     ) -> None:
         assert call.launched
         super().__init__(call, names, arrays, results)
         self.plans, self._cache, self._closed, self._forget = call.launched.plans, cache, False, forget
+        self._captures = captures
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
@@ -135,6 +156,10 @@ class DeviceProgram(BoundProgram):
         self._own_memory = self._memory_bytes <= SMALL_BYTES
         for plan in self.plans:
             plan.dependents.add(self)
+
+    def belongs_to(self, session: Session) -> bool:
+        """Whether the plans are those of a session."""
+        return session.cache is self._cache
 
     def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
         """Whether arrays are on the device of the call and have the alignments of its problem."""
@@ -220,8 +245,11 @@ class DeviceProgram(BoundProgram):
 
         Returns whether it ran; it did not if there is no memory for the workspace.
         """
-        captures = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER and not self._pause and self._cache.recorded.limit > 0
+        frequent = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER
+        captures = frequent and self._captures and not self._pause and self._cache.recorded.limit > 0
         if self._plan_only and not captures:
+            if self.call.begin:
+                self.call.begin()
             with self._cache.lock:
                 if self._closed or not self._execute(runtime, pointers, memory):
                     return False
@@ -338,6 +366,34 @@ def run_cached(tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) ->
     return None if on_device is None else on_device.run(runtime, passed)
 
 
+class BoundPrograms(dict[Any, Any]):
+    """Bound programs by key that belong to an object, such as a group, and refer to it: they end with it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _forget(programs: weakref.ref[BoundPrograms], key: Any) -> None:
+    """Remove a bound program, if its dictionary still exists."""
+    if (kept := programs()) is not None:
+        kept.pop(key, None)
+
+
+def run_bound(programs: BoundPrograms, key: CallKey) -> list[Any] | None:
+    """Run a call of an object that has its own bound programs; None if it must be parsed."""
+    if type(key.arrays[0]) is np.ndarray:
+        arguments = read_key(HOST, (key.tag, is_named()), key.arrays, key.options)
+        on_host: HostProgram | None = None if arguments is None else programs.get(arguments[0])
+        return None if arguments is None or on_host is None else on_host.run(arguments[1])
+    if _runtime is None or type(key.arrays[0]) is not _runtime.ndarray:
+        return None
+    arguments = read_key(_runtime, key.tag, key.arrays, key.options)
+    on_device: DeviceProgram | None = None if arguments is None else programs.get(arguments[0])
+    session = _runtime.session(driver.context_id())
+    if arguments is None or on_device is None or session is None or not on_device.belongs_to(session):
+        return None
+    return on_device.run(_runtime, arguments[1])
+
+
 def is_cacheable(key: CallKey) -> bool:
     """Whether a call can be cached; otherwise it is parsed every time."""
     array = key.arrays[0]
@@ -345,13 +401,17 @@ def is_cacheable(key: CallKey) -> bool:
     return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
 
 
-def cache_call(key: CallKey, call: Repeatable, results: Sequence[Any] | None = None) -> None:
+def cache_call(
+    key: CallKey, call: Repeatable, results: Sequence[Any] | None = None, programs: BoundPrograms | None = None
+) -> None:
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
         key: the call's key. Its arrays contain those of the call, perhaps with other axes.
         call: the call, with its arrays.
         results: the results as the caller gets them: views of those of the call. Default None: these.
+        programs: where the bound program is kept, see :func:`run_bound`. It is not captured, because a graph cannot contain
+            the exchanges of every group. Default None: with all numpy calls, or in the session of the current context.
     """
     global _runtime
     if logger.isEnabledFor(logging.DEBUG):
@@ -373,14 +433,22 @@ def cache_call(key: CallKey, call: Repeatable, results: Sequence[Any] | None = N
     names, passed = array_names(of.ndarray, key), arguments[1]
     if any(not shares_memory(array, passed[position]) for _, array, position in operands(call, names)):
         return  # lengths of int64 are copied
+    if not call.arrays.keys() <= {name for name, *_ in operands(call, names)} | {*call.result_names} | call.fills.keys():
+        return  # it needs arrays that were made for it
     if call.on_gpu:
-        _cache_on_device(arguments, names, call, results_by_name(call, results))
+        _cache_on_device(arguments, names, call, results_by_name(call, results), programs)
         return
     bound = HostProgram(call, names, passed, results_by_name(call, results))
-    keep_recent(_on_host, arguments[0], bound, MAX_CALLS)
+    keep_recent(_on_host if programs is None else programs, arguments[0], bound, MAX_CALLS)
 
 
-def _cache_on_device(arguments: Arguments, names: Sequence[str], call: Repeatable, results: Mapping[str, Any]) -> None:
+def _cache_on_device(
+    arguments: Arguments,
+    names: Sequence[str],
+    call: Repeatable,
+    results: Mapping[str, Any],
+    programs: BoundPrograms | None,
+) -> None:
     """Cache a call with these arguments in the session of the current context."""
     assert _runtime
     assert call.launched
@@ -389,7 +457,7 @@ def _cache_on_device(arguments: Arguments, names: Sequence[str], call: Repeatabl
         return  # the call ran on a device that is not the current one
     try:
         addresses = [array.data.ptr for array in arguments[1]]
-        _bound(session, arguments, names, addresses, call, results).note_parsed_run(call, addresses)
+        _bound(session, arguments, names, addresses, call, results, programs).note_parsed_run(call, addresses)
     except Exception as error:
         _warn(session.cache, error, stacklevel=5)
 
@@ -401,22 +469,30 @@ def _bound(
     addresses: Sequence[int],
     call: Repeatable,
     results: Mapping[str, Any],
+    programs: BoundPrograms | None,
 ) -> DeviceProgram:
     """The program that is cached with a key, or that of the call, which is then cached."""
     key, arrays = arguments
-    programs = session.bound_programs
-    cached: DeviceProgram | None = programs.get(key)
-    if cached is not None and cached.plans == call.launched.plans and cached.accepts(arrays, addresses):
+    kept: dict[Any, Any] = session.bound_programs if programs is None else programs
+    cached: DeviceProgram | None = kept.get(key)
+    if (
+        cached is not None
+        and cached.belongs_to(session)
+        and cached.plans == call.launched.plans
+        and cached.accepts(arrays, addresses)
+    ):
         cached.used = next_use()
         return cached
     if cached is not None:  # a plan was destroyed, or its arrays had another alignment or device
         cached.remove()
-    if (excess := len(programs) + 1 - MAX_CALLS) > 0:  # remove more than these, so that this search is rare
-        oldest = heapq.nsmallest(excess + MAX_CALLS // 8, programs.items(), key=lambda item: item[1].used)
+    if (excess := len(kept) + 1 - MAX_CALLS) > 0:  # remove more than these, so that this search is rare
+        oldest = heapq.nsmallest(excess + MAX_CALLS // 8, kept.items(), key=lambda item: item[1].used)
         for _, old in oldest:
             old.remove()
-    forget = functools.partial(programs.pop, key, None)
-    new = programs[key] = DeviceProgram(call, session.cache, names, arrays, results, forget)
+    forget: Callable[[], object] = functools.partial(kept.pop, key, None)
+    if programs is not None:
+        forget = functools.partial(_forget, weakref.ref(programs), key)
+    new = kept[key] = DeviceProgram(call, session.cache, names, arrays, results, programs is None, forget)
     return new
 
 

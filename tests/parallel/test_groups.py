@@ -5,10 +5,11 @@ import threading
 import numpy as np
 import pytest
 from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
+from replayed_calls import functions_run
 from validated_steps import validated_steps
 
 import cupy_sdpa
-from cupy_sdpa import Unsupported, get_plan_cache
+from cupy_sdpa import Unsupported, attention, get_plan_cache
 from cupy_sdpa.check.combine import ONLY_WITH
 from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
 
@@ -304,3 +305,41 @@ def test_validated_steps(method):
     with validated_steps():
         results = run_threads(Loopback(3, timeout=20).members, problem.member(method))
     assert_close(results, problem.expected())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_repeated_call_is_not_parsed(size, engine):
+    """It computes with the arrays of the call, with their lengths and offsets, and enters a third of the functions of a parsed one."""
+    arrays = [engine.normal(n, 16, 2, 24, 2) for n in range(6)]
+    lengths = [engine.put(np.array(x, np.int32)) for x in ([24, 7], [11, 0])]
+    expected = [attention(*arrays[:3], seq_lens_kv=x) for x in lengths] + [attention(*arrays[3:], seq_lens_kv=lengths[0])]
+
+    def member(group):
+        cp = context_parallel(group)
+        calls = [(arrays[:3], lengths[0]), (arrays[:3], lengths[1]), (arrays[3:], lengths[0])]
+        for _ in range(3):
+            found = [cp.unshard(cp.attention(*map(cp.shard, x), seq_lens_kv=n)) for x, n in calls]
+        if not engine.on_cudnn:
+            with pytest.raises(ValueError, match="seq_lens_kv"):
+                cp.attention(*map(cp.shard, arrays[:3]), seq_lens_kv=np.array([24, 25], np.int32))
+        else:
+            get_plan_cache().clear()  # of this thread
+        return found
+
+    for found in run_threads(Loopback(size).members, member):
+        for one, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(engine.get(one), engine.get(want), atol=engine.tolerance)
+    if size == 1:
+        cp = context_parallel(Loopback(1).members[0])
+        first = functions_run(cp.attention, *arrays[:3])
+        assert functions_run(cp.attention, *arrays[:3]) < first / 3
+
+
+def test_offsets_of_packed_sequences_are_in_the_key():
+    """They are read on the host: a call with other offsets of the same shape is another call."""
+    x = np.random.default_rng(0).standard_normal((8, 2, 12), np.float32).copy(order="F")
+    cp = context_parallel(Loopback(1).members[0])
+    for starts in ([0, 4, 12], [0, 9, 12]) * 2:
+        options = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), np.array(starts, np.int32))
+        want = attention(x, x, x, **options, max_seqlen_q=9, max_seqlen_kv=9)
+        np.testing.assert_allclose(cp.attention(x, x, x, **options), want, atol=1e-5)
