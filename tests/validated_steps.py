@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cupy_sdpa.graph import graph_of
-from cupy_sdpa.kernels import fp8_kernels, merge, paged, ragged
+from cupy_sdpa.kernels import fp8_kernels, mean_kernels, merge, paged, ragged
 from cupy_sdpa.numpy_engine.interpreter import evaluate
 from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
@@ -33,7 +33,7 @@ T = TypeVar("T")
 #: A kernel that is not compared: on numpy keys are not split.
 _NOT_COMPARED = (paged.split,)
 #: The position of an argument that only the launches of a kernel use. It is not compared: the numpy function does not write it.
-_SCRATCH = {fp8_kernels.quantize: 1}
+_SCRATCH = {fp8_kernels.quantize: 1, mean_kernels.write_mean: 3}
 #: Functions of scores that a GPU approximates.
 _APPROXIMATE = frozenset({"tanh_fwd", "exp", "log", "pow", "sin", "cos", "tan", "erf"})
 #: Kernels that add the elements of their first argument.

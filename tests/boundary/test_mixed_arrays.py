@@ -59,7 +59,6 @@ OPTIONS = {
     "slopes": ({"alibi_slopes": ONES["sinks"]}, {"causal": True}),
     "sinks": ({"sinks": ONES["sinks"]}, {}),
     "tensors": ({"tensors['slopes']": ones(4)}, {"score_mod": zoo.alibi}),
-    "tables": ({"tensors['table']": ones(16)}, {"score_mod": lambda s, b, h, q, k, table: s + table[q - k + 6]}),
     "seeds": ({"seed": integers(3, dtype=np.int64), "offset": integers(4, dtype=np.int64)}, {"dropout_p": 0.25}),
 }
 

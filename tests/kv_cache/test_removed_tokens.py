@@ -97,12 +97,14 @@ class Machine:
         table, length = get(cache.full_table)[:, b], int(cache.host_lengths[b])
         pages = [table[i] for i in range(-(-length // cache.page_size))]
         for x in (cache.keys(layer), cache.values(layer)):
+            mean = 0.0
             if self.fp8:
+                mean = 0.0 if x.mean is None or not length else get(x.mean[:, :, :1, int(table[0])]).astype(np.float64)
                 elements = np.asfortranarray(get(x.data)).view(self.cache.dtype)
                 x = values_of(fp8.Fp8Array(elements, get(x.descale), dtype=x.dtype))
             else:
                 x = get(x).astype(np.float64)
-            yield np.concatenate([*(x[..., page] for page in pages), x[..., 0][:, :, :0]], axis=2)[:, :, :length]
+            yield np.concatenate([*(x[..., page] for page in pages), x[..., 0][:, :, :0]], axis=2)[:, :, :length] + mean
 
     def check(self, queries):
         """Compare attention to both layers with a formula that reads the rows of each sequence alone."""
