@@ -85,6 +85,6 @@ def accuracy_of(call: ReadCall) -> str:
     if any(step.function is add_mean for step in call.program.steps):
         return f"{rounding}; the mean is added after this rounding"
     return (
-        f"{rounding}; and on Hopper up to 15 % of the mean of v at 8192 keys and 43 % at 32768, because the tensor cores "
+        f"{rounding}; and on Hopper about 15 % of the mean of v at 8192 keys and 40 % at 32768, because the tensor cores "
         "truncate sums: convert v with fp8.quantize_qkv, or with center=True"
     )
