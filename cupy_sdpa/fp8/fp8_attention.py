@@ -212,7 +212,7 @@ def _call(
         v._of_pages,
     )  # fmt: skip
     elements, factors = (q, [None, *descales((k, v))]) if converts else (q.data, descales((q, k, v)))
-    of_mean = (None, None) if v.mean is None else (v.mean, v.scale)
+    of_mean = (None, None) if v.mean is None else (v.mean, scale if out_scale is None else v.scale)
     arrays = (elements, k.data, v.data, *factors, None if out_dtype else scale, *of_mean, out, stats)
     key = CallKey(tag, _NAMES, arrays, options)
     request = _Request(q, k, v, options, return_stats, return_amax, out_dtype, out_scale, scale, factors[2], converts)
