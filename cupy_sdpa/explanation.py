@@ -202,13 +202,14 @@ def explain(
 def explain_function(
     function: Callable[..., Any], *arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any
 ) -> Report:
-    """Whether and how a call of any function of this package would run; nothing is executed.
+    """Report whether and how a call of a function that computes attention would run, without running it.
 
     The report has the steps of the call, the plan of each step that is attention, and the bytes of temporary arrays.
 
     Args:
-        function: the function, such as :func:`cupy_sdpa.shared_prefix_attention`.
-        arguments, options: its arguments; its results may be allocated.
+        function: :func:`cupy_sdpa.attention`, ``attention_backward``, ``attention_jvp``, ``weight_sums``,
+            :func:`cupy_sdpa.shared_prefix_attention` or :func:`cupy_sdpa.fp8.attention`, also in a ``functools.partial``.
+        arguments, options: its arguments.
         gpu, cudnn: as for :func:`explain`.
 
     Returns:
