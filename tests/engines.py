@@ -20,6 +20,7 @@ from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
 from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.problem import slices
 from cupy_sdpa.programs.executor import ReadCall
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
@@ -174,6 +175,16 @@ def numbers(count: int, quick: int = 0, sweep: int | None = None) -> list[Any]:
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:
     """Values for ``parametrize``, of which one in ``count`` is in the short tier; the others have the marker slow."""
     return [pytest.param(value, marks=[pytest.mark.slow] * (number % count > 0)) for number, value in enumerate(values)]
+
+
+@contextlib.contextmanager
+def sliced(limit):
+    """Compute gradients beyond this number of elements, in place of 2^31, in slices; yield a list of the slices that are made."""
+    made, of_ranges = [], slices.Slice
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LIMIT", limit), ("Slice", lambda *ranges: made.append(of_ranges(*ranges)) or made[-1])):
+            patch.setattr(slices, name, value)
+        yield made
 
 
 @contextlib.contextmanager

@@ -56,10 +56,10 @@ def validated_steps() -> Iterator[None]:
         return work() if device is not None and cupy_runtime.capturing() else compared(call, step, arguments, work)
 
     with pytest.MonkeyPatch.context() as patch:
-        for bound in (HostProgram, DeviceProgram):
-            patch.setattr(bound, "run", lambda *arguments: None)  # the call is parsed
-        patch.setattr(calls, "cache_call", lambda *arguments: None)
-        patch.setattr(ReadCall, "_run_step", run)
+        nothing = lambda *arguments: None  # noqa: E731 - a repeated call is parsed
+        replaced = ((HostProgram, "run", nothing), (DeviceProgram, "run", nothing), (calls, "cache_call", nothing))
+        for owner, name, function in (*replaced, (ReadCall, "_run_step", run)):
+            patch.setattr(owner, name, function)
         yield
 
 

@@ -51,6 +51,11 @@ def close_gradients(engine, arrays, mask):
         assert_close(one, wanted, other, gradient_floor(*arrays, 128**-0.5, wanted, other.dtype))
 
 
+def remove_guards(monkeypatch):
+    """Plan without the guards of known bugs."""
+    monkeypatch.setattr(planner, "guards", lambda *_: frozenset())
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", [-110, -94, 100])
 @pytest.mark.parametrize(("sq", "skv"), LENGTHS + TAILS)
@@ -67,7 +72,7 @@ def test_the_known_bugs_are_where_the_table_has_them(sq, skv, gpu, monkeypatch):
     dout, q, k, v = gpu.put(scored(gpu, sq, skv, -110))
     version, shapes = library().version, (q.shape, k.shape, v.shape)
     met = {bug.name for bug in BUGS if bug.affects(cupy_sdpa.problem(*shapes, dtype="bfloat16", backward=True), version, 90)}
-    monkeypatch.setattr(planner, "guards", lambda *_: frozenset())
+    remove_guards(monkeypatch)
     out, stats = attention(q, k, v, return_stats=True)
     dq, dk, dv = (np.isnan(x.astype("f4")).any() for x in gpu.get(attention_backward(dout, q, k, v, out, stats)))
     assert dq == ("backward-key-tail" in met)
@@ -80,7 +85,7 @@ def test_the_known_bugs_are_where_the_table_has_them(sq, skv, gpu, monkeypatch):
 @pytest.mark.parametrize(("sq", "skv"), [(64, 192), *TAILS])
 def test_a_right_bound_prevents_the_bug_of_the_last_keys(sq, skv, mask, gpu, monkeypatch):
     """With Skv % 128 == 64 and a mask with a right bound the gradients are right without any guard."""
-    monkeypatch.setattr(planner, "guards", lambda *_: frozenset())
+    remove_guards(monkeypatch)
     close_gradients(gpu, scored(gpu, sq, skv, -94), BOUNDED[mask])
 
 

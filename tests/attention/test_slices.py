@@ -5,10 +5,9 @@ A lower limit stands in for 2^31 elements, so that small problems need several s
 
 import numpy as np
 import pytest
-from engines import numbers, on_cudnn
+from engines import numbers, on_cudnn, sliced
 
 from cupy_sdpa import attention, attention_backward, explain, reference
-from cupy_sdpa.problem import slices
 
 #: Options that are drawn with gradients; each concerns arrays with other axes.
 OPTIONS = (
@@ -17,30 +16,17 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def limit(monkeypatch):
-    """Set the limit; collect the slices that are made since."""
-    made = []
-    monkeypatch.setattr(slices, "Slice", lambda *ranges, own=slices.Slice: made.append(own(*ranges)) or made[-1])
-
-    def set_limit(elements):
-        monkeypatch.setattr(slices, "LIMIT", elements)
-        return made
-
-    return set_limit
-
-
 @on_cudnn
 @pytest.mark.parametrize("number", numbers(10, quick=2))
 @pytest.mark.parametrize("name", OPTIONS)
-def test_random_slices(name, number, engine, limit):
+def test_random_slices(name, number, engine):
     """Random gradients in slices of a few heads or of a few batch entries have the results of the definition."""
     drawn = engine.draw({name}, number, others=OPTIONS)
     case = drawn.with_(backward=True, b=max(3, drawn.b))
     rows = max(case.sq, 1) * (case.b if case.packed else 1)
     of_head = max(case.dv, 1) * (case.hq // case.hkv) * rows
-    made = limit((of_head, of_head * case.hkv, min(2, case.hkv) * of_head)[number % 3])
-    outcome = engine.agrees(case, refused=True)
+    with sliced((of_head, of_head * case.hkv, min(2, case.hkv) * of_head)[number % 3]) as made:
+        outcome = engine.agrees(case, refused=True)
     assert number > 1 or len(set(made)) > 1 or outcome.kind == "refused"
 
 
@@ -58,33 +44,33 @@ def assert_right(engine, arrays, **options):
 
 
 @on_cudnn
-def test_slices_of_the_batch_are_views(engine, limit):
+def test_slices_of_the_batch_are_views(engine):
     """Dense gradients need no copy: each launch computes some batch entries, and explain shows the launches."""
     arrays = forward(engine, (16, 4, 24, 5), (16, 4, 24, 5))
-    limit(2 * 16 * 4 * 24)
-    report = explain(*arrays[1:4], backward=True)
+    with sliced(2 * 16 * 4 * 24):
+        report = explain(*arrays[1:4], backward=True)
+        assert_right(engine, arrays)
     assert [launch.problem.q.shape[3] for launch in report.launches] == [2, 2, 1]
     assert report.temporary_bytes == 0
     assert "slice of the batch" in str(report)
-    assert_right(engine, arrays)
 
 
 @on_cudnn
-def test_only_the_extent_counts(engine, limit):
+def test_only_the_extent_counts(engine):
     """Heads of a larger array are computed in slices, although they have few elements."""
     dout, *others = forward(engine, (16, 8, 25, 3), (16, 8, 25, 3))
     arrays = [x[:, :2] for x in (dout, *others[:4])] + [engine.xp.asfortranarray(others[4][:, :2])]
-    made = limit(16 * 8 * 25)
-    assert_right(engine, arrays)
+    with sliced(16 * 8 * 25) as made:
+        assert_right(engine, arrays)
     assert [part.batch for part in dict.fromkeys(made)] == [range(1), range(1, 2), range(2, 3)]
 
 
 @on_cudnn
-def test_one_long_sequence_is_computed_by_heads(engine, limit):
+def test_one_long_sequence_is_computed_by_heads(engine):
     """Where one batch entry is too large, each launch computes some key/value heads, with copies of out and dout."""
     arrays = forward(engine, (16, 6, 32, 2), (16, 3, 32, 2), causal=True)
-    made = limit(2 * 2 * 16 * 32)
-    assert_right(engine, arrays, causal=True)
+    with sliced(2 * 2 * 16 * 32) as made:
+        assert_right(engine, arrays, causal=True)
     assert [(part.heads, part.batch.start) for part in dict.fromkeys(made)] == [
         (range(2), 0),
         (range(2, 3), 0),
@@ -95,16 +81,17 @@ def test_one_long_sequence_is_computed_by_heads(engine, limit):
 
 @on_cudnn
 @pytest.mark.parametrize("of_heads", [False, True], ids=["batch", "heads"])
-def test_functions_count_heads_and_entries_of_the_whole_call(of_heads, engine, limit):
+def test_functions_count_heads_and_entries_of_the_whole_call(of_heads, engine):
     """A score function gets the number of the head and of the batch entry in the call, not in the slice."""
     length = 21 if of_heads else 20  # the programs of equal problems are cached
     arrays = forward(engine, (16, 4, length, 3), (16, 2, length, 3), score_mod=of_head_and_entry)
-    made = limit(2 * 16 * length if of_heads else 4 * 16 * length)
     given = engine.get(arrays[:4])
     number = (np.arange(4)[:, None] + 10.0 * np.arange(3)) / 8
     bias = number * (np.arange(length)[:, None, None, None] > 9)
     truth = reference.attention_backward(*given, bias=bias)
-    for one, wanted in zip(engine.get(attention_backward(*arrays, score_mod=of_head_and_entry)), truth, strict=True):
+    with sliced(2 * 16 * length if of_heads else 4 * 16 * length) as made:
+        gradients = engine.get(attention_backward(*arrays, score_mod=of_head_and_entry))
+    for one, wanted in zip(gradients, truth, strict=True):
         np.testing.assert_allclose(one.astype(float), wanted, atol=3 * engine.tolerance)
     assert len(dict.fromkeys(made)) == (6 if of_heads else 3)
 
@@ -115,9 +102,8 @@ def of_head_and_entry(s, b, h, i, j):
 
 
 @on_cudnn
-def test_too_large_for_slices(engine, limit):
+def test_too_large_for_slices(engine):
     """The query heads of one key/value head that reach too far raise Unsupported, with the limit and what to do."""
     arrays = forward(engine, (16, 2, 40, 1), (16, 1, 40, 1))
-    limit(2 * 16 * 40 - 1)
-    with pytest.raises(NotImplementedError, match=r"beyond 2\^31 elements .* slices of the queries"):
+    with sliced(2 * 16 * 40 - 1), pytest.raises(NotImplementedError, match=r"beyond 2\^31 elements .* slices of the queries"):
         attention_backward(*arrays)
