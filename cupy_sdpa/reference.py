@@ -1,20 +1,33 @@
-"""Attention from the papers in float64 numpy, one head at a time: the independent reference of the tests and of ``check``.
+"""Attention from the papers in numpy: the independent reference of the tests and of ``check``.
 
-It shares no code with the graphs and the engines, and imports only numpy and the standard library. Its matrices have one row
-per query and one column per key, ``(Sq, Skv)``.
+It shares no code with the graphs and the engines, and imports only numpy and the standard library. Matrices have one row per
+query and one column per key, ``(Sq, Skv)``. :func:`attention` and :func:`attention_backward` compute one head at a time, in
+float64. They consist of functions of matrices with any axes before the last two, of any dtype, with which ``check`` computes
+all heads at once, also with the roundings of a kernel.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["attention", "attention_backward", "diagonal", "exponentials", "scores", "visible"]
+__all__ = [
+    "attention", "attention_backward", "diagonal", "directional_derivative", "exponentials", "gradients", "modified", "output",
+    "scores", "visible",
+]  # fmt: skip
+
+
+#: A bias masks scores up to this value.
+MASKED = -5e8
+
+
+def _unrounded(x: Any) -> Any:
+    return x
 
 
 def attention(
@@ -88,7 +101,7 @@ def attention(
         s = scores(q, k, h, b, scale=scale, **options)
         p, _, m, sum_exp = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
         keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
-        out[:, h, :, b] = _attended(v[:, g, :, b], s != -np.inf) @ (p * keep).T
+        out[:, h, :, b] = output(p, _attended(v[:, g, :, b], s != -np.inf).T, keep=keep).T
         maxima[:, h, b], sums[:, h, b] = m, sum_exp
         with np.errstate(divide="ignore"):  # log 0 = -inf
             stats[:, h, b] = m + np.log(sum_exp)
@@ -167,16 +180,14 @@ def attention_backward(
         kh, vh = (_attended(x[:, g, :, b], s != -np.inf) for x in (k, v))
         p, p_sink, _, _ = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
         keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
-        dv[:, g, :, b] += doh @ (p * keep)
-        dp = (doh.T @ vh) * keep
-        mean = (p * dp).sum(axis=1)
-        ds = p * (dp - mean[:, None])
-        dsinks[h] += (p_sink * (0 - mean)).sum()
+        slope = 1.0 if softcap is None else 1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2
+        own_dq, own_dk, own_dv, ds, delta = gradients(p, doh.T, qh.T, kh.T, vh.T, scale=tau, keep=keep, slope=slope)
+        dq[:, h, :, b] = own_dq.T
+        dk[:, g, :, b] += own_dk.T
+        dv[:, g, :, b] += own_dv.T
+        dsinks[h] -= (p_sink * delta[:, 0]).sum()
         part = dbias[:, :, h % dbias.shape[2], b % dbias.shape[3]]
         part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
-        dx = ds if softcap is None else ds * (1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2)
-        dq[:, h, :, b] = tau * (kh @ dx.T)
-        dk[:, g, :, b] += tau * (qh @ dx)
     return results
 
 
@@ -224,17 +235,96 @@ def scores(
     qh = _attending(q[:, h, :, b], attends)
     kh = _attended(k[:, h // (query_heads // key_heads), :, b], attends)
     tau = 1 / math.sqrt(d) if scale is None else scale
-    s = tau * (qh.T @ kh)
-    if softcap is not None:
-        s = softcap * np.tanh(s / softcap)
+    penalty: Any = 0.0
     if alibi_slopes is not None:
         lengths = _length(queries, b, options.get("seq_lens_q")), _length(keys, b, options.get("seq_lens_kv"))
         center = diagonal(i, *lengths, causal=options.get("causal", False), window=options.get("window"))
-        s = s - float(alibi_slopes[h]) * np.abs(center - j)
+        penalty = float(alibi_slopes[h]) * np.abs(center - j)
+    of_head = 0.0 if bias is None else np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
+    s = modified(tau * (qh.T @ kh), softcap=softcap, penalty=penalty, bias=of_head)
     if bias is not None:
-        s = s + np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
-        attends = attends & ~(s <= -5e8)  # NaN is not masked
+        attends = attends & ~(s <= MASKED)  # NaN is not masked
     return np.where(attends, s, -np.inf)
+
+
+def modified(s: Any, *, softcap: Any = None, penalty: Any = 0.0, bias: Any = 0.0) -> Any:
+    r"""Return the scores after the options.
+
+    .. math:: c \tanh \frac{s}{c} - a + \beta
+
+    Args:
+        s: the scores.
+        softcap: :math:`c`; None for none.
+        penalty: :math:`a`, the slope times the distance.
+        bias: :math:`\beta`.
+    """
+    s = s if softcap is None else softcap * np.tanh(s / softcap)
+    with np.errstate(over="ignore"):
+        return s - penalty + bias
+
+
+def output(p: Any, v: Any, *, keep: Any = 1.0, rounded: Callable[[Any], Any] = _unrounded) -> Any:
+    r"""Return the output, :math:`\sum_j p_{ij}\, \mathrm{keep}_{ij}\, v_j`.
+
+    Args:
+        p: the weights, ``(..., Sq, Skv)``.
+        v: ``(..., Skv, Dv)``.
+        keep: the factors of dropout, 0 or :math:`1 / (1 - P)`.
+        rounded: rounds the weights and the output, as a kernel does.
+    """
+    return rounded(rounded(p * keep) @ v)
+
+
+def gradients(
+    p: Any,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: Any,
+    keep: Any = 1.0,
+    slope: Any = 1.0,
+    out: Any = None,
+    rounded: Callable[[Any], Any] = _unrounded,
+) -> tuple[Any, ...]:
+    r"""Return the gradients of q, k and v, those of the scores, ds, and the row sums :math:`\delta = \sum_l p_{il}\, dp_{il}`.
+
+    Args:
+        p: the weights, ``(..., Sq, Skv)``.
+        dout, q: ``(..., Sq, Dv)`` and ``(..., Sq, D)``.
+        k, v: ``(..., Skv, D)`` and ``(..., Skv, Dv)``.
+        scale: :math:`\tau`.
+        keep: the factors of dropout.
+        slope: the derivative of the scores by :math:`\tau\, q_i \cdot k_j`.
+        out: the output, if :math:`\delta` is computed as a kernel computes it, :math:`do_i \cdot o_i`.
+        rounded: rounds the factors of the products of matrices, as a kernel does.
+    """
+    dp = (dout @ v.swapaxes(-1, -2)) * keep
+    delta = ((p * dp) if out is None else dout * out).sum(axis=-1, keepdims=True)
+    ds = p * (dp - delta)
+    dproduct = rounded(ds * slope)
+    dv = rounded(p * keep).swapaxes(-1, -2) @ dout
+    return scale * (dproduct @ k), scale * (dproduct.swapaxes(-1, -2) @ q), dv, ds, delta
+
+
+def directional_derivative(
+    p: Any, ds: Any, v: Any, dv: Any, *, keep: Any = 1.0, rounded: Callable[[Any], Any] = _unrounded
+) -> tuple[Any, Any]:
+    r"""Return the derivative of the output in a direction, and the mean of the derivatives of the scores of each row.
+
+    .. math:: \sum_j p_{ij} \Bigl(ds_{ij} - \sum_l p_{il}\, ds_{il}\Bigr) \mathrm{keep}_{ij}\, v_j
+              + \sum_j p_{ij}\, \mathrm{keep}_{ij}\, dv_j
+
+    Args:
+        p: the weights.
+        ds: the derivatives of the scores, ``(..., Sq, Skv)``.
+        v, dv: the values and their tangents.
+        keep: the factors of dropout.
+        rounded: rounds the factors and the results of the products, as a kernel does.
+    """
+    mean = (p * ds).sum(axis=-1, keepdims=True)
+    return rounded(rounded(rounded(p * (ds - mean) * keep) @ v) + output(p, dv, keep=keep, rounded=rounded)), mean
 
 
 def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...]:

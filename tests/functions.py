@@ -9,7 +9,7 @@ import numpy as np
 from planner import library_version, plan_problem
 from tolerance import FACTOR, assert_close
 
-from cupy_sdpa import alibi_slopes, attention, attention_backward, zoo
+from cupy_sdpa import alibi_slopes, attention, attention_backward, reference, zoo
 from cupy_sdpa.cudnn.library import library
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.graph.emit import Emitter
@@ -329,40 +329,25 @@ def dense_scores(q, k, scale, options):
     return modified, seen, scaled
 
 
-def dense_attention(q, k, v, scale, options):
-    """(out, stats) in float64, from the whole matrix of scores."""
-    modified, seen, scaled = dense_scores(q, k, scale, options)
-    s = np.where(seen, modified(scaled), -np.inf)
-    p, stats = _softmax(s)
-    v = np.repeat(v.astype(np.float64), q.shape[1] // v.shape[1], axis=1)
-    return np.einsum("bhqk,dhkb->dhqb", p, v), stats.transpose(2, 1, 0)
+def dense_attention(q, k, v, dout, scale, options, slope=None, step=1e-6):
+    """(out, stats, dq, dk, dv) in float64, from the whole matrix of scores.
 
-
-def _softmax(s):
-    with np.errstate(all="ignore"):
-        top = s.max(axis=-1, keepdims=True)
-        e = np.exp(s - np.where(np.isneginf(top), 0, top))
-        total = e.sum(axis=-1, keepdims=True)
-        return e / np.where(total == 0, 1, total), np.where(total == 0, -np.inf, top + np.log(total))[..., 0]
-
-
-def dense_gradients(dout, q, k, v, scale, options, slope=None, step=1e-6):
-    """(dq, dk, dv) in float64, with the given derivative of the score function or central differences."""
+    The derivative of the score function is ``slope``, or central differences.
+    """
     modified, seen, scaled = dense_scores(q, k, scale, options)
     with np.errstate(all="ignore"):
         slope = slope(scaled) if slope else (modified(scaled + step) - modified(scaled - step)) / (2 * step)
-        s = np.where(seen, modified(scaled), -np.inf)
-    p, _ = _softmax(s)
-    h, group = q.shape[1], q.shape[1] // k.shape[1]
-    q, dout = q.astype(np.float64), dout.astype(np.float64)
-    wide_k, wide_v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
-    dp = np.einsum("dhqb,dhkb->bhqk", dout, wide_v)
-    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
-    ds = np.where(p > 0, ds * np.where(np.isfinite(slope), slope, 0), 0) * scale
-    dq = np.einsum("bhqk,dhkb->dhqb", ds, wide_k)
-    dk, dv = np.einsum("bhqk,dhqb->dhkb", ds, q), np.einsum("bhqk,dhqb->dhkb", p, dout)
-    dk, dv = (x.reshape(x.shape[0], h // group, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
-    return dq, dk, dv
+        e, _, top, total = reference.exponentials(
+            np.where(seen, modified(scaled), -np.inf), np.full(scaled.shape[:-1], -np.inf)
+        )
+        p, stats = e / np.where(total == 0, 1, total)[..., None], top + np.log(total)
+    group, dout = q.shape[1] // k.shape[1], dout.transpose(3, 1, 2, 0).astype(np.float64)
+    q, k, v = (np.repeat(x, n, axis=1).transpose(3, 1, 2, 0).astype(np.float64) for x, n in ((q, 1), (k, group), (v, group)))
+    slope = np.where((p > 0) & np.isfinite(slope), slope, 0)
+    dq, dk, dv, *_ = reference.gradients(p, dout, q, k, v, scale=scale, slope=slope)
+    out, dq, dk, dv = (x.transpose(3, 1, 2, 0) for x in (reference.output(p, v), dq, dk, dv))
+    dk, dv = (x.reshape(len(x), -1, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    return out, stats.transpose(2, 1, 0), dq, dk, dv
 
 
 def arrays(dtype="float64", s=S, d=D, seed=3):
@@ -381,8 +366,7 @@ def agrees(functions, s=S, d=D, softcap=None, put=np.asarray, dtype="float64", t
     host = arrays(dtype, s, d)
     options = functions.options(q=s, kv=s)
     dense = options | {"score_mod": _capped(functions.score_mod, softcap)} if softcap else options
-    wanted = dense_attention(*host[:3], d**-0.5, dense)
-    wanted += dense_gradients(host[3], *host[:3], d**-0.5, dense, functions.slope)
+    wanted = dense_attention(*host, d**-0.5, dense, functions.slope)
     q, k, v, dout = map(put, host)
     options = functions.options(Put(put), q=s, kv=s) | {"softcap": softcap}
     found = attention(q, k, v, return_stats=True, **options)

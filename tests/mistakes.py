@@ -1,6 +1,5 @@
-"""What the tables of mistakes are made of: a row, arrays for it, and dense attention in float64 to compare with."""
+"""What the tables of mistakes are made of: a row, arrays for it, and the reference to compare with."""
 
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupy_sdpa import store
+from cupy_sdpa import reference, store
 
 
 class Row(NamedTuple):
@@ -110,44 +109,23 @@ def host(x):
     return np.asarray(x.astype(np.float32) if getattr(x, "dtype", None) == ml_dtypes.bfloat16 else x, np.float64)
 
 
-def dense(q, k, v, allowed=True, *, bias=0.0, scale=None, softcap=None, sinks=None, keep=1.0):
-    """Attention in float64: the output (Dv, Hq, Sq, B), the log-sum-exp (Sq, Hq, B) and the weights (Skv, Sq, Hq, B).
-
-    Args:
-        q, k, v: arrays, dense.
-        allowed: what broadcasts to the weights, True where a query attends to a key.
-        bias: added to the scores.
-        scale, softcap, sinks: as in a call.
-        keep: by what the weights are multiplied after the softmax: dropout.
-    """
-    q, k, v = (host(x) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    s = np.einsum("dhib,dhjb->jihb", q, k) * (1 / math.sqrt(q.shape[0]) if scale is None else scale)
-    s = s if softcap is None else softcap * np.tanh(s / softcap)
-    s = np.where(allowed, s + bias, -np.inf)
-    sink = np.full(q.shape[1], -np.inf) if sinks is None else host(sinks)
-    with np.errstate(divide="ignore"):
-        rows = np.logaddexp(np.logaddexp.reduce(s, axis=0), sink[:, None])
-    p = np.where(np.isneginf(s), 0.0, np.exp(s - np.where(np.isneginf(rows), 0.0, rows)))
-    return np.einsum("jihb,dhjb->dhib", p * keep, v), rows, p
+def with_masks(function, *arrays, allowed, bias=None, sinks=None, **options):
+    """A function of the reference, with a mask and a bias that broadcast to (Skv, Sq, Hq, B)."""
+    *arrays, q, k, v = (host(x) for x in arrays)
+    options |= {} if sinks is None else {"sinks": host(sinks)}
+    options |= {} if bias is None else {"bias": np.broadcast_to(bias, (k.shape[2], *q.shape[2:0:-1], q.shape[3]))}
+    mask = np.broadcast_to(allowed, (k.shape[2], *q.shape[2:0:-1], q.shape[3]))
+    return function(*arrays, q, k, v, mask=mask, **options)
 
 
-def output(*arrays, **options):
-    """The output alone."""
-    return dense(*arrays, **options)[0]
+def output(q, k, v, allowed=True, **options):
+    """The output in float64; ``allowed`` broadcasts to the weights, True where a query attends to a key."""
+    return with_masks(reference.attention, q, k, v, allowed=allowed, **options)[0]
 
 
-def gradients(dout, q, k, v, allowed=True, *, scale=None):
+def gradients(dout, q, k, v, allowed=True, **options):
     """The gradients of q, k and v in float64."""
-    dout, q, k, v = (host(x) for x in (dout, q, k, v))
-    out, _, p = dense(q, k, v, allowed, scale=scale)
-    tau, groups, heads = 1 / math.sqrt(q.shape[0]) if scale is None else scale, q.shape[1] // k.shape[1], k.shape[1]
-    wide_k, wide_v = (np.repeat(x, groups, axis=1) for x in (k, v))
-    dp = np.einsum("dhib,dhjb->jihb", dout, wide_v)
-    ds = tau * p * (dp - np.einsum("dhib,dhib->ihb", dout, out))
-    dq, dk = np.einsum("jihb,dhjb->dhib", ds, wide_k), np.einsum("jihb,dhib->dhjb", ds, q)
-    dv = np.einsum("jihb,dhib->dhjb", p, dout)
-    return dq, *(x.reshape(len(x), heads, groups, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+    return with_masks(reference.attention_backward, dout, q, k, v, allowed=allowed, **options)
 
 
 def causal(queries, keys, shift=0):

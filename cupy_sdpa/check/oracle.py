@@ -18,14 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ..reference import diagonal, exponentials, visible
+from ..reference import MASKED, diagonal, directional_derivative, exponentials, gradients, modified, output, visible
 from .data import FORMATS, FP8_SCALE, Data, dtype_of, round_fp8, tree_pairs
 from .functions import function_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Scores up to this value count as masked.
-MASKED = -5e8
 #: The step of the central differences.
 STEP = 1e-6
 #: A score function is not differentiable if its derivative changes by more than this in a step, at weights above the second.
@@ -266,7 +264,7 @@ class Results:
             self.out = np.asarray(round_fp8(weights @ (self.v - mean), self.fp8, FP8_SCALE))
             self.out = self._round(round_fp8(self.out + mean * self.attended.any(axis=-1, keepdims=True), self.fp8, FP8_SCALE))
         else:
-            self.out = self._round(self._round(found / divisor * inputs.keep) @ self.v)
+            self.out = output(self.p, self.v, keep=inputs.keep, rounded=self._round)
         self.values["out"] = inputs.to_call_shape(inputs.merge_heads(self.out), 0)
         for name, array, fill_value in (("stats", stats, -np.inf), ("max", maximum, -np.inf), ("sum_exp", total, 0.0)):
             self.values[name] = inputs.to_call_shape(inputs.merge_heads(array[..., 0]), 0, fill_value)
@@ -291,16 +289,16 @@ class Results:
         if "score_mod" in options:
             scores = inputs.call_function("score_mod", scores).astype(work)
         self.softcap_input = scores
+        changes: dict[str, Any] = {}
         if "softcap" in options:
-            cap = work.type(options["softcap"])
-            scores = cap * np.tanh(scores / cap)
+            changes["softcap"] = work.type(options["softcap"])
         if "alibi_slopes" in options:
             distance = np.abs(inputs.diagonal() - np.arange(inputs.case.skv)).astype(work)
-            scores = scores - inputs.expand_heads(arrays["alibi_slopes"]).astype(work) * distance
+            changes["penalty"] = inputs.expand_heads(arrays["alibi_slopes"]).astype(work) * distance
         if "bias" in options:
-            with np.errstate(over="ignore"):
-                scores = scores + inputs.expand_scores(arrays["bias"]).astype(work)
-        return scores
+            changes["bias"] = inputs.expand_scores(arrays["bias"]).astype(work)
+        found: Array = modified(scores, **changes)
+        return found
 
     def _add_score_derivatives(self) -> None:
         """Compute the derivatives of the scores by the scaled product of q and k and by the captured arrays, in float64."""
@@ -330,16 +328,14 @@ class Results:
                     self.tensor_derivatives[name] = of_softcap * of_tensor
 
     def _add_derivative(self) -> None:
-        """Add the derivative in the direction of the tangents: ``dO = (P ∘ (dS - Σ P ∘ dS) ∘ R) V + (P ∘ R) dV``."""
-        inputs, work, p = self.inputs, self.work, self.p
+        """Add the derivative in the direction of the tangents."""
+        inputs, work = self.inputs, self.work
         dq, dk, dv = (inputs.tangent(name).astype(work) for name in "qkv")
         dproduct = work.type(inputs.scale) * (dq @ self.k.swapaxes(-1, -2) + self.q @ dk.swapaxes(-1, -2))
         self.dscores = dproduct * np.asarray(self.truth.score_derivative, work)
-        self.mean = (p * self.dscores).sum(axis=-1, keepdims=True)
         keep = np.asarray(inputs.keep, work)
-        of_scores = self._round(self._round(p * (self.dscores - self.mean) * keep) @ self.v)
-        derivative = self._round(of_scores + self._round(self._round(p * keep) @ dv))
-        self.values["jvp"] = inputs.to_call_shape(inputs.merge_heads(derivative), 0)
+        found, self.mean = directional_derivative(self.p, self.dscores, self.v, dv, keep=keep, rounded=self._round)
+        self.values["jvp"] = inputs.to_call_shape(inputs.merge_heads(found), 0)
 
     def _add_gradients(self) -> None:
         """Add the gradients; the derivatives of the score function are those of the truth."""
@@ -349,15 +345,10 @@ class Results:
         stats = np.where(np.isneginf(stats), np.inf, stats)
         # A fused kernel computes P again from the rounded L.
         p = np.exp(self.scores - stats).astype(work) if self.dtype is not None else self.p
-        keep = np.asarray(inputs.keep, work)
-        dp = (dout @ self.v.swapaxes(-1, -2)) * keep
-        delta = (dout * self.out).sum(axis=-1, keepdims=True)
-        self.ds = p * (dp - delta)
-        dproduct = self._round(self.ds * np.asarray(self.truth.score_derivative, work))
-        scale = work.type(inputs.scale)
-        dv = self._round(p * keep).swapaxes(-1, -2) @ dout
-        dk = scale * (dproduct.swapaxes(-1, -2) @ self.q)
-        dq = scale * (dproduct @ self.k)
+        dq, dk, dv, self.ds, delta = gradients(
+            p, dout, self.q, self.k, self.v, scale=work.type(inputs.scale), keep=np.asarray(inputs.keep, work),
+            slope=np.asarray(self.truth.score_derivative, work), out=self.out, rounded=self._round,
+        )  # fmt: skip
         values["dq"] = self._round(inputs.to_call_shape(inputs.merge_heads(dq), 0))
         values["dk"] = self._round(inputs.to_call_shape(dk.sum(axis=2), 1))
         values["dv"] = self._round(inputs.to_call_shape(dv.sum(axis=2), 1))

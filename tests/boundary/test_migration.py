@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plain import softmax_attention
 
 import cupy_sdpa
-from cupy_sdpa import nnlib
+from cupy_sdpa import nnlib, reference
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 5, 7, 8
@@ -43,9 +42,10 @@ def striped(b, h, i, j):
 
 
 def want(q=Q, k=K, v=V, allowed=True, bias=0.0, tau=D**-0.5, **others):
-    """The reference."""
-    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return softmax_attention(q, k, v, np.broadcast_to(allowed, shape), np.broadcast_to(bias, shape), tau, **others)
+    """The reference, for arrays (B, H, S, D)."""
+    mask, bias = (np.broadcast_to(x, (*q.shape[:3], k.shape[2])).T for x in (allowed, bias))
+    out, rows = reference.attention(*(x.transpose(3, 1, 2, 0) for x in (q, k, v)), mask=mask, bias=bias, scale=tau, **others)
+    return out.transpose(3, 1, 2, 0), rows.T
 
 
 def paged():

@@ -16,7 +16,8 @@ from cupy_sdpa.check.data import build
 from cupy_sdpa.check.draw import OPTIONS, PAIRS, draw, draw_options
 from cupy_sdpa.check.drawn_memory import Memory, memory_of
 from cupy_sdpa.check.execute import Expected, execute
-from cupy_sdpa.check.oracle import MASKED, Inputs, Results
+from cupy_sdpa.check.oracle import Inputs, Results
+from cupy_sdpa.reference import MASKED
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
