@@ -72,6 +72,7 @@ TESTS = {
     "cupy_sdpa/problem/slices.py": ("attention",),
     "cupy_sdpa/programs": ("programs", "block_masks", "jvp", "attention", "kv_cache"),
     "cupy_sdpa/replay": ("replay",),
+    "cupy_sdpa/replay/bound_program.py": ("replay", "score_fn", "boundary"),
     "cupy_sdpa/replay/call_key.py": ("replay", "programs"),
     "cupy_sdpa/replay/call_report.py": ("support", "plans"),
     "cupy_sdpa/replay/replay_cache.py": ("replay", "score_fn", "boundary"),

@@ -227,3 +227,12 @@ def test_zeros_of_both_signs_are_different_numbers(name, engine):
     found = [engine.get(call(x, v, scale=zero, score_mod=sign)).tobytes() for zero in (0.0, -0.0, 0.0, -0.0)]
     assert found[:2] == found[2:]
     assert found[0] != found[1]
+
+
+def test_lengths_of_another_dtype_are_read_in_every_call():
+    """They are copied to int32: the copy of the first call is not those of later calls."""
+    q, k, v = (np.asfortranarray(np.random.default_rng(n).standard_normal((8, 2, 10, 2), np.float32)) for n in range(3))
+    for lengths in ([10, 3], [4, 10], [0, 7]):
+        want = attention(q, k, v, seq_lens_kv=np.array(lengths, np.int32))
+        np.testing.assert_array_equal(attention(q, k, v, seq_lens_kv=np.array(lengths, np.int64)), want)
+        np.testing.assert_array_equal(attention(q, k, v, seq_lens_kv=tuple(lengths)), want)

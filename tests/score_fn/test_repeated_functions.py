@@ -198,3 +198,17 @@ def test_cached_calls_keep_no_arrays_alive(engine):
     alive = [weakref.ref(x) for x in (*given, table)]
     del given, table
     assert not any(array() for array in alive)
+
+
+def test_a_function_reads_rows_of_an_array(engine):
+    """Two rows of one array are two operands that begin inside it; repeated calls get other arrays."""
+    for seed in range(5):
+        q, k, v = (engine.normal([seed, n], 16, 2, 24, 1) for n in range(3))
+        rows = engine.normal([seed, 3], 4, 24, dtype=np.float32)
+        found = attention(q, k, v, score_mod=lambda s, b, h, i, j, rows: s + rows[3, j] + rows[1, i], tensors={"rows": rows})
+        host = engine.get(rows)
+        bias = np.asfortranarray((host[3][:, None] + host[1][None, :])[..., None, None].astype(np.float32))
+        want = attention(*(np.asfortranarray(engine.get(x).astype(np.float32)) for x in (q, k, v)), bias=bias)
+        np.testing.assert_allclose(engine.get(found), want, atol=engine.tolerance)
+        kept = q, k, v, rows  # the next arrays have other addresses
+    del kept
