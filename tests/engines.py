@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import get_plan_cache
+from cupy_sdpa.boundary import argument, arguments, user_functions
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
@@ -21,6 +22,7 @@ from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.cudnn.library import library
 from cupy_sdpa.problem import slices
+from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.programs.executor import ReadCall
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
@@ -56,6 +58,11 @@ class Engine:
     def on_cudnn(self) -> bool:
         """Whether calls run through cuDNN, or through what stands in for it."""
         return self.name in ("fake", "cupy")
+
+    @property
+    def left_out(self) -> set[str]:
+        """The options that a run of ``check`` leaves out on the engine."""
+        return LEFT_OUT[CASES[self.name]]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -175,6 +182,23 @@ def numbers(count: int, quick: int = 0, sweep: int | None = None) -> list[Any]:
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:
     """Values for ``parametrize``, of which one in ``count`` is in the short tier; the others have the marker slow."""
     return [pytest.param(value, marks=[pytest.mark.slow] * (number % count > 0)) for number, value in enumerate(values)]
+
+
+@contextlib.contextmanager
+def not_parsed():
+    """Assert that the calls are repeated ones: no function is traced, no option is read, and no problem is created."""
+
+    def fail(*_, **__):
+        pytest.fail("the call was parsed")
+
+    parsing = (
+        (user_functions, "trace"), (arguments, "read_settings"), (arguments, "make_problem"), (argument, "make_spec"),
+        (Problem, "__post_init__"),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in parsing:
+            patch.setattr(owner, name, fail)
+        yield
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def quantize_all(
     if not isinstance(dtype, str) or dtype not in FP8_LARGEST:
         raise TypeError(f"dtype is {dtype!r}; it must be {' or '.join(FP8_LARGEST)}")
     names, of_lengths = _NAMES[: len(arrays)], _LENGTHS[: len(arrays)]
-    lengths = [as_int32("lengths", x) for x in lengths]
+    lengths = [x if x is None else as_int32("lengths", x) for x in lengths]
     if layout is not None:
         return _in_layout(lambda *own: quantize_all(own, dtype, rotations, lengths, centered=centered), arrays, layout)
 
@@ -130,6 +130,9 @@ def _parse(
 ) -> Reading:
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
     names, of_lengths = _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
+    if len(names) == len(_NAMES):
+        q, k, v = (arrays[name] for name in names)
+        check_alike(q, k, v, seq_lens_q=arrays[of_lengths[0]], seq_lens_kv=arrays[of_lengths[1]])
     for name, lengths in zip(names, of_lengths, strict=True):
         check_source(arrays[name], arrays[lengths])
     parts = [fp8_kernels.rotation_of(len(arrays[name])) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
@@ -186,10 +189,8 @@ def quantize_qkv(
     (<Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, <Fp8Array float8_e4m3fn (16, 2, 5, 1), rotated>, \
 <Fp8Array float8_e4m3fn (16, 2, 5, 1), with a mean>)
     """
-    of_q, of_k = as_int32("seq_lens_q", seq_lens_q), as_int32("seq_lens_kv", seq_lens_kv)
-    check_alike(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_k)
     rotate = read_flag("rotate", rotate)
-    lengths, centered = [of_q, of_k, of_k], [False, False, read_flag("center", center)]
+    lengths, centered = [seq_lens_q, seq_lens_kv, seq_lens_kv], [False, False, read_flag("center", center)]
     results = quantize_all([q, k, v], dtype, [rotate, rotate, False], lengths, layout, centered=centered)
     return results[0], results[1], results[2]
 

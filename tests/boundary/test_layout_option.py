@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from not_parsed import not_parsed
+from engines import not_parsed
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, explain, layout, prepare, problem

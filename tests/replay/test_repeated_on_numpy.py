@@ -5,8 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from engines import Engine, numbers
-from not_parsed import not_parsed
+from engines import Engine, not_parsed, numbers
 from replayed_calls import CASES, Calls, functions_run
 
 from cupy_sdpa import (

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from not_parsed import not_parsed
+from engines import not_parsed
 
 from cupy_sdpa import attention, attention_backward, attention_jvp, attention_vjp, get_plan_cache, prepare, zoo
 
