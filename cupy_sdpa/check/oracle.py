@@ -296,8 +296,10 @@ class Results:
             distance = np.abs(inputs.diagonal() - np.arange(inputs.case.skv)).astype(work)
             changes["penalty"] = inputs.expand_heads(arrays["alibi_slopes"]).astype(work) * distance
         if "bias" in options:
-            changes["bias"] = inputs.expand_scores(arrays["bias"]).astype(work)
-        found: Array = modified(scores, **changes)
+            with np.errstate(over="ignore"):  # finfo.min of float64 becomes -inf
+                changes["bias"] = inputs.expand_scores(arrays["bias"]).astype(work)
+        with np.errstate(over="ignore"):
+            found: Array = modified(scores, **changes)
         return found
 
     def _add_score_derivatives(self) -> None:
