@@ -364,10 +364,8 @@ def get_plan_cache() -> PlanCache:
         CudnnError: cuDNN is not found.
     """
     if cupy_runtime.current_device() is None:
-        cupy_runtime.cupy()  # raises if CuPy is missing
         raise RuntimeError(
-            "there is no GPU here, and therefore no plan cache: CuPy finds no CUDA device. "
-            "`python -m cupy_sdpa info` lists what is missing"
+            "there is no GPU here, or no CuPy, and therefore no plan cache. `python -m cupy_sdpa info` lists what is missing"
         )
     from .cudnn_engine.sessions import session
 
