@@ -230,7 +230,7 @@ def merge(
 def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
     """Check the arrays of :func:`merge`, by name; ``like`` and ``rows`` are those of the first of ``count`` parts."""
     required = [name for name in arrays if name not in ("sinks", "out")]
-    on_gpu = arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None or name in required])
+    on_gpu = arrays_on_gpu({name: read_array(name, x) for name, x in arrays.items() if x is not None or name in required})
     dtype, shape = like.dtype, like.shape
     allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
     if dtype.name not in allowed:

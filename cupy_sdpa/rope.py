@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._typing import Array, ArrayT, Layout
-from .boundary.argument import Argument, arrays_on_gpu, as_int32, read_array
+from .boundary.argument import arrays_on_gpu, as_int32, read_array, spec_of
 from .boundary.arguments import check_counts, check_offsets
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
 from .boundary.options import as_float, other_names, read_count, read_flag
 from .kernels import rope_kernel as kernels
-from .problem.tensor_spec import FLOAT_DTYPES, Expected, check_spec, stride_obstacle
+from .problem.tensor_spec import FLOAT_DTYPES, Expected, TensorSpec, check_spec, stride_obstacle
 from .runtime import cupy_runtime
 
 if TYPE_CHECKING:
@@ -257,10 +257,10 @@ def apply_rope(
         first, given["start"] = int(start or 0), None
         if abs(first) >= 2**62:
             raise ValueError(f"start is {first}; positions are integers of 64 bits: pass one below 2**62")
-    array = read_array("x", x)
+    spec = spec_of("x", read_array("x", x))
     others = {name: read_array(name, y) for name, y in given.items() if y is not None}
-    on_gpu = arrays_on_gpu([array, *others.values()])
-    _check(array, others)
+    on_gpu = arrays_on_gpu({"x": x} | others)
+    _check(spec, others)
     if max_seqlen_q is not None and seq_lens is not None and max_seqlen_q > x.shape[2]:
         raise ValueError(
             f"max_seqlen_q is {max_seqlen_q}, the maximum of seq_lens_q, but x has {x.shape[2]} tokens: pass all tokens of the "
@@ -276,7 +276,7 @@ def apply_rope(
     with cupy_runtime.device_context(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
-        kernels.apply(x, out, record, kernels.Positions(first, *dense), array.spec.dtype)
+        kernels.apply(x, out, record, kernels.Positions(first, *dense), spec.dtype)
     return out  # type: ignore[no-any-return]
 
 
@@ -287,9 +287,8 @@ def _either(name: str, value: Any, of_view: str, other: Any) -> Any:
     return other if value is None else value
 
 
-def _check(x: Argument, others: dict[str, Argument]) -> None:
+def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
     """Check the arrays of :func:`apply_rope`."""
-    spec = x.spec
     if spec.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
     packed = "cu_seqlens" in others
@@ -302,7 +301,7 @@ def _check(x: Argument, others: dict[str, Argument]) -> None:
         raise ValueError(obstacle)
     batch = spec.shape[-1]
     if packed:
-        offsets = others["cu_seqlens"].array
+        offsets = others["cu_seqlens"]
         if offsets.dtype not in (np.int32, np.int64):
             raise TypeError(f"cu_seqlens is {offsets.dtype}; it must be int32 or int64: convert with .astype('int32')")
         if offsets.ndim != 1 or offsets.size < 2:
@@ -310,4 +309,4 @@ def _check(x: Argument, others: dict[str, Argument]) -> None:
         batch = offsets.size - 1
     for name, other in others.items():
         if name != "cu_seqlens":
-            check_spec(other.spec, Expected(name, (batch,), "int32", "(B,)"))
+            check_spec(spec_of(name, other), Expected(name, (batch,), "int32", "(B,)"))

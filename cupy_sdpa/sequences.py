@@ -59,9 +59,9 @@ def page_table_from_lists(
         raise ValueError(f"page_size is {page_size}; it must be below 2**31")
     indptr, indices = as_int32("indptr", indptr), as_int32("indices", indices)
     last_page_len = as_int32("last_page_len", last_page_len)
-    shape = read_array("indptr", indptr).spec.shape
+    shape = read_array("indptr", indptr).shape
     batch = max(shape[0] - 1, 0) if len(shape) == 1 else 0
-    entries = read_array("indices", indices).spec.shape
+    entries = read_array("indices", indices).shape
     legends = {"indptr": ((batch + 1,), "(B + 1,)"), "last_page_len": ((batch,), "(B,) with indptr (B + 1,)")}
     legends["indices"] = (entries if len(entries) == 1 else (0,)), "(n,)"
     arrays = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
@@ -133,7 +133,7 @@ def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
     array([ 0,  5,  8, 14], dtype=int32)
     """
     starts, lengths = as_int32("starts", starts), as_int32("lengths", lengths)
-    shape = read_array("starts", starts).spec.shape
+    shape = read_array("starts", starts).shape
     batch = shape if len(shape) == 1 and shape[0] else (1,)
     expected = [Expected("starts", batch, "int32", "(B,)"), Expected("lengths", batch, "int32", "(B,), as starts")]
     check_arrays(expected, {"starts": starts, "lengths": lengths})

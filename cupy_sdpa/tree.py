@@ -91,13 +91,13 @@ def tree_mask(
         {"k": k.data if isinstance(k, Fp8Array) else k}, {"page_table": page_table, "layout": layout}
     )
     like, page_table = arrays["k"], as_int32("page_table", options["page_table"])
-    shape = read_array("k", like).spec.shape
+    shape = read_array("k", like).shape
     if len(shape) != 4:
         raise ValueError(f"k has shape {shape}; it must be (D, Hkv, Skv, B), or with page_table (D, Hkv, page size, pages)")
     seq_lens_kv, seq_lens_q = as_int32("seq_lens_kv", seq_lens_kv), as_int32("seq_lens_q", seq_lens_q)
     keys, batch = shape[2:]
     if page_table is not None:
-        pages = read_array("page_table", page_table).spec.shape
+        pages = read_array("page_table", page_table).shape
         keys, batch = (keys * pages[0], pages[1]) if len(pages) == 2 else (keys, batch)
     wanted = [Expected("page_table", (keys // max(shape[2], 1), batch), "int32", "(P, B)")]
     wanted += [Expected(name, (batch,), "int32", "(B,)") for name in ("seq_lens_kv", "seq_lens_q")]

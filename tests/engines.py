@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import get_plan_cache
-from cupy_sdpa.boundary import argument, arguments, user_functions
+from cupy_sdpa.boundary import arguments, user_functions
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
@@ -192,7 +192,7 @@ def not_parsed():
         pytest.fail("the call was parsed")
 
     parsing = (
-        (user_functions, "trace"), (arguments, "read_settings"), (arguments, "make_problem"), (argument, "make_spec"),
+        (user_functions, "trace"), (arguments, "read_settings"), (arguments, "make_problem"), (arguments, "spec_of"),
         (Problem, "__post_init__"),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

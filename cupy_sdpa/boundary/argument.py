@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..errors import in_words
 from ..problem.problem import CU_SEQLENS, LENGTHS, OPTION_ARRAYS, SEEDS
-from ..problem.tensor_spec import Expected, TensorSpec, alignment_of, byte_range, check_spec, dtype_name, make_spec
+from ..problem.tensor_spec import Expected, TensorSpec, byte_range, check_spec
 from ..problem.view import Elements, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
@@ -24,29 +24,6 @@ _REMEDIES = {
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
     **dict.fromkeys(INT32, "convert with numpy.asarray(..., 'int32') or cupy.asarray(..., 'int32')"),
 }
-
-
-class Argument(NamedTuple):
-    """An array argument.
-
-    Attributes:
-        name: the name of the argument.
-        array: the array, or its view.
-        address: the address of the first element in the GPU's memory; 0 for numpy arrays.
-        device: the device of a CuPy array; None for numpy arrays, and for those that the interpreter computes with.
-    """
-
-    name: str
-    array: Any
-    address: int
-    device: int | None
-
-    @property
-    def spec(self) -> TensorSpec:
-        """What a problem depends on."""
-        if isinstance(self.array, View):
-            return self.array.spec(self.name)
-        return spec_of(self.name, self.array, 0 if self.device is None else self.address)
 
 
 class NoArray:
@@ -71,16 +48,19 @@ class NoArray:
         raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self._not_an_array}")
 
 
-def read_array(name: str, array: Any) -> Argument:
-    """The record of an array."""
+def read_array(name: str, array: Any) -> Any:
+    """Check that an argument is an array of numpy or CuPy, or a view, and return it; lists of lengths become int32 arrays.
+
+    Raises:
+        TypeError: it is none; the message says how to convert it.
+    """
     if isinstance(array, View):
-        return Argument(name, array, array.offset, array.storage.device)
+        return array
     if name in INT32:
         array = as_int32(name, array)
-    if type(array) in (np.ndarray, np.memmap):  # the elements of a subclass, such as a masked array, may mean something else
-        return Argument(name, array, 0, None)
-    if type(array) is InterpretedArray:
-        return Argument(name, array, array.data.ptr, None)
+    # the elements of a subclass of ndarray, such as a masked array, may mean something else
+    if type(array) in (np.ndarray, np.memmap, InterpretedArray):
+        return array
     if not cupy_runtime.is_array(array):
         if remedy := getattr(type(array), "_not_an_array", None):
             raise TypeError(f"{name} is {in_words(array)}; {remedy}")
@@ -108,14 +88,14 @@ def read_array(name: str, array: Any) -> Argument:
             f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
-    return Argument(name, array, array.data.ptr, array.data.device_id)
+    return array
 
 
-def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Argument], dict[str, Argument], bool]:
-    """Read all arrays of a call: its arguments and the arrays among its options, by name; those in ``tensors``; and the engine.
+def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Read all arrays of a call by name: the arguments and the options, then those in ``tensors``.
 
     Every call reads its arrays here, before anything is allocated, so that no engine gets an array of another one. The third
-    result tells whether the arrays are CuPy's. A seed or an offset that is an integer is not an array.
+    result is whether the arrays are CuPy's. A seed or an offset that is an integer is not an array.
 
     Raises:
         TypeError: q, k or v is None, an array is none, or arrays of several libraries are mixed.
@@ -124,9 +104,10 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     passed = {**arrays, **{name: options.get(name) for name in OPTION_ARRAYS}}
     passed = {name: x for name, x in passed.items() if not (name in SEEDS and _is_integer(name, x))}
     check_one_library(passed)
-    found = {name: read_array(name, x) for name, x in passed.items() if x is not None or name in ("q", "k", "v")}
-    tensors = {name: read_array(f"tensors[{name!r}]", x) for name, x in (options.get("tensors") or {}).items()}
-    return found, tensors, arrays_on_gpu([*found.values(), *tensors.values()])
+    checked = {name: read_array(name, x) for name, x in passed.items() if x is not None or name in ("q", "k", "v")}
+    named = {f"tensors[{name!r}]": x for name, x in (options.get("tensors") or {}).items()}
+    tensors = {name: read_array(name, x) for name, x in named.items()}
+    return checked, tensors, arrays_on_gpu(checked | tensors)
 
 
 def _is_integer(name: str, value: Any) -> bool:
@@ -164,75 +145,87 @@ def as_int32(name: str, array: Any) -> Any:
     return found.astype(np.int32)
 
 
-def spec_of(name: str, array: Any, address: int = 0) -> TensorSpec:
-    """The spec of a CuPy array at an address, or of a numpy array."""
-    # Only cuDNN needs aligned arrays, and it reads integers one at a time.
-    alignment = 16 if array.dtype.kind == "i" else alignment_of(address)
-    return make_spec(name, dtype_name(array.dtype), array.shape, array.strides, alignment)
+def device_of(array: Any) -> int | None:
+    """The number of the GPU of a CuPy array or its view; None for numpy arrays, and for arrays of the interpreter."""
+    if isinstance(array, View):
+        return array.storage.device
+    return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
-def arrays_on_gpu(arguments: Iterable[Argument]) -> bool:
-    """Whether the arrays are CuPy's, all on one device."""
-    given = list(arguments)
-    different = {argument.device for argument in given}
+def spec_of(name: str, array: Any) -> TensorSpec:
+    """What a problem depends on, if the array or view is its array of this name."""
+    return (array if isinstance(array, View) else View.of(name, array)).spec(name)
+
+
+def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
+    """Whether the arrays of a call are CuPy's, all on one device.
+
+    Raises:
+        TypeError: arrays of numpy and CuPy are mixed.
+        ValueError: arrays are on different devices.
+    """
+    devices = {name: device_of(array) for name, array in arrays.items()}
+    first, *others = devices.items()
+    different = [first, *((name, device) for name, device in others if device != first[1])]
     if len(different) == 1:
-        return different != {None}
-    own, *others = given
-    others = [own, *(argument for argument in others if argument.device != own.device)]
-    if None in different:
-        on_host, on_gpu = (next(x.name for x in others if (x.device is None) is host) for host in (True, False))
-        listed = ", ".join(f"{x.name} is {_kind_of(x)}" for x in others)
+        return first[1] is not None
+    if None in devices.values():
+        on_host, on_gpu = (next(name for name, device in different if (device is None) is host) for host in (True, False))
+        listed = ", ".join(f"{name} is {_library(arrays[name], device)}" for name, device in different)
         raise TypeError(
             f"arrays are mixed: {listed}. Move them to one side with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
         )
-    listed = ", ".join(f"{x.name} on device {x.device}" for x in others)
+    listed = ", ".join(f"{name} on device {device}" for name, device in different)
     raise ValueError(
         f"arrays are on different devices: {listed}. Copy them to one: with cupy.cuda.Device(...): cupy.asarray(...)"
     )
 
 
-def _kind_of(argument: Argument) -> str:
+def _library(array: Any, device: int | None) -> str:
     """What an array is, for messages; integers may have been passed as a list."""
-    if argument.device is not None:
+    if device is not None:
         return "a CuPy array"
-    return "a numpy array or a list" if getattr(argument.array, "dtype", None) == np.int32 else "a numpy array"
+    return "a numpy array or a list" if getattr(array, "dtype", None) == np.int32 else "a numpy array"
 
 
-def share_elements(a: Argument, b: Argument) -> bool:
+def share_elements(a: Any, b: Any) -> bool:
     """Whether two arrays of one engine have an element in common; views of missing arrays have none."""
-    if isinstance(a.array, View) or isinstance(b.array, View):
+    if isinstance(a, View) or isinstance(b, View) or not a.size or not b.size:
         return False
-    if not a.array.size or not b.array.size:
-        return False
-    if not a.address or not b.address:  # of numpy arrays
-        return a.address == b.address and bool(np.shares_memory(a.array, b.array))
-    (a_from, a_to), (b_from, b_to) = (byte_range(x.shape, x.strides, x.itemsize) for x in (a.array, b.array))
-    distance = b.address - a.address
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and bool(np.shares_memory(a, b))
+    (a_from, a_to), (b_from, b_to) = (byte_range(x.shape, x.strides, x.itemsize) for x in (a, b))
+    distance = b.data.ptr - a.data.ptr
     if a_to <= distance + b_from or distance + b_to <= a_from:
         return False
-    one, other = (np.asarray(Elements(x.address, x.array)) for x in (a, b))  # to compare layouts; it reads no element
+    one, other = (np.asarray(Elements(x.data.ptr, x)) for x in (a, b))  # to compare layouts; it reads no element
     return bool(np.shares_memory(one, other))
 
 
-def check_separate(results: Iterable[Argument], arguments: Sequence[Argument]) -> None:
-    """Check that results are writable and share no element with another array; no element is read."""
-    for result in results:
-        if isinstance(result.array, np.ndarray) and not result.array.flags.writeable:
-            raise ValueError(f"{result.name} is read-only, but results are written to it: pass a writable array")
-        for other in arguments:
-            if other is not result and share_elements(result, other):
-                raise ValueError(
-                    f"{result.name} overlaps {other.name} in memory: results would overwrite it; pass a separate array"
-                )
+def check_separate(results: Iterable[str], arrays: Mapping[str, Any]) -> None:
+    """Check that results, by name among the arrays, are writable and share no element with another array.
+
+    No element is read.
+
+    Raises:
+        ValueError: a result is read-only, or overlaps another array.
+    """
+    for name in results:
+        result = arrays[name]
+        if isinstance(result, np.ndarray) and not result.flags.writeable:
+            raise ValueError(f"{name} is read-only, but results are written to it: pass a writable array")
+        for other, array in arrays.items():
+            if other != name and share_elements(result, array):
+                raise ValueError(f"{name} overlaps {other} in memory: results would overwrite it; pass a separate array")
 
 
 def check_arrays(expected: Iterable[Expected], arrays: Mapping[str, Any]) -> None:
     """Check arrays that a call does not read as arrays of its problem."""
-    arguments = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
-    passed = [(arguments[one.name], one) for one in expected if one.name in arguments]
-    if passed:
-        arrays_on_gpu(arguments.values())
-    for argument, one in passed:
-        check_spec(argument.spec, one)
+    passed = {name: read_array(name, array) for name, array in arrays.items() if array is not None}
+    checked = [one for one in expected if one.name in passed]
+    if checked:
+        arrays_on_gpu(passed)
+    for one in checked:
+        check_spec(spec_of(one.name, passed[one.name]), one)
         if one.writable:
-            check_separate([argument], list(arguments.values()))
+            check_separate([one.name], passed)

@@ -25,7 +25,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import INT32, Argument, check_separate, read_array, read_arrays, spec_of
+from .argument import INT32, check_separate, read_array, read_arrays, spec_of
 from .call import Fill, ProblemCall
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
@@ -112,22 +112,22 @@ def _read(
     deterministic = read_flag("deterministic", deterministic)
     check_names(options)
     user_functions.check_tensors(options)
-    arguments, tensors, on_gpu = read_arrays(arrays, options)
+    passed, tensors, on_gpu = read_arrays(arrays, options)
     if options.get("layout") is None and not has_callers_axes():
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
-            layouts.check_strides_of(name, arguments[name].array)
-    head_dim, *_ = arguments["q"].array.shape or (0,)
+            layouts.check_strides_of(name, passed[name])
+    head_dim, *_ = passed["q"].shape or (0,)
     tau = read_scale(options.get("scale"), head_dim)
     settings, scalars = read_settings(options, tau, deterministic=deterministic)
-    seeds = {name: options[name] for name in SEEDS if name not in arguments and options.get(name) is not None}
-    fills = _read_seeds(arguments, seeds, drawn=bool(settings.dropout and "dropout_mask" not in arguments))
-    specs = {name: argument.spec for name, argument in arguments.items()}
+    seeds = {name: options[name] for name in SEEDS if name not in passed and options.get(name) is not None}
+    fills = _read_seeds(passed, seeds, drawn=bool(settings.dropout and "dropout_mask" not in passed))
+    specs = {name: spec_of(name, array) for name, array in passed.items()}
     fills |= _missing_lengths(specs)
     specs |= {name: dense_spec(name, fill.dtype, (fill.size,)) for name, fill in fills.items()}
     problem, functions, gradients = _define_problem(specs, options, settings, outputs, return_dtensors)
     if on_gpu:
         user_functions.check_scalars(functions.scalars)
-    arguments |= {name: read_array(name, array) for name, array in functions.arrays.items()}
+    passed |= functions.arrays
     scalars.update(functions.scalars)
     *_, sq, skv, _ = problem.sizes
     causal = options.get("causal")
@@ -137,30 +137,29 @@ def _read(
             "causal='bottom_right', where the last query attends to all keys of its sequence, or 'top_left', where query i "
             "attends to keys 0 to i"
         )
-    found = {name: argument.array for name, argument in arguments.items()}
-    if not isinstance(arguments["q"].array, View):  # the arrays of a step of a program are right by construction
-        check_factors(problem, found)
+    if not isinstance(passed["q"], View):  # the arrays of a step of a program are right by construction
+        check_factors(problem, passed)
         if not on_gpu:
-            check_lengths(problem, found)
-        results = [arguments[spec.name] for spec in problem.results if spec.name in arguments]
-        check_separate(results, [*tensors.values(), *arguments.values()])  # those of tensors by the caller's names
+            check_lengths(problem, passed)
+        results = [spec.name for spec in problem.results if spec.name in passed]
+        check_separate(results, tensors | passed)  # those of tensors by the caller's names
     bucket = _rounding(options.get("bucket"), problem)
     if read_flag("batch_invariant", options.get("batch_invariant", False)):
         check_batch_invariant(problem, on_cudnn=on_gpu)
     layouts.check_strides(problem, options, on_gpu=on_gpu)
-    return ProblemCall(problem, found, scalars, on_gpu, bucket, functions, gradients, fills)
+    return ProblemCall(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)
 
 
-def _read_seeds(arguments: dict[str, Argument], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
+def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
     """The seed and offset to create, if random numbers are drawn; reshapes arrays of one element and removes unused ones."""
     fills = {}
     for name in SEEDS:
         if not drawn:
-            arguments.pop(name, None)
-        elif name not in arguments:
+            arrays.pop(name, None)
+        elif name not in arrays:
             fills[name] = Fill("int64", 1, seeds.get(name, 0))
-        elif arguments[name].array.shape == ():
-            arguments[name] = read_array(name, arguments[name].array.reshape(1))
+        elif arrays[name].shape == ():
+            arrays[name] = arrays[name].reshape(1)
     return fills
 
 
@@ -188,7 +187,7 @@ def _define_problem(
     problem, functions = make_problem(tuple(specs.values()), settings, outputs), user_functions.NO_FUNCTIONS
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
-        captured = [read_array(name, array).spec for name, array in functions.arrays.items()]
+        captured = [spec_of(name, read_array(name, array)) for name, array in functions.arrays.items()]
         problem = make_problem((*specs.values(), *captured), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:
@@ -348,12 +347,8 @@ def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool)
 
 def _spec_of_shape(name: str, x: Any, dtype: Any) -> TensorSpec:
     """The spec of an array or a view, or of a dense array of a shape."""
-    if isinstance(x, View):
-        return x.spec(name)
-    if isinstance(x, (np.ndarray, InterpretedArray)):
+    if isinstance(x, (View, np.ndarray, InterpretedArray)) or cupy_runtime.is_array(x):
         return spec_of(name, x)
-    if cupy_runtime.is_array(x):
-        return spec_of(name, x, x.data.ptr)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):
         raise TypeError(f"{name} is {x!r}; pass a shape, such as (128, 32, 4096, 1), or an array")
     if any(n < 0 for n in x):

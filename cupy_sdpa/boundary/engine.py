@@ -13,9 +13,10 @@ import numpy as np
 
 from ..errors import Unsupported
 from ..problem.problem import SEEDS
+from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host
-from .argument import INT32, Argument, arrays_on_gpu
+from .argument import INT32, arrays_on_gpu
 
 #: The values of the option besides None, and the arrays that each engine computes with.
 ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
@@ -59,5 +60,5 @@ def interpreted(name: str, array: Any, device: int) -> Any:
     is_numpy = isinstance(array, np.ndarray)
     if not is_numpy and not cupy_runtime.is_array(array):
         return array
-    arrays_on_gpu([Argument("q", None, 0, device), Argument(name, array, 0, None if is_numpy else array.data.device_id)])
+    arrays_on_gpu({"q": View.dense("q", (), np.float16, device), name: array})
     return on_host(InterpretedArray(array)) if name in INT32 or name in SEEDS else InterpretedArray(array)

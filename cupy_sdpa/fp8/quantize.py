@@ -198,7 +198,7 @@ def quantize_qkv(
 def check_alike(q: Any, k: Any, v: Any, **lengths: Any) -> None:
     """Raise TypeError if arrays are on several engines, or q, k and v of several dtypes."""
     arrays = {"q": q, "k": k, "v": v}
-    arrays_on_gpu([read_array(name, x) for name, x in {**arrays, **lengths}.items() if x is not None or name in arrays])
+    arrays_on_gpu({name: read_array(name, x) for name, x in {**arrays, **lengths}.items() if x is not None or name in arrays})
     for name, x in arrays.items():
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
@@ -335,7 +335,7 @@ def check_source(x: Any, lengths: Any) -> None:
     check_strides_of("x", x, required=on_gpu)
     if lengths is None:
         return
-    arrays_on_gpu([read_array("x", x), read_array("lengths", lengths)])
+    arrays_on_gpu({"x": read_array("x", x), "lengths": read_array("lengths", lengths)})
     if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
         raise ValueError(
             f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "

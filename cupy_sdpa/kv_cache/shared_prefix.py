@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..boundary.argument import read_array, read_arrays
+from ..boundary.argument import read_arrays, spec_of
 from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.options import Options, check_names, is_one_of, takes_options
@@ -103,8 +103,8 @@ def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, shared_prefix:
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    arguments, *_ = read_arrays(arrays, options)
-    options = {**options, **{name: arguments[name].array for name in ("page_table", "seq_lens_kv") if name in arguments}}
+    passed, *_ = read_arrays(arrays, options)
+    options = {**options, **{name: passed[name] for name in ("page_table", "seq_lens_kv") if name in passed}}
     _check(arrays["q"], arrays["k"], shared_prefix, options)
     call = read_forward(**arrays, options=options, return_stats=return_stats)
     inputs, page = Inputs(arrays, options), call.problem.k.shape[2]
@@ -178,7 +178,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
         raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
-    lengths = read_array("seq_lens_kv", options["seq_lens_kv"]).spec
+    lengths = spec_of("seq_lens_kv", options["seq_lens_kv"])
     check_spec(lengths, Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)"))
     page, width = k.shape[2], options["page_table"].shape[0]
     if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):

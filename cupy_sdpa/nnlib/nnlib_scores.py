@@ -79,7 +79,7 @@ def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
     if isinstance(mask, Mask):
         mask = mask.array
     arrays = {"q": q, "k": k, "bias": bias, "mask": mask}
-    arrays_on_gpu([read_array(name, x) for name, x in arrays.items() if x is not None])
+    arrays_on_gpu({name: read_array(name, x) for name, x in arrays.items() if x is not None})
     if mask is not None and mask.dtype != bool:
         raise TypeError(f"mask is {mask.dtype}; it must be bool: convert with .astype(bool)")
     return bias, mask

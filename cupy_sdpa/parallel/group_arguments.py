@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_arrays, read_array, read_arrays
+from ..boundary.argument import check_arrays, device_of, read_array, read_arrays
 from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
 from ..boundary.options import check_names
@@ -49,25 +49,25 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     read_arrays(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})  # checks all; these are on the host
     given = {name: read_array(name, x) for name, x in arrays.items()}
-    q, k, _ = (given[name].array for name in "qkv")
+    q, k, _ = (given[name] for name in "qkv")
     if isinstance(q, InterpretedArray):
         raise Unsupported(
             "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
             "cuDNN, or pass numpy arrays"
         )
     packed = any(options.get(name) is not None for name in CU_SEQLENS)
-    for name, argument in given.items():
+    for name, array in given.items():
         expected = (3 if packed else 4) - (name == "stats")
-        if argument.array.ndim != expected:
-            raise ValueError(f"{name} has {argument.array.ndim} dimensions {argument.array.shape}; it needs {expected}")
+        if array.ndim != expected:
+            raise ValueError(f"{name} has {array.ndim} dimensions {array.shape}; it needs {expected}")
         if name != "stats":
-            check_strides_of(name, argument.array)
+            check_strides_of(name, array)
     queries, keys = _packed_layouts(options, size) if packed else _dense_layouts(q.shape[2], k.shape[2], size, of)
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
-        if name in given and given[name].array.shape[2] != layout.share(rank):
-            _raise_share(name, given[name].array.shape, layout, rank, packed)
+        if name in given and given[name].shape[2] != layout.share(rank):
+            _raise_share(name, given[name].shape, layout, rank, packed)
     problem = _problem(given, options, queries, keys, of.dtype)
-    on_gpu = given["q"].device is not None
+    on_gpu = device_of(given["q"]) is not None
     drawn = bool(problem.settings.dropout) and options.get("dropout_mask") is None
     if drawn and on_gpu and size > 1:
         raise Unsupported(
@@ -75,9 +75,8 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
             "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
             "than one GPU: omit dropout_p"
         )
-    own = {name: argument.array for name, argument in given.items()}
-    table = expected_arrays(*(own[name] for name in "qkv"), given=own, computed=of.dtype)
-    check_arrays([table[name] for name in ("dout", "out", "stats")], own)
+    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
+    check_arrays([table[name] for name in ("dout", "out", "stats")], given)
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
@@ -157,10 +156,10 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
 def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout, dtype: str | None) -> Problem:
     """The problem of the call on one GPU, without functions."""
     known = {name: value for name, value in options.items() if name not in (*FUNCTIONS, "tensors")}
-    device = given["q"].device
+    device = device_of(given["q"])
     views: dict[str, Any] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):
-        x = given[name].array
+        x = given[name]
         kind = x.dtype if dtype is None else numpy_dtype(dtype)
         views[name] = View.dense(name, (*x.shape[:2], layout.total, *x.shape[3:]), kind, device)
     if queries.packed:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..boundary.argument import INT32, as_int32, read_array
+from ..boundary.argument import INT32, as_int32, device_of, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.call import ProblemCall
 from ..boundary.conversion import Conversion, needs_conversion
@@ -236,10 +236,10 @@ def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any
     if not missing:
         return tuple(arrays.values())
     q, k, v = (read_array(name, arrays[name]) for name in "qkv")
-    if not all(x.array.ndim in (3, 4) for x in (q, k, v)):
-        read_forward(q.array, k.array, v.array, {})  # raises
-    shapes = {"q": q.array.shape, "k": k.array.shape, "v": v.array.shape, "stats": row_stats_shape(q.array.shape)}
-    shapes["out"] = (v.array.shape[0], *q.array.shape[1:])
-    dtypes = dict.fromkeys(shapes, q.array.dtype) | {"stats": np.dtype(row_stats_dtype(q.array.dtype))}
-    views = {name: View.dense(name, shapes[like], dtypes[like], q.device) for name, like in missing.items()}
+    if not all(x.ndim in (3, 4) for x in (q, k, v)):
+        read_forward(q, k, v, {})  # raises
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "stats": row_stats_shape(q.shape)}
+    shapes["out"] = (v.shape[0], *q.shape[1:])
+    dtypes = dict.fromkeys(shapes, q.dtype) | {"stats": np.dtype(row_stats_dtype(q.dtype))}
+    views = {name: View.dense(name, shapes[like], dtypes[like], device_of(q)) for name, like in missing.items()}
     return tuple((arrays | views).values())

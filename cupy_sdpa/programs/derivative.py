@@ -11,7 +11,7 @@ import numpy as np
 from .._typing import Array
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import check as check_mask
-from ..boundary.argument import check_arrays, read_array
+from ..boundary.argument import check_arrays, read_array, spec_of
 from ..boundary.arguments import read_forward
 from ..boundary.compute import cast, check_converted
 from ..boundary.conversion import convert, needs_conversion
@@ -191,7 +191,7 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
     """Check that an array has the type, device and dtype of another one, and a shape."""
     legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
-    check_arrays([Expected(name, shape, read_array(of, like).spec.dtype, legend)], {of: like, name: array})
+    check_arrays([Expected(name, shape, spec_of(of, read_array(of, like)).dtype, legend)], {of: like, name: array})
 
 
 def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any, dtype: str | None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_separate, read_array, read_arrays
+from ..boundary.argument import check_separate, read_arrays
 from ..boundary.call import (
     Fill,
     GivenStats,
@@ -368,11 +368,11 @@ class Inputs:
     def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         passed, tensors, _ = read_arrays(arrays, options)
         self.options = {name: value for name, value in options.items() if value is not None}
-        self.arrays = {argument.name: argument.array for argument in (*passed.values(), *tensors.values())}
+        self.arrays = passed | tensors
         self.views = {name: view_of(name, array) for name, array in self.arrays.items()}
         self.options |= {name: self.views[name] for name in self.options if name in self.views}
         if tensors:
-            self.options["tensors"] = {name: self.views[tensor_name(name)] for name in tensors}
+            self.options["tensors"] = {name: self.views[tensor_name(name)] for name in self.options["tensors"]}
 
     @property
     def device(self) -> int | None:
@@ -444,8 +444,7 @@ def composed(tag: Any, options: Mapping[str, Any], reading: Reading) -> ReadCall
     # in an order that does not depend on which results the caller passes
     signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
     call = ReadCall(program, inputs.arrays, signature, [*wanted], results, identities, gradients=gradients, refusal=refusal)
-    arguments = {name: read_array(name, array) for name, array in call.arrays.items()}  # the steps know views only
-    check_separate([arguments[name] for name in passed], list(arguments.values()))
+    check_separate(passed, call.arrays)
     call.check_elements()
     if key and function_identities(options) == identities:  # no function changed while it was called
         keep_recent(_programs, key, program, MAX_PROGRAMS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.argument import check_separate, read_array
+from ..boundary.argument import check_separate
 from ..boundary.user_functions import tensor_name
 from ..problem.view import View, on_host, placed
 
@@ -116,8 +116,7 @@ class HostProgram(BoundProgram):
         if call.program.checks:
             call.check_elements(by_name)
         if self.written:
-            arguments = {name: read_array(callers_name(call, name), array) for name, array in by_name.items()}
-            check_separate([arguments[name] for name in self.written], list(arguments.values()))
+            check_separate(self.written, {callers_name(call, name): array for name, array in by_name.items()})
         arrays_and_results = [*arrays]
         for name, shape, dtype, strides in self._strided:
             by_name[name] = np.ndarray(shape, dtype, strides=strides)
