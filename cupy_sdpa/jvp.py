@@ -6,8 +6,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import numpy as np
-
 from ._typing import Array, ArrayT
 from .boundary.arguments import views_of_shapes
 from .boundary.compute import check_converted
@@ -33,7 +31,7 @@ from .programs.derivative import (
 )
 from .programs.derivative_form import Form, Widened
 from .programs.describe import problems_of
-from .programs.executor import Inputs, Reading
+from .programs.executor import ReadCall, composed, read_operands
 from .replay.call_key import CallKey
 from .replay.replay_cache import run_cached
 
@@ -133,35 +131,30 @@ def _call(
     return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
 
 
-def _parse(
-    arrays: dict[str, Any], options: Mapping[str, Any], *, widened: Widened | None, return_stats: bool, deterministic: bool
-) -> Reading:
+def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
-    q, v = arrays["q"], arrays["v"]
-    mask, dtype, others = split_options(options)
-    inputs = Inputs(arrays, kept_options(q, others))
-    rounded = {name: arrays[name] for name in ARRAYS}
+    mask, dtype, others = split_options(key.options)
+    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
+    own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted({name: x for name, x in rounded.items() if name != "stats"}, results=("out", "dout"))
-        rounded |= {name: _rounded(name, rounded[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**others, "block_mask": mask}, (rounded["dq"], rounded["dk"], rounded["dv"])
-    form = read_form(rounded["q"], rounded["k"], rounded["v"], tangents, widened, of_form, deterministic=deterministic)
-    check_results(arrays["out"], arrays["dout"], arrays["stats"], q, v, dtype)
-    wanted = {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}
-    wanted["dout"] = wanted["out"]
-    if return_stats or arrays["stats"] is not None:
-        wanted["stats"] = row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype))
+        check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
+        own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
+    of_form, tangents = {**options, "block_mask": mask}, (own["dq"], own["dk"], own["dv"])
+    form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
+    q, v = views["q"], views["v"]
+    check_results(own["out"], own["dout"], own["stats"], q, v, dtype)
+    shape, device = (v.shape[0], *q.shape[1:]), q.storage.device
+    results = {name: View.dense(name, shape, q.dtype, device) for name in ("out", "dout")}
+    if return_stats or "stats" in arrays:
+        results["stats"] = View.dense("stats", row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
     of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
-    build = functools.partial(derivative, views=inputs.views, options=inputs.options, **of_program)
-    return Reading(inputs, wanted, build, refusal=functools.partial(refusal, form))
+    build = functools.partial(derivative, views=views, options=options, **of_program)
+    return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 
 
-def _rounded(name: str, x: Any, dtype: str) -> Any:
+def _rounded(x: View | None, dtype: str) -> View | None:
     """The view of a dense array in another dtype, to read a problem."""
-    if x is None:
-        return None
-    device = View.of(name, x).storage.device if not isinstance(x, View) else x.storage.device
-    return View.dense(name, x.shape, numpy_dtype(dtype), device)
+    return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:

@@ -125,7 +125,7 @@ class Prepared(Generic[ResultT]):
         report = report_of(call)
         if report.reasons:
             raise report.error("\n".join(report.reasons))
-        self.problem = _problem(call) or report.problem
+        self.problem = call.problem or report.problem
         self.report = report
         self._function, self._inputs, self._options, self._outputs = function, tuple(arrays), options, outputs
         self._problems, self._given = _problems(call), _in_words(arrays, options)
@@ -176,7 +176,7 @@ class Prepared(Generic[ResultT]):
     def _check(self, passed: Mapping[str, str], call: ReadCall) -> None:
         """Raise ValueError if a call with the arguments ``passed``, in words, defines another problem."""
         if _problems(call) != self._problems:
-            raise ValueError(_difference(self.problem, _problem(call) or self.problem, self._given, passed))
+            raise ValueError(_difference(self.problem, call.problem or self.problem, self._given, passed))
 
     def _named(self, arrays: tuple[Array, ...], results: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays by name."""
@@ -218,11 +218,6 @@ def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -
 _RESULTS = ("out", "stats", "dq", "dk", "dv")
 
 
-def _problem(call: ReadCall) -> Problem | None:
-    """The problem of a call; None if several launches compute it."""
-    return call.problem if isinstance(call.problem, Problem) else None
-
-
 def _problems(call: ReadCall) -> tuple[Any, ...]:
     """What prepared calls have in common: the specs of the arrays, and the steps."""
-    return call.problem, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)
+    return call.problem, call.tensors, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)

@@ -23,7 +23,7 @@ from .problem.view import View
 from .programs.block_mask_calls import dense_options
 from .programs.calls import Call, call_of, operation, read, results_of
 from .programs.describe import problems_of
-from .programs.executor import Inputs, Reading
+from .programs.executor import ReadCall, composed, read_operands
 from .programs.program import Builder
 from .programs.steps import Constant
 from .replay.call_key import CallKey
@@ -106,21 +106,15 @@ def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[st
     return dense
 
 
-def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, per_kv_head: bool) -> Reading:
+def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     """Check the arguments of :func:`weight_sums`."""
-    q, k = arrays["q"], arrays["k"]
+    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+    q, k = views["q"], views["k"]
     read_forward(q, k, k, options, return_stats=True)
-    inputs = Inputs(arrays, kept_options(q, options))
-    shape = _shape_of_keys(k, inputs.options)
+    shape = _shape_of_keys(k, options)
     heads = k.shape[1] if per_kv_head else q.shape[1]
-    wanted = {"sums": (row_stats_shape((shape[0], heads, *shape[2:])), np.dtype(row_stats_dtype(q.dtype)))}
-    return Reading(inputs, wanted, functools.partial(_build, inputs=inputs))
-
-
-def _build(builder: Builder, *, inputs: Inputs) -> None:
-    """Add the steps of :func:`weight_sums`."""
-    views = inputs.views
-    _add_steps(builder, views["q"], views["k"], views["sums"], inputs.options)
+    sums = View.dense("sums", row_stats_shape((shape[0], heads, *shape[2:])), row_stats_dtype(q.dtype), q.storage.device)
+    return composed(key, arrays, views, {"sums": sums}, functools.partial(_build, q=q, k=k, sums=sums, options=options))
 
 
 @takes_options(without=(*_NOT_TAKEN, "engine"))
@@ -169,7 +163,7 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 # The steps
 
 
-def _add_steps(builder: Builder, q: View, k: View, sums: View, options: Mapping[str, Any]) -> None:
+def _build(builder: Builder, q: View, k: View, sums: View, options: Mapping[str, Any]) -> None:
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     options = {**options, "scale": read_scale(options.get("scale"), q.shape[0])}

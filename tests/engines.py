@@ -243,10 +243,10 @@ def check_memory(call):
     call.create_results()
     found = []
     for byte in (0xFF, 0x00):  # NaN, and 0
-        for name in call.result_names:
+        for name in call.results:
             call.arrays[name].fill(np.nan)
         call.execute(None, np.full(call.program.memory_bytes, byte, np.uint8))
-        found.append([call.arrays[name].tobytes() for name in call.result_names])
+        found.append([call.arrays[name].tobytes() for name in call.results])
     assert found[0] == found[1]
 
 
@@ -254,7 +254,7 @@ def check_views(call):
     """The static checks of a call of a program."""
     program = call.program
     written, last = set(), {view.storage.name: n for n, step in enumerate(program.steps) for view in step.views()}
-    results = {*call.result_names}
+    results = {*call.results}
     for n, step in enumerate(program.steps):
         writes = {view.storage.name for view in step.writes}
         for view in step.views():

@@ -17,7 +17,7 @@ def evaluated(call, graph_of):
     run = compiled(call)
     run.create_inputs()
     run.create_results()
-    for name in run.result_names:
+    for name in run.results:
         run.arrays[name].fill(np.nan)
     for step, arguments in run.bound(np.full(run.program.memory_bytes, 0xFF, np.uint8)):
         if step.attend is None:
@@ -30,7 +30,7 @@ def evaluated(call, graph_of):
             if spec not in problem.ds_reductions:  # a sum starts from the zeros that a step has written
                 poison(problem, arguments, spec.name)
         evaluate(graph_of(step.attend.problem), arguments, call.scalars, exact=True)
-    return {name: run.arrays[name] for name in run.result_names}
+    return {name: run.arrays[name] for name in run.results}
 
 
 def poison(problem, arrays, name):

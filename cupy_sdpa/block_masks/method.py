@@ -13,8 +13,7 @@ from ..boundary.layouts import check_strides_of
 from ..kernels.blocks import BLOCK
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
-from ..problem.view import View
-from ..runtime import cupy_runtime
+from ..problem.view import View, is_on_gpu
 from ..score_fn.expression import AXES
 from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
@@ -170,7 +169,7 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        check_strides_of(name, array, required=cupy_runtime.is_array(array))
+        check_strides_of(name, array, required=is_on_gpu(array))
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -210,4 +209,4 @@ def check_arrays(
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=cupy_runtime.is_array(q), written=name in results)
+            check_strides_of(name, given[name], required=is_on_gpu(q), written=name in results)

@@ -113,7 +113,7 @@ def _read(
     check_names(options)
     user_functions.check_tensors(options)
     passed, tensors, on_gpu = read_arrays(arrays, options)
-    if options.get("layout") is None and not has_callers_axes():
+    if options.get("layout") is None and not has_callers_axes() and not isinstance(passed["q"], View):
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
             layouts.check_strides_of(name, passed[name])
     head_dim, *_ = passed["q"].shape or (0,)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ..problem.tensor_spec import dtype_name, numpy_dtype
-from .argument import read_arrays
 from .layouts import VECTORS, check_strides_of
 
 #: The dtypes to compute in.
@@ -49,7 +48,6 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
 
     ``dtype`` is that of dout, dq, dk and dv, if the others are converted already; ``results`` are the arrays that are written.
     """
-    read_arrays(arrays, {})
     own = arrays["q"].dtype if dtype is None else dtype
     for name, x in arrays.items():
         if x is None or name not in VECTORS or (dtype is not None and name in ("q", "k", "v", "out")):

@@ -28,7 +28,7 @@ from ..problem.tensor_spec import (
     order_obstacle,
     stride_obstacle,
 )
-from ..runtime import cupy_runtime
+from ..problem.view import View, is_on_gpu
 from .argument import as_int32, spec_of
 
 P = ParamSpec("P")
@@ -257,8 +257,8 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
     ``required``: the call needs these strides, also if a layout is named. ``written``: the array is a result. ``remedy`` is the
     end of the message, by default what a call on the CPU takes.
     """
-    on_gpu = cupy_runtime.is_array(array)
-    if not (on_gpu or isinstance(array, np.ndarray)) or array.ndim not in (3, 4):
+    on_gpu = is_on_gpu(array)
+    if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:
         spec = spec_of(name, array)

@@ -22,8 +22,8 @@ from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View, is_on_gpu
 from ..programs.block_mask_calls import dense_options
 from ..programs.calls import Call, operation, results_of
-from ..programs.executor import Inputs, Reading
-from ..programs.passes import wanted_results
+from ..programs.executor import ReadCall, composed, read_operands
+from ..programs.passes import result_views
 from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
@@ -153,27 +153,27 @@ class _Request(NamedTuple):
         dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
         return dense
 
-    def parse(self, arrays: dict[str, Any], options: Mapping[str, Any]) -> Reading:
+    def parse(self, key: CallKey) -> ReadCall:
         """Check the arrays and the options."""
-        inputs = _inputs(arrays, options)
-        mean = inputs.views.get("mean")
+        arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+        mean = views.get("mean")
         if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
             raise ValueError(
                 "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of the "
                 "arrays, or a mean of length 1 there"
             )
         if self.converts:
-            check_source(inputs.arrays["q"], inputs.arrays.get("seq_lens_q"))
+            check_source(views["q"], views.get("seq_lens_q"))
         out_dtype, dtype = _dtype_of(self.q) if self.converts else self.out_dtype, self.k.dtype
-        of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": self.return_stats}
+        of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": self.return_stats}
         writes = _writes(out_dtype, arrays["k"], converts=self.converts)
-        inner = {name: view for name, view in inputs.views.items() if name != "out"}
+        inner = {name: view for name, view in views.items() if name != "out"}
         call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-        wanted = wanted_results(call, inputs.views, storage_dtype(out_dtype or dtype, is_on_gpu(arrays["k"])))
-        amax = {"amax_out": wanted.pop("amax_out")}
-        wanted |= amax if self.return_amax else {}  # the last one
-        of_call |= {"views": inputs.views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
-        return Reading(inputs, wanted, functools.partial(forward, **of_call))
+        results = result_views(call, views, storage_dtype(out_dtype or dtype, is_on_gpu(arrays["k"])))
+        amax = {"amax_out": results.pop("amax_out")}
+        results |= amax if self.return_amax else {}  # the last one
+        of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
+        return composed(key, arrays, views, results, functools.partial(forward, **of_call))
 
     def finish(self, results: list[Any]) -> list[Any]:
         """The results with an FP8 array as the output, if it has that dtype."""
@@ -224,11 +224,6 @@ def _call(
 Fp8Array._call_of = staticmethod(_call)
 
 
-def _inputs(named: Mapping[str, Any], options: Mapping[str, Any]) -> Inputs:
-    """The arrays and options of a call."""
-    return Inputs(named, kept_options(named["q"], options))
-
-
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
     """Whether the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
     if out_dtype is None or not converts:
@@ -251,31 +246,31 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
     return results_of(Call(key, functools.partial(_parse_forward, dtype=dtype)))
 
 
-def _parse_forward(arrays: dict[str, Any], options: Mapping[str, Any], *, dtype: str) -> Reading:
+def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     """Check the arguments of :func:`forward_in_fp8`."""
-    q, k, v = (arrays[name] for name in "qkv")
+    q, k, v = key.arrays
     allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
     if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
         raise TypeError(
             f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
         )
     check_alike(q, k, v)
-    inputs = _inputs(arrays, options)
+    arrays, views, options = read_operands(key.named(), kept_options(q, key.options))
     for x, lengths in zip("qkv", ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
-        check_source(inputs.arrays[x], inputs.arrays.get(lengths))
+        check_source(views[x], views.get(lengths))
     storage = storage_dtype(dtype, cupy_runtime.is_array(q))
-    shapes = {x: inputs.arrays[x].shape for x in "qkv"}
-    elements = {x: View.dense(x, shape, storage, inputs.device) for x, shape in shapes.items()}
-    one = View.dense("factor", (1,), np.float32, inputs.device)
-    of_call: dict[str, Any] = {"options": inputs.options, "dtype": dtype, "return_stats": True}
+    shapes, device = {x: views[x].shape for x in "qkv"}, views["q"].storage.device
+    elements = {x: View.dense(x, shape, storage, device) for x, shape in shapes.items()}
+    one = View.dense("factor", (1,), np.float32, device)
+    of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": True}
     call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
-    wanted = wanted_results(call, inputs.views, q.dtype)
-    wanted = {x: wanted[x] for x in ("out", "stats")}
-    wanted |= {f"kept {x}": (shape, storage) for x, shape in shapes.items()}
-    wanted["factors"] = (6 * FACTOR_STEP,), np.dtype("f4")
+    of_kernel = result_views(call, views, q.dtype)
+    results = {x: of_kernel[x] for x in ("out", "stats")}
+    results |= {f"kept {x}": View.dense(f"kept {x}", shape, storage, device) for x, shape in shapes.items()}
+    results["factors"] = View.dense("factors", (6 * FACTOR_STEP,), np.float32, device)
     if not _has_dropout(options):
-        wanted["kept mean"] = mean_shape(shapes["v"]), np.dtype("f4")
-    return Reading(inputs, wanted, functools.partial(keep_in_fp8, views=inputs.views, out_dtype=name, **of_call))
+        results["kept mean"] = View.dense("kept mean", mean_shape(shapes["v"]), np.float32, device)
+    return composed(key, arrays, views, results, functools.partial(keep_in_fp8, views=views, out_dtype=name, **of_call))
 
 
 #: The arrays of :func:`gradients_in_fp8`.
@@ -295,18 +290,18 @@ def gradients_in_fp8(
     return results_of(Call(key, functools.partial(_parse_gradients, dtype=dtype, outputs=outputs)))
 
 
-def _parse_gradients(arrays: dict[str, Any], options: Mapping[str, Any], *, dtype: str, outputs: Mapping[str, Any]) -> Reading:
+def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) -> ReadCall:
     """Check the arguments of :func:`gradients_in_fp8`."""
-    out, names = arrays["out"], _OF_GRADIENTS[:6]
-    if arrays["dout"] is None:
+    out, names = key.array("out"), _OF_GRADIENTS[:6]
+    if key.array("dout") is None:
         raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
-    inputs = Inputs(arrays, kept_options(out, options))
-    views: dict[str, Any] = {name: inputs.views.get(name) for name in names}
+    arrays, views, options = read_operands(key.named(), kept_options(out, key.options))
+    own: dict[str, Any] = {name: views.get(name) for name in names}
     for name in ("q", "k", "v"):
-        views[name] = View.dense(name, inputs.views[name].shape, out.dtype, inputs.device)
-    call = read_backward(**views, options=inputs.options, **outputs)
-    build = functools.partial(backward, views=inputs.views, options=inputs.options, dtype=dtype, **outputs)
-    return Reading(inputs, wanted_results(call, inputs.views, out.dtype), build, call.gradients)
+        own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)
+    call = read_backward(**own, options=options, **outputs)
+    build = functools.partial(backward, views=views, options=options, dtype=dtype, **outputs)
+    return composed(key, arrays, views, result_views(call, views, out.dtype), build, gradients=call.gradients)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..problem.view import View, is_on_gpu
 from ..programs.calls import Call, results_of
-from ..programs.executor import Inputs, Reading
+from ..programs.executor import ReadCall, composed, read_operands
 from ..programs.program import Builder
 from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
@@ -125,31 +126,31 @@ def quantize_all(
     ]  # fmt: skip
 
 
-def _parse(
-    arrays: dict[str, Any], _: Mapping[str, Any], *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]
-) -> Reading:
+def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]) -> ReadCall:
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
-    names, of_lengths = _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
+    arrays, names, of_lengths = key.named(), _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
     if len(names) == len(_NAMES):
         q, k, v = (arrays[name] for name in names)
         check_alike(q, k, v, seq_lens_q=arrays[of_lengths[0]], seq_lens_kv=arrays[of_lengths[1]])
     for name, lengths in zip(names, of_lengths, strict=True):
         check_source(arrays[name], arrays[lengths])
-    parts = [fp8_kernels.rotation_of(len(arrays[name])) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
-    inputs, storage = Inputs(arrays, {}), storage_dtype(dtype, cupy_runtime.is_array(arrays["q"]))
-    wanted = {f"{name} in fp8": (arrays[name].shape, storage) for name in names}
-    wanted["factors"] = (2 * fp8_kernels.FACTOR_STEP * len(names),), np.dtype(np.float32)
+    arrays, views, _ = read_operands(arrays, {})
+    parts = [fp8_kernels.rotation_of(views[name].shape[0]) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
+    device = views["q"].storage.device
+    storage = storage_dtype(dtype, device is not None)
+    results = {f"{name} in fp8": View.dense(f"{name} in fp8", views[name].shape, storage, device) for name in names}
+    results["factors"] = View.dense("factors", (2 * fp8_kernels.FACTOR_STEP * len(names),), np.float32, device)
     means = [f"mean of {name}" if center else "" for name, center in zip(names, centered, strict=True)]
-    wanted |= {
-        mean: (mean_shape(arrays[name].shape), np.dtype(np.float32)) for mean, name in zip(means, names, strict=True) if mean
-    }
+    for mean, name in zip(means, names, strict=True):
+        if mean:
+            results[mean] = View.dense(mean, mean_shape(views[name].shape), np.float32, device)
 
     def build(builder: Builder) -> None:
-        targets, (factors,) = inputs.of(f"{name} in fp8" for name in names), inputs.of(["factors"])
-        of_sequences = inputs.of(means)
-        add_conversions(builder, inputs.of(names), dtype, parts, inputs.of(of_lengths), targets, factors, of_sequences)
+        sources, targets = [views[name] for name in names], [views[f"{name} in fp8"] for name in names]
+        lengths, of_sequences = [*map(views.get, of_lengths)], [*map(views.get, means)]
+        add_conversions(builder, sources, dtype, parts, lengths, targets, views["factors"], of_sequences)
 
-    return Reading(inputs, wanted, build)
+    return composed(key, arrays, views, results, build)
 
 
 @takes_default
@@ -313,8 +314,8 @@ def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], la
 
 def check_source(x: Any, lengths: Any) -> None:
     """Check an array to convert, in the layout of this package, and the kind of its lengths."""
-    on_gpu = cupy_runtime.is_array(x)
-    if not on_gpu and type(x) not in (np.ndarray, np.memmap):
+    on_gpu = is_on_gpu(x)
+    if not on_gpu and type(x) not in (np.ndarray, np.memmap, View):
         raise TypeError(
             f"x is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
             "with numpy.asarray(x) or cupy.from_dlpack(x)"

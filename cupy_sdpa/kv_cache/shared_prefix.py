@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..boundary.argument import read_arrays, spec_of
+from ..boundary.argument import spec_of
 from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.options import Options, check_names, is_one_of, takes_options
@@ -20,8 +20,8 @@ from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
 from ..programs.calls import Call, operation, results_of
-from ..programs.executor import Inputs, Reading
-from ..programs.passes import wanted_results
+from ..programs.executor import ReadCall, composed, read_operands
+from ..programs.passes import result_views
 from ..programs.program import Builder
 from ..programs.steps import Check
 from ..replay.call_key import CallKey
@@ -96,39 +96,38 @@ def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix:
     return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS, check=functools.partial(_refuse, options))
 
 
-def _parse(arrays: dict[str, Any], options: Mapping[str, Any], *, shared_prefix: int, return_stats: bool) -> Reading:
+def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
     """Check the arguments of :func:`shared_prefix_attention`."""
-    if isinstance(arrays["k"], Fp8Array):
+    if isinstance(key.array("k"), Fp8Array):
         raise TypeError(
             "k is an FP8 array; shared_prefix_attention does not support FP8: use cupy_sdpa.attention, which reads the shared "
             "pages once for each sequence"
         )
-    passed, *_ = read_arrays(arrays, options)
-    options = {**options, **{name: passed[name] for name in ("page_table", "seq_lens_kv") if name in passed}}
-    _check(arrays["q"], arrays["k"], shared_prefix, options)
-    call = read_forward(**arrays, options=options, return_stats=return_stats)
-    inputs, page = Inputs(arrays, options), call.problem.k.shape[2]
+    arrays, views, options = read_operands(key.named(), key.options)
+    _check(views["q"], views["k"], shared_prefix, options)
+    own: dict[str, Any] = {name: views.get(name) for name in _NAMES}
+    call = read_forward(**own, options=options, return_stats=return_stats)
+    page = call.problem.k.shape[2]
     # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
     hidden = call.problem.q.shape[2] - 1 if options.get("causal") else 0
     pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
     check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
 
     def build(builder: Builder) -> None:
-        views = inputs.views
         builder.checks.append(Check(check, {name: views[name] for name in ("page_table", "seq_lens_kv")}))
         if pages and call.problem.q.shape[3]:
-            _add_steps(builder, inputs, pages)
+            _add_steps(builder, views, options, pages)
         else:
             results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
-            builder.attend("attention", views["q"], views["k"], views["v"], inputs.options, **results)
+            builder.attend("attention", views["q"], views["k"], views["v"], options, **results)
 
-    return Reading(inputs, wanted_results(call, inputs.views, call.arrays["q"].dtype), build)
+    return composed(key, arrays, views, result_views(call, views, views["q"].dtype), build)
 
 
-def _add_steps(builder: Builder, inputs: Inputs, pages: int) -> None:
+def _add_steps(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], pages: int) -> None:
     """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
-    q, k, v, out, stats, sinks = inputs.of(("q", "k", "v", "out", "stats", "sinks"))
-    options = dict(inputs.options)
+    q, k, v, out = (views[name] for name in _NAMES)
+    stats, sinks, options = views.get("stats"), views.get("sinks"), dict(options)
     table, lengths = options.pop("page_table"), options.pop("seq_lens_kv")
     options.pop("sinks", None)
     (_, _, sq, b), integers, stats_dtype = q.shape, np.dtype(np.int32), np.dtype(row_stats_dtype(q.dtype))

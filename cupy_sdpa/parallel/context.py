@@ -16,7 +16,8 @@ from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
 from ..problem.problem import CU_SEQLENS
-from ..programs.executor import Inputs, ReadCall, Signature
+from ..problem.view import View
+from ..programs.executor import ReadCall
 from ..programs.program import Builder
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import BoundPrograms, cache_call, run_bound
@@ -321,14 +322,14 @@ class ContextParallel:
                 (*x.shape[:along], positions, *x.shape[along + 1 :])
                 for positions in (*map(layout.share, range(self.size)), layout.total)
             ]
-            inputs = Inputs({"q": x, "whole": _new_like(x, shapes.pop())}, {})
-            steps = MemberSteps(Builder(inputs.device), self._channel)
-            own, whole = inputs.of(("q", "whole"))
+            arrays = {"q": x, "whole": _new_like(x, shapes.pop())}
+            own, whole = (View.of(name, array) for name, array in arrays.items())
+            steps = MemberSteps(Builder(own.storage.device), self._channel)
             messages = steps.gather(steps.message_of([own]), [[(shape, x.dtype)] for shape in shapes], "unshard")
             for peer, message in enumerate(messages):
                 for local, positions in layout.slices(peer):
                     steps.copy(whole[_slices(along, positions)], message.arrays[0][_slices(along, local)])
-            return ReadCall(steps.builder.build(), inputs.arrays, Signature(()), ["whole"]).run()[0]
+            return ReadCall(steps.builder.build(), arrays, {"whole": whole}).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
         """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.

@@ -13,7 +13,7 @@ from ..boundary.layouts import of_caller
 from ..boundary.user_functions import function_identities
 from ..problem.problem import CU_SEQLENS, LENGTHS, row_stats_shape
 from ..problem.view import View
-from ..programs.executor import Inputs, ReadCall, Signature
+from ..programs.executor import ReadCall, read_operands
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
 from ..programs.steps import Check
@@ -48,35 +48,36 @@ class Member:
         config, of = self.config, self.of
         if config.size > 1:
             options = config.with_dropout_mask(options)
-        inputs = Inputs(arrays, {name: value for name, value in options.items() if name not in CU_SEQLENS})
-        inputs.options |= config.functions
-        key = tuple(inputs.views.values())
-        q, k, v = (inputs.views[name] for name in "qkv")
+        operands, views, own = read_operands(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})
+        own |= config.functions
+        key = tuple(views.values())
+        q, k, v = (views[name] for name in "qkv")
+        device = q.storage.device
         shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape} | dict.fromkeys(("dout", "out"), (v.shape[0], *q.shape[1:]))
-        new = {name: View.dense(name, shape, q.dtype, inputs.device) for name, shape in shapes.items()}
-        new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, inputs.device)
-        new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, inputs.device)
+        new = {name: View.dense(name, shape, q.dtype, device) for name, shape in shapes.items()}
+        new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
+        new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
         if (program := self._programs.get(key)) is None:
             described = {name: new[name] for name in (*of.results, *(("dout", "out", "stats") if of.backward else ()))}
-            program = self._build({**described, **inputs.views}, inputs)
+            program = self._build({**described, **views}, own, {name: views[name] for name in LENGTHS if name in views})
             keep_recent(self._programs, key, program, MAX_PROGRAMS)
         results = {name: new[name] for name in of.results}
-        signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
-        return ReadCall(program, inputs.arrays, signature, list(results), results, function_identities(options))
+        tensors = tuple(view.spec(name) for name, view in sorted(views.items()))
+        return ReadCall(program, operands, results, tensors, identities=function_identities(options))
 
-    def _build(self, views: Views, inputs: Inputs) -> Program:
+    def _build(self, views: Views, options: Mapping[str, Any], lengths: Views) -> Program:
         config, of = self.config, self.of
-        builder = Builder(inputs.device)
+        builder = Builder(views["q"].storage.device)
         steps = MemberSteps(builder, self._channel)
         own, finish = rounded(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
         with of_caller("dhsb", {}):  # parts of the options of the whole call
-            (_alone if config.size == 1 else build)(steps, config, own, inputs.options, **given)
+            (_alone if config.size == 1 else build)(steps, config, own, options, **given)
         if of.return_dsinks:
-            _sink_gradients(steps, config, own, inputs.options["sinks"])
+            _sink_gradients(steps, config, own, options["sinks"])
         finish()
-        if lengths := {name: inputs.views[name] for name in LENGTHS if name in inputs.views}:
+        if lengths:
             builder.checks.append(Check(functools.partial(check_lengths, config.problem), lengths))
         return builder.build()
 

@@ -17,14 +17,13 @@ import numpy as np
 
 from ..boundary.argument import INT32, as_int32, device_of, read_array
 from ..boundary.arguments import read_forward
-from ..boundary.call import ProblemCall
 from ..boundary.conversion import Conversion, needs_conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
-from .executor import ReadCall, Reading, compiled, composed, is_any_array, view_of
+from .executor import ReadCall, is_any_array, view_of
 
 Arrays = Mapping[str, Any]
 Options = Mapping[str, Any]
@@ -40,7 +39,8 @@ class Call(NamedTuple):
 
     Attributes:
         key: the caller's arrays and options, with which the call is cached.
-        parse: checks arrays by name and decided options, both with the package's axes. It allocates nothing.
+        parse: checks the arrays and the decided options of a key, which have the package's axes, and builds the program. It
+            allocates nothing.
         results: the names of the results that the caller gets in its axes, in order. Default: none, because the arrays have the
             package's axes, and so have the results.
         decide: returns the options that the program is built with, from arrays by name and the caller's options.
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     """
 
     key: CallKey
-    parse: Callable[[dict[str, Any], Options], Reading | ProblemCall]
+    parse: Callable[[CallKey], ReadCall]
     results: Sequence[str] = ()
     decide: Callable[[Arrays, Options], Options] = same_options
     finish: Callable[[list[Any]], list[Any]] = list
@@ -155,8 +155,7 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
 def _read(call: Call, key: CallKey) -> ReadCall:
     """Check the arguments of a call that :meth:`Call.decided` returned, and build its program."""
     with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
-        parsed = call.parse(key.named(), key.options)
-        return compiled(parsed) if isinstance(parsed, ProblemCall) else composed(key.tag, key.options, parsed)
+        return call.parse(key)
 
 
 def run(

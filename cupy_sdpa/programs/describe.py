@@ -45,11 +45,11 @@ def report_of(
                 target = lambda: here  # noqa: E731
     if target:
         of = dict.fromkeys(attend.of for attend in call.program.launches)
-        of |= {call.problem: None} if isinstance(call.problem, Problem) else {}
+        of |= {call.problem: None} if call.problem is not None else {}
         report = with_workarounds(report, of, target)
     # unknown for a call of several parts, or one that cannot run
     dependence = None
-    if isinstance(call.problem, Problem) and not report.reasons:
+    if call.problem is not None and not report.reasons:
         dependence = batch_dependence(call.problem, on_cudnn=report.engine == "cuDNN")
     return dataclasses.replace(
         report,
@@ -67,7 +67,7 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
         return tuple(attend.problem for attend in launches)
     if "v" not in call.arrays:
         raise TypeError("the function computes no attention: explain and explain_function report on calls that do")
-    q, v, results = call.arrays["q"], call.arrays["v"], call.result_names
+    q, v, results = call.arrays["q"], call.arrays["v"], call.results
     (d, hq, sq, b), (dv, hkv, *_) = q.shape, v.shape
     flags: dict[str, Any] = {"backward": "dq" in results, "return_stats": "stats" in results}
     return (read_shapes((d, hq, sq, b), (d, hkv, 0, b), (dv, hkv, 0, b), {}, dtype=dtype_name(q.dtype), **flags),)

@@ -6,9 +6,9 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ..boundary.call import (
     logger,
     with_plan,
 )
-from ..boundary.user_functions import NO_FUNCTIONS, Gradients, function_identities, tensor_name
+from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, tensor_name
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
@@ -31,7 +31,7 @@ from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import View, is_on_gpu, on_host
-from ..replay.call_key import HOST, read_key
+from ..replay.call_key import HOST, CallKey, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
 from ..runtime.interpreted_array import InterpretedArray
@@ -46,43 +46,38 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
 
 
-class Signature(NamedTuple):
-    """What the replay cache reads of the problem of a composed call: the arrays whose alignments are part of the program."""
-
-    tensors: tuple[TensorSpec, ...]
-    trivial: bool = False
-
-
 @dataclass
 class ReadCall:
-    """A program and its arrays. It is cached and captured as one call.
+    """A call whose arguments are valid: its program, and its arrays. It is cached and captured as one call.
 
     Attributes:
         program: the program.
         arrays: the caller's arrays by name; later also the inputs and the results that were created for the call.
-        problem: the problem, or what the replay cache reads of it.
-        results_of: the views of results that are created if the caller does not pass them, by name.
+        results: the views of the results in order. Those that the caller does not pass are created.
+        tensors: the metadata of the arrays whose alignments are part of the program.
+        problem: the problem, if the call is one problem; None for a call of several steps.
+        functions: the traced score and mask functions. Default: none.
         identities: the identities of the functions when they were traced.
+        scalars: the scalars by name that are passed by value.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs.
+        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can be refused after something was written.
         begin: called before the call runs: the members of a group begin to compare their calls.
         refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
             None: the reason itself.
-
-    The other attributes are those of :class:`.ProblemCall`.
     """
 
     program: Program
     arrays: dict[str, Any]
-    problem: Problem | Signature
-    result_names: list[str]
-    results_of: Mapping[str, View] = field(default_factory=dict)
+    results: Mapping[str, View]
+    tensors: tuple[TensorSpec, ...] = ()
+    problem: Problem | None = None
+    functions: Functions = NO_FUNCTIONS
     identities: tuple[Hashable | None, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
     fills: Mapping[str, Fill] = field(default_factory=dict)
-    captured: Mapping[str, Any] = field(default_factory=dict)
     gradients: Gradients | None = None
-    source_lines: Mapping[str, str] = field(default_factory=dict)
     launched: LaunchRecord | None = None
     planned: bool = False
     begin: Callable[[], object] | None = None
@@ -126,7 +121,7 @@ class ReadCall:
         if not self.on_gpu:
             self.create_results()
             self.execute(None)
-            return self.results()
+            return self.returned()
         with cupy_runtime.on_device_of(self.arrays["q"]) as device:
             self.create_results()
             if cupy_runtime.capturing():  # into an arena of the capture, if there is one
@@ -136,11 +131,11 @@ class ReadCall:
                     ran = self.execute(device, plans=plans)
                 if ran or not self.program.launches:
                     self.launched = LaunchRecord(tuple(ran), arena.needed, self.program.plan_only)
-        return self.results()
+        return self.returned()
 
-    def results(self) -> list[Any]:
-        """The results, in the order of :attr:`result_names`; gradients of ``tensors`` are one dictionary."""
-        results = [self.arrays[name] for name in self.result_names]
+    def returned(self) -> list[Any]:
+        """The arrays of the results in order; gradients of ``tensors`` are one dictionary."""
+        results = [self.arrays[name] for name in self.results]
         return self.gradients.as_last(results) if self.gradients else results
 
     def create_inputs(self) -> None:
@@ -151,7 +146,7 @@ class ReadCall:
 
     def create_results(self) -> None:
         """Create the results that the caller did not pass."""
-        for name, view in self.results_of.items():
+        for name, view in self.results.items():
             if name not in self.arrays:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
@@ -285,7 +280,7 @@ class ReadCall:
         if not isinstance(error, (Unsupported, CudnnError)):
             raise error
         error.add_note(f"the call: {attend.of}")
-        if found := attend.source_lines or self.source_lines:
+        if found := attend.source_lines or self.functions.source_lines:
             lines = ", ".join(f"{mode} at {line}" for mode, line in found.items())
             error.add_note(f"operations of its score and mask functions: {lines}")
         raise error
@@ -330,13 +325,12 @@ def _workspace(plan: Plan) -> Any:
 
 
 def compiled(call: ProblemCall) -> ReadCall:
-    """The program of a call, and the arrays of the call."""
+    """The call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
-    functions = call.functions
     program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
     return ReadCall(
-        program, call.arrays, call.problem, call.result_names, results, functions.identities, call.scalars,
-        call.fills, functions.captured, call.gradients, functions.source_lines,
+        program, call.arrays, results, call.problem.tensors, call.problem, call.functions, call.functions.identities,
+        call.scalars, call.fills, call.gradients,
     )  # fmt: skip
 
 
@@ -362,26 +356,22 @@ def _compiled(
 # Calls of several steps
 
 
-class Inputs:
-    """The arrays of a call that are not None, with those of its options, and their views."""
+def read_operands(
+    arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
+    """Read the arrays of a call of several steps, each once; everything else is checked and built with their views.
 
-    def __init__(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        passed, tensors, _ = read_arrays(arrays, options)
-        self.options = {name: value for name, value in options.items() if value is not None}
-        self.arrays = passed | tensors
-        self.views = {name: view_of(name, array) for name, array in self.arrays.items()}
-        self.options |= {name: self.views[name] for name in self.options if name in self.views}
-        if tensors:
-            self.options["tensors"] = {name: self.views[tensor_name(name)] for name in self.options["tensors"]}
-
-    @property
-    def device(self) -> int | None:
-        """The number of the GPU of q; None for numpy."""
-        return self.views["q"].storage.device
-
-    def of(self, names: Iterable[str]) -> list[Any]:
-        """The views of some arrays; None for those that are not passed."""
-        return [self.views.get(name) for name in names]
+    Returns:
+        The arrays that are passed by name, also those of the options; their views; and the options that are passed, with views
+        in place of arrays.
+    """
+    passed, tensors, _ = read_arrays(arrays, options)
+    operands = passed | tensors
+    views = {name: view_of(name, array) for name, array in operands.items()}
+    described = {name: views.get(name, value) for name, value in options.items() if value is not None}
+    if tensors:
+        described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
+    return operands, views, described
 
 
 def view_of(name: str, array: Any) -> View:
@@ -400,59 +390,50 @@ _programs: dict[Hashable, Program] = {}
 MAX_PROGRAMS = 256
 
 
-#: The shapes and dtypes of results by name.
-Wanted = dict[str, tuple[tuple[int, ...], Any]]
+def composed(
+    key: CallKey,
+    arrays: dict[str, Any],
+    views: dict[str, View],
+    results: Mapping[str, View],
+    build: Callable[[Builder], object],
+    *,
+    gradients: Gradients | None = None,
+    refusal: Callable[[str, str], str] | None = None,
+) -> ReadCall:
+    """The call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
-
-class Reading(NamedTuple):
-    """What is known of a call of several steps, whose arguments are valid.
-
-    Attributes:
-        inputs: the arrays, and the options, in the layout of this package.
-        wanted: the results in order; those that the caller did not pass are created.
-        build: adds the steps to a builder; calls with equal arguments share the program.
-        gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
-        refusal: see :class:`ReadCall`.
-    """
-
-    inputs: Inputs
-    wanted: Wanted
-    build: Callable[[Builder], object]
-    gradients: Gradients | None = None
-    refusal: Callable[[str, str], str] | None = None
-
-
-def composed(tag: Any, options: Mapping[str, Any], reading: Reading) -> ReadCall:
-    """The program of a call of several steps, which equal calls share, and its arrays; nothing is allocated.
-
-    ``tag`` and ``options`` are those of its :class:`.CallKey`.
+    Args:
+        key: the call as it was parsed.
+        arrays, views: as :func:`read_operands` returned them. The views of results that the caller did not pass are added.
+        results: the views of the results in order, by which those that the caller did not pass are created.
+        build: adds the steps to a builder.
+        gradients, refusal: see :class:`ReadCall`.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
     """
-    inputs, wanted, build, gradients, refusal = reading
-    passed = [name for name in wanted if name in inputs.arrays]
-    results = {name: View.dense(name, *spec, inputs.device) for name, spec in wanted.items() if name not in inputs.arrays}
-    inputs.views |= results
-    identities = function_identities(options)
-    key = _key(tag, inputs, options)
-    program = _programs.get(key)
+    passed = [name for name in results if name in arrays]
+    results = {name: views.get(name, view) for name, view in results.items()}
+    views |= results
+    identities = function_identities(key.options)
+    program_key = _program_key(key, views)
+    program = _programs.get(program_key)
     if program is None:
-        builder = Builder(inputs.device)
+        builder = Builder(views["q"].storage.device)
         build(builder)
         program = builder.build()
     # in an order that does not depend on which results the caller passes
-    signature = Signature(tuple(view.spec(name) for name, view in sorted(inputs.views.items())))
-    call = ReadCall(program, inputs.arrays, signature, [*wanted], results, identities, gradients=gradients, refusal=refusal)
+    tensors = tuple(view.spec(name) for name, view in sorted(views.items()))
+    call = ReadCall(program, arrays, results, tensors, identities=identities, gradients=gradients, refusal=refusal)
     check_separate(passed, call.arrays)
     call.check_elements()
-    if key and function_identities(options) == identities:  # no function changed while it was called
-        keep_recent(_programs, key, program, MAX_PROGRAMS)
+    if program_key and function_identities(key.options) == identities:  # no function changed while it was called
+        keep_recent(_programs, program_key, program, MAX_PROGRAMS)
     return call
 
 
-def _key(tag: Any, inputs: Inputs, options: Mapping[str, Any]) -> Hashable | None:
+def _program_key(key: CallKey, views: Mapping[str, View]) -> Hashable | None:
     """What a program depends on; None if an option cannot be compared."""
-    others = {name: value for name, value in options.items() if name != "tensors" and not is_any_array(value)}
-    found = read_key(HOST, tag, (), others)
-    return found and (found[0], *inputs.views.values())
+    others = {name: value for name, value in key.options.items() if name != "tensors" and not is_any_array(value)}
+    read = read_key(HOST, key.tag, (), others)
+    return read and (read[0], *views.values())

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import check, check_arrays
 from ..boundary.arguments import read_backward, read_forward
@@ -19,54 +17,47 @@ from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
+from ..replay.call_key import CallKey
 from . import block_mask_steps
 from .block_mask_steps import BACKWARD, FORWARD, score_function
 from .decided_options import split_options
-from .executor import Inputs, Reading, Wanted
+from .executor import ReadCall, compiled, composed, read_operands
 from .program import Builder
 
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
 
 
-def parse_forward(
-    arrays: dict[str, Any],
-    options: Mapping[str, Any],
-    *,
-    kept: bool = False,
-    return_stats: Any = False,
-    deterministic: bool = False,
-) -> Reading | ProblemCall:
-    """Check the arguments of :func:`cupy_sdpa.attention`: q, k and v, perhaps also out and stats, and decided options.
+def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
+    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, perhaps also out and stats, and decided options.
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
-    mask, dtype, others = split_options(options)
+    mask, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
     if mask is None and dtype is None:
-        return read_forward(**arrays, options=others, **flags)
-    inputs = _inputs(arrays, others, mask, dtype, ("out", "stats"), None)
+        return compiled(read_forward(**key.named(), options=others, **flags))
+    arrays, views, options = _read_operands(key, others, mask, dtype, ("out", "stats"), None)
     of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-    wanted, _ = results_of(inputs.views, inputs.options, **of_call)
+    results, _ = results_of(views, options, **of_call)
     if kept:
         assert dtype
-        shapes = {name: wanted[name][0] if name in wanted else inputs.arrays[name].shape for name in _KEPT}
-        wanted |= {f"kept {name}": (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
-    build = functools.partial(add, views=inputs.views, options=inputs.options, **of_call)
-    return Reading(inputs, wanted, build)
+        shapes, device = {name: (results | views)[name].shape for name in _KEPT}, views["q"].storage.device
+        for name, shape in shapes.items():
+            results[f"kept {name}"] = View.dense(f"kept {name}", shape, numpy_dtype(dtype), device)
+    return composed(key, arrays, views, results, functools.partial(add, views=views, options=options, **of_call))
 
 
 def parse_backward(
-    arrays: dict[str, Any],
-    options: Mapping[str, Any],
+    key: CallKey,
     *,
     result: Any = None,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: Any = False,
-) -> Reading | ProblemCall:
-    """Check the arguments of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk and dv, and decided options.
+) -> ReadCall:
+    """Read a call of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk and dv, and decided options.
 
     ``result`` is the dtype of dout, dq, dk and dv if q, k, v and out were kept by :func:`parse_forward`. Default None: q's.
     """
@@ -75,40 +66,41 @@ def parse_backward(
         "return_dtensors": return_dtensors,
     }  # fmt: skip
     for name in ("dout", "out", "stats"):
-        if arrays[name] is None:
+        if key.array(name) is None:
             raise TypeError(
                 f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
             )
-    mask, dtype, others = split_options(options)
+    mask, dtype, others = split_options(key.options)
     if mask is None and dtype is None:
-        call = read_backward(**arrays, options=others, **flags)
+        call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
-        return call
-    inputs = _inputs(arrays, others, mask, dtype, ("dq", "dk", "dv"), result)
+        return compiled(call)
+    arrays, views, options = _read_operands(key, others, mask, dtype, ("dq", "dk", "dv"), result)
     of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-    wanted, gradients = results_of(inputs.views, inputs.options, gradients=True, result=result, **of_call)
-    of_call |= {"views": inputs.views, "options": inputs.options}
-    return Reading(inputs, wanted, functools.partial(add, **of_call), gradients)
+    results, gradients = results_of(views, options, gradients=True, result=result, **of_call)
+    build = functools.partial(add, views=views, options=options, **of_call)
+    return composed(key, arrays, views, results, build, gradients=gradients)
 
 
-def _inputs(
-    arrays: Mapping[str, Any],
+def _read_operands(
+    key: CallKey,
     options: Mapping[str, Any],
     mask: BlockMask | None,
     dtype: str | None,
     results: Sequence[str],
     result: Any,
-) -> Inputs:
-    """The arrays and options of a call; what can be checked without a problem is checked."""
-    inputs = Inputs(arrays, kept_options(arrays["q"], options))
+) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
+    """:func:`.read_operands` of a call with a block mask or another dtype; what needs no problem is checked."""
+    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), options))
     if dtype is not None:
-        check_converted(arrays, dtype=result, results=results)
+        check_converted({name: views.get(name) for name in key.names}, dtype=result, results=results)
     if mask is not None:
-        q, k, v = (arrays[name] for name in "qkv")
+        q, k, v = (views[name] for name in "qkv")
         check(q, k, v, mask)
-        check_arrays(arrays, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
-        score_function(q.shape, k.shape, inputs.options)  # checks it
-    return inputs
+        of_call = {name: views.get(name) for name in key.names}
+        check_arrays(of_call, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
+        score_function(q.shape, k.shape, options)  # checks it
+    return arrays, views, options
 
 
 def results_of(
@@ -120,39 +112,44 @@ def results_of(
     dtype: str | None = None,
     result: Any = None,
     **flags: Any,
-) -> tuple[Wanted, Gradients | None]:
-    """The results of a call in order, and which gradients of ``tensors`` are among them; the views of results are checked.
+) -> tuple[dict[str, View], Gradients | None]:
+    """The views of the results of a call in order, and which gradients of ``tensors`` are among them; those passed are checked.
 
     ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
     """
     q, k, v = (views[name] for name in "qkv")
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
     if mask is not None:
-        with_stats = "stats" in views or bool(flags.get("return_stats"))
-        rows = {"stats": (row_stats_shape(q.shape), np.dtype(row_stats_dtype(dtype or q.dtype)))} if with_stats else {}
-        return ({f"d{name}": (views[name].shape, own) for name in "qkv"} if gradients else {"out": (out, own), **rows}), None
+        shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
+        results = {name: View.dense(name, shape, own, q.storage.device) for name, shape in shapes.items()}
+        if not gradients and ("stats" in views or flags.get("return_stats")):
+            of_rows = row_stats_dtype(dtype or q.dtype)
+            results["stats"] = View.dense("stats", row_stats_shape(q.shape), of_rows, q.storage.device)
+        return results, None
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     if gradients:
         shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
     kind = q.dtype if dtype is None else numpy_dtype(dtype)
     dense: dict[str, Any] = {name: View.dense(name, shape, kind, q.storage.device) for name, shape in shapes.items()}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
-    return wanted_results(call, views, own), call.gradients
+    return result_views(call, views, own), call.gradients
 
 
-def wanted_results(call: ProblemCall, views: Mapping[str, View], dtype: Any) -> Wanted:
-    """The results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
-    found = {
-        spec.name: (spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype)) for spec in call.problem.results
+def result_views(call: ProblemCall, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
+    """The views of the results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
+    device = views["q"].storage.device
+    results = {
+        spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)
+        for spec in call.problem.results
     }
-    if call.gradients:
-        found |= {gradient_name(name): spec for name, spec in call.gradients.specs.items()}
+    for of, (shape, of_gradient) in call.gradients.specs.items() if call.gradients else ():
+        results[gradient_name(of)] = View.dense(gradient_name(of), shape, of_gradient, device)
     table = expected_arrays(call.problem.q, call.problem.k, call.problem.v)
     for name in ("out", "dq", "dk", "dv"):
-        if name in found and name in views and name in call.result_names:
+        if name in results and name in views and name in call.result_names:
             expected = table[name]._replace(dtype=dtype_name(dtype), writable=True)
             check_spec(views[name].spec(name), expected)
-    return {name: found[name] for name in call.result_names}
+    return {name: results[name] for name in call.result_names}
 
 
 # Builders

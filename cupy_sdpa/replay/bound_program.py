@@ -160,7 +160,7 @@ def equal_runs(created: Sequence[Created]) -> list[slice]:
 
 def callers_name(call: Repeatable, name: str) -> str:
     """The caller's name of an array of a call: of an array that a function reads, for example ``tensors['slopes']``."""
-    return tensor_name(call.captured[name].name) if name in call.captured else name
+    return tensor_name(call.functions.captured[name].name) if name in call.functions.captured else name
 
 
 def operands(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
@@ -174,9 +174,9 @@ def operands(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any,
 def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str, Any]:
     """The results of a call by name; ``results`` are those that the caller gets, if these are views of those of the call."""
     if results is None:
-        return {name: call.arrays[name] for name in call.result_names}
+        return {name: call.arrays[name] for name in call.results}
     arrays = [*results[:-1], *results[-1].values()] if call.gradients else results
-    return dict(zip(call.result_names, arrays, strict=True))
+    return dict(zip(call.results, arrays, strict=True))
 
 
 def shares_memory(array: Any, whole: Any) -> bool:

@@ -146,7 +146,7 @@ class DeviceProgram(BoundProgram):
         #: Position, offset, bits and their value: the alignments. Integers may have any.
         self._alignments = [
             (*self.places[spec.name], *((15, 0) if spec.alignment >= 16 else (2 * spec.alignment - 1, spec.alignment)))
-            for spec in call.problem.tensors
+            for spec in call.tensors
             if spec.name in self.places and not spec.dtype.startswith("int")
         ]
         #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
@@ -424,7 +424,7 @@ def cache_call(
         of: ArrayType = HOST
         arguments = read_key(HOST, (key.tag, is_named()), key.arrays, key.options)
     else:
-        if call.problem.trivial or call.launched is None:  # or the stream is being captured
+        if (call.problem and call.problem.trivial) or call.launched is None:  # or the stream is being captured
             return
         of = _runtime = _runtime or _Runtime()
         arguments = read_key(of, key.tag, key.arrays, key.options)
@@ -433,7 +433,7 @@ def cache_call(
     names, passed = array_names(of.ndarray, key), arguments[1]
     if any(not shares_memory(array, passed[position]) for _, array, position in operands(call, names)):
         return  # lengths of int64 are copied
-    if not call.arrays.keys() <= {name for name, *_ in operands(call, names)} | {*call.result_names} | call.fills.keys():
+    if not call.arrays.keys() <= {name for name, *_ in operands(call, names)} | {*call.results} | call.fills.keys():
         return  # it needs arrays that were made for it
     if call.on_gpu:
         _cache_on_device(arguments, names, call, results_by_name(call, results), programs)

@@ -25,8 +25,9 @@ from cupy_sdpa import (
     shared_prefix_attention,
 )  # fmt: skip
 from cupy_sdpa.preparation import Prepared
+from cupy_sdpa.problem.view import View
 from cupy_sdpa.programs.calls import Call, call_of, operation, read, results_of
-from cupy_sdpa.programs.executor import Inputs, Reading
+from cupy_sdpa.programs.executor import composed, read_operands
 from cupy_sdpa.programs.program import Builder
 from cupy_sdpa.replay.call_key import CallKey
 
@@ -405,19 +406,19 @@ def mean_call(arrays, options):
     return Call(CallKey("mean", ("q", "k", "v", "out"), arrays, options), parse_mean, ("out",))
 
 
-def parse_mean(arrays, options):
-    """Check the arguments."""
-    q, k, v = (arrays[name] for name in "qkv")
+def parse_mean(key):
+    """Read the call."""
+    arrays, views, options = read_operands(key.named(), key.options)
+    q, k, v = (views[name] for name in "qkv")
     if k.shape[2] % PAGE:
         raise ValueError(f"k has {k.shape[2]} keys; they must be a multiple of {PAGE}")
-    inputs = Inputs(arrays, options)
 
     def build(builder):
-        q, k, v, out = inputs.of(("q", "k", "v", "out"))
         means = mean_of_pages(builder, k), mean_of_pages(builder, v)
-        builder.attend("attention", q, *means, inputs.options, out=out)
+        builder.attend("attention", q, *means, options, out=views["out"])
 
-    return Reading(inputs, {"out": ((v.shape[0], *q.shape[1:]), q.dtype)}, build)
+    out = View.dense("out", (v.shape[0], *q.shape[1:]), q.dtype, q.storage.device)
+    return composed(key, arrays, views, {"out": out}, build)
 
 
 def test_a_feature_is_one_builder(engine):
