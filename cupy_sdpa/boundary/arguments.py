@@ -25,7 +25,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import INT32, check_separate, read_array, read_arrays, spec_of
+from .argument import INT32, check_separate, read_arrays, spec_of
 from .call import Fill, ProblemCall
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
@@ -187,7 +187,7 @@ def _define_problem(
     problem, functions = make_problem(tuple(specs.values()), settings, outputs), user_functions.NO_FUNCTIONS
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
-        captured = [spec_of(name, read_array(name, array)) for name, array in functions.arrays.items()]
+        captured = [spec_of(name, array) for name, array in functions.arrays.items()]
         problem = make_problem((*specs.values(), *captured), functions.settings, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:

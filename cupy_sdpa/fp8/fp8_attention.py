@@ -29,7 +29,7 @@ from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
-from .quantize import SOURCES, check_alike, check_source
+from .quantize import SOURCES, check_dtypes, check_source
 
 #: The dtypes of an output that the engine may write besides FP8.
 _OUTPUTS = ("float16", "bfloat16")
@@ -248,14 +248,14 @@ def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any
 
 def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     """Check the arguments of :func:`forward_in_fp8`."""
-    q, k, v = key.arrays
+    q = key.array("q")
     allowed = SOURCES[:2] if cupy_runtime.is_array(q) else SOURCES
     if (name := dtype_name(q.dtype) if isinstance(getattr(q, "dtype", ""), np.dtype) else type(q).__name__) not in allowed:
         raise TypeError(
             f"compute_dtype is {dtype!r} and q is {name}; q must be {' or '.join(allowed)}, the dtype of the gradients"
         )
-    check_alike(q, k, v)
     arrays, views, options = read_operands(key.named(), kept_options(q, key.options))
+    check_dtypes(views)
     for x, lengths in zip("qkv", ("seq_lens_q", "seq_lens_kv", "seq_lens_kv"), strict=True):
         check_source(views[x], views.get(lengths))
     storage = storage_dtype(dtype, cupy_runtime.is_array(q))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,13 @@ def quantize_all(
 def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]) -> ReadCall:
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
     arrays, names, of_lengths = key.named(), _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
-    if len(names) == len(_NAMES):
-        q, k, v = (arrays[name] for name in names)
-        check_alike(q, k, v, seq_lens_q=arrays[of_lengths[0]], seq_lens_kv=arrays[of_lengths[1]])
-    for name, lengths in zip(names, of_lengths, strict=True):
-        check_source(arrays[name], arrays[lengths])
+    for name in names:
+        check_type(arrays[name])
     arrays, views, _ = read_operands(arrays, {})
+    if len(names) == len(_NAMES):
+        check_dtypes(views)
+    for name, lengths in zip(names, of_lengths, strict=True):
+        check_source(views[name], views.get(lengths))
     parts = [fp8_kernels.rotation_of(views[name].shape[0]) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
     device = views["q"].storage.device
     storage = storage_dtype(dtype, device is not None)
@@ -196,13 +197,12 @@ def quantize_qkv(
     return results[0], results[1], results[2]
 
 
-def check_alike(q: Any, k: Any, v: Any, **lengths: Any) -> None:
-    """Raise TypeError if arrays are on several engines, or q, k and v of several dtypes."""
-    arrays = {"q": q, "k": k, "v": v}
-    arrays_on_gpu({name: read_array(name, x) for name, x in {**arrays, **lengths}.items() if x is not None or name in arrays})
-    for name, x in arrays.items():
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} is {x.dtype} and q is {q.dtype}; the dtypes must be equal: convert one of them")
+def check_dtypes(views: Mapping[str, View]) -> None:
+    """Raise TypeError if q, k and v have several dtypes."""
+    q = views["q"].dtype
+    for name in ("k", "v"):
+        if views[name].dtype != q:
+            raise TypeError(f"{name} is {views[name].dtype} and q is {q}; the dtypes must be equal: convert one of them")
 
 
 class DelayedScaling:
@@ -274,6 +274,7 @@ class DelayedScaling:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
         lengths = as_int32("lengths", lengths)
+        check_type(x)
         check_source(x, lengths)
         if isinstance(lengths, np.ndarray):
             check_counts("lengths", lengths, x.shape[2])
@@ -312,14 +313,18 @@ def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], la
     return [from_own(name, x, other) for name, x in zip(given, found, strict=True)]
 
 
-def check_source(x: Any, lengths: Any) -> None:
-    """Check an array to convert, in the layout of this package, and the kind of its lengths."""
-    on_gpu = is_on_gpu(x)
-    if not on_gpu and type(x) not in (np.ndarray, np.memmap, View):
+def check_type(x: Any) -> None:
+    """Check that an array to convert is one of numpy or CuPy."""
+    if not cupy_runtime.is_array(x) and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
             f"x is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
             "with numpy.asarray(x) or cupy.from_dlpack(x)"
         )
+
+
+def check_source(x: Any, lengths: Any) -> None:
+    """Check an array to convert, or its view, in the layout of this package, and its lengths."""
+    on_gpu = is_on_gpu(x)
     name = dtype_name(x.dtype)
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )  # fmt: skip
+from cupy_sdpa.boundary.argument import read_array
 from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.problem.view import View
 from cupy_sdpa.programs.calls import Call, call_of, operation, read, results_of
@@ -234,6 +237,24 @@ def test_reading_a_call_allocates_nothing(layout, fake):
             prepare(*arrays, **of_call)
             prepare(*arrays, **of_call, backward=True)
     assert sizes == []
+
+
+@pytest.mark.parametrize("name", [name for name in COMPOSED if "attention_vjp" not in name])
+def test_every_array_is_read_once(name):
+    """The first call of a kind checks each array once: the parts of a call are built from views."""
+    call, read = composed_calls(Engine("numpy", np))[name](), Counter()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code is read_array.__code__ and not isinstance(frame.f_locals["array"], View):
+            read[frame.f_locals["name"]] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert read
+    assert set(read.values()) == {1}, read
 
 
 def test_calls_of_a_cache_are_explained(engine):
