@@ -26,7 +26,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
 from .argument import INT32, check_separate, read_arrays, spec_of
-from .call import Fill, ProblemCall
+from .call import BoundProblem, Fill
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
 
@@ -43,7 +43,7 @@ def read_forward(
     out: Any = None,
     stats: Any = None,
     **others: Any,
-) -> ProblemCall:
+) -> BoundProblem:
     """Validate the arguments of the forward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`."""
     _check_return_stats(return_stats)
     max_sumexp = return_stats == "max_sumexp"
@@ -62,7 +62,7 @@ def read_backward(
     return_dtensors: Any = False,
     deterministic: bool = False,
     **others: Any,
-) -> ProblemCall:
+) -> BoundProblem:
     """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
 
     dout, out, stats, dq, dk and dv are assumed to be dense if they are None.
@@ -107,7 +107,7 @@ def _read(
     outputs: RequestedOutputs,
     deterministic: Any,
     return_dtensors: Any = False,
-) -> ProblemCall:
+) -> BoundProblem:
     """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
     deterministic = read_flag("deterministic", deterministic)
     check_names(options)
@@ -147,7 +147,7 @@ def _read(
     if read_flag("batch_invariant", options.get("batch_invariant", False)):
         check_batch_invariant(problem, on_cudnn=on_gpu)
     layouts.check_strides(problem, options, on_gpu=on_gpu)
-    return ProblemCall(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)
+    return BoundProblem(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)
 
 
 def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:

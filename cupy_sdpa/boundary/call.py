@@ -1,4 +1,4 @@
-"""A call: a problem, its arrays and its by-value scalars; and the plan of a problem on a GPU."""
+"""A problem bound to arrays and to scalars that are passed by value; and the plan of a problem on a GPU."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ class Fill(NamedTuple):
 
 
 @dataclass
-class ProblemCall:
-    """A call whose arguments have been validated. :mod:`cupy_sdpa.programs` compiles it to a program, which runs.
+class BoundProblem:
+    """A problem and what it is computed on: the arrays of a call, or the views of a step of a program.
+
+    :func:`.read_forward` and :func:`.read_backward` return it. It is valid: a builder of :mod:`cupy_sdpa.programs` adds its steps.
 
     Attributes:
         problem: the problem that the arguments define.
-        arrays: the caller's arrays by name, or their views.
+        arrays: the arrays by name, or their views.
         scalars: the by-value scalars by name.
         on_gpu: whether the arrays are CuPy's.
         bucket: how lengths are rounded up.

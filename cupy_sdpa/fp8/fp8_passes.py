@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..boundary.arguments import check_counts, read_forward
-from ..boundary.call import ProblemCall
+from ..boundary.call import BoundProblem
 from ..kernels import fp8_kernels, mean_kernels
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import numpy_dtype, storage_dtype
@@ -93,7 +93,7 @@ def forward(
     out_dtype: str | None,
     writes_out: bool,
     return_stats: Any,
-) -> ProblemCall:
+) -> BoundProblem:
     """Add the steps of the forward pass; returns the call of the kernel.
 
     Args:
@@ -139,7 +139,7 @@ def _forward_with_mean(
     return_stats: Any,
     *,
     writes_out: bool,
-) -> ProblemCall:
+) -> BoundProblem:
     """Add attention to the values without their mean, and the step that adds the mean to the output; returns the call.
 
     The statistics are computed in every case: they show which rows have no keys, and the weight of the sink.
@@ -174,7 +174,7 @@ def _forward_with_mean(
 
 def _read(
     views: Mapping[str, Any], options: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any
-) -> ProblemCall:
+) -> BoundProblem:
     """The call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
@@ -186,7 +186,7 @@ def _read(
 
 def read_results(
     views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, out_dtype: str | None, return_stats: Any
-) -> ProblemCall:
+) -> BoundProblem:
     """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
 
     ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats.

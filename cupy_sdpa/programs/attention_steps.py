@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.call import Fill, ProblemCall
+from ..boundary.call import BoundProblem, Fill
 from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
 from ..kernels import merge, paged, ragged
 from ..problem.bucket import padded_axes
@@ -56,7 +56,7 @@ def views_of(problem: Problem, gradients: Gradients | None, device: int | None) 
     return views
 
 
-def add(steps: Steps, name: str, call: ProblemCall, *, with_values: bool = False) -> None:
+def add(steps: Steps, name: str, call: BoundProblem, *, with_values: bool = False) -> None:
     """Add the steps of a call whose arrays are views. Results without a view are temporary.
 
     ``with_values``: the values of its scalars belong to the program; by default they are those of the run.
@@ -75,7 +75,7 @@ def add(steps: Steps, name: str, call: ProblemCall, *, with_values: bool = False
 
 
 def _add_launches(
-    steps: Steps, name: str, call: ProblemCall, problem: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
+    steps: Steps, name: str, call: BoundProblem, problem: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
 ) -> None:
     """Add the launches of a problem: one, and in the backward pass one for each further reduction of dS."""
     inputs = {name: view for name, view in arrays.items() if name not in {spec.name for spec in problem.results}}
@@ -87,7 +87,7 @@ def _add_launches(
         _add_launch(steps, name, call, part, {**inputs, **own, **reductions}, values)
 
 
-def add_parts(steps: Steps, name: str, call: ProblemCall) -> list[merge.Parts]:
+def add_parts(steps: Steps, name: str, call: BoundProblem) -> list[merge.Parts]:
     """Add the steps of a forward pass whose results are merged with others; the chunks of a split problem are not merged.
 
     The call has no views of its results. Returns the parts: views ``(Dv, Hq, Sq, B, C)`` and ``(Sq, Hq, B, C)``.
@@ -102,7 +102,7 @@ def add_parts(steps: Steps, name: str, call: ProblemCall) -> list[merge.Parts]:
     return split_steps.add(steps, name, call.problem, engine, arrays, {"scalars": call.scalars})
 
 
-def _with_inputs(steps: Steps, call: ProblemCall) -> dict[str, View]:
+def _with_inputs(steps: Steps, call: BoundProblem) -> dict[str, View]:
     """Return the arrays of a call, and arrays of equal numbers that the caller did not pass."""
     return {**{name: steps.filled(fill) for name, fill in call.fills.items() if name not in call.arrays}, **call.arrays}
 
@@ -112,7 +112,7 @@ def _temporary(steps: Steps, spec: TensorSpec) -> View:
 
 
 def _add_launch(
-    steps: Steps, name: str, call: ProblemCall, part: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
+    steps: Steps, name: str, call: BoundProblem, part: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
 ) -> None:
     """Add the steps of a subproblem."""
     engine = engine_problem(part, call.bucket, steps.on_gpu)

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..boundary.argument import check_separate, read_arrays
 from ..boundary.call import (
+    BoundProblem,
     Fill,
     GivenStats,
     LaunchRecord,
-    ProblemCall,
     logger,
     with_plan,
 )
@@ -324,7 +324,7 @@ def _workspace(plan: Plan) -> Any:
 # One call of attention
 
 
-def compiled(call: ProblemCall) -> ReadCall:
+def compiled(call: BoundProblem) -> ReadCall:
     """The call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
     program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
@@ -348,7 +348,7 @@ def _compiled(
     views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
     fills = {"seq_lens_q": Fill("int32", batch, queries)} if full_queries else {}
-    call = ProblemCall(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)
+    call = BoundProblem(problem, views, {}, on_gpu, bucket, NO_FUNCTIONS, gradients, fills, given_stats)
     attention_steps.add(builder, "gradients" if problem.backward else "attention", call)
     return builder.build(), {name: views[name] for name in call.result_names}
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import check, check_arrays
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import GivenStats, ProblemCall
+from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
@@ -135,7 +135,7 @@ def results_of(
     return result_views(call, views, own), call.gradients
 
 
-def result_views(call: ProblemCall, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
+def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
     """The views of the results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
     device = views["q"].storage.device
     results = {

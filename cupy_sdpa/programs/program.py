@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..boundary.arguments import read_backward, read_forward
-from ..boundary.call import Fill, ProblemCall
+from ..boundary.call import BoundProblem, Fill
 from ..kernels.merge import Parts
 from ..problem.view import View
 from . import attention_steps
@@ -115,7 +115,7 @@ class Builder(Steps):
         """Attention whose results are merged with others (:func:`.merge.merge`); ``others`` as for :meth:`attend`."""
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
-    def call(self, name: str, call: ProblemCall) -> None:
+    def call(self, name: str, call: BoundProblem) -> None:
         """A call that was read from views. Results without a view are temporary."""
         attention_steps.add(self, name, call, with_values=True)
 
