@@ -58,7 +58,7 @@ class Fill(NamedTuple):
 class BoundProblem:
     """A problem and what it is computed on: the arrays of a call, or the views of a step of a program.
 
-    :func:`.read_forward` and :func:`.read_backward` return it. It is valid: a builder of :mod:`cupy_sdpa.programs` adds its steps.
+    :func:`.read_forward` and :func:`.read_backward` validate the arguments and return it. A builder adds its steps.
 
     Attributes:
         problem: the problem that the arguments define.
