@@ -130,7 +130,7 @@ def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Seq
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
     arrays, names, of_lengths = key.named(), _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
     for name in names:
-        check_type(arrays[name])
+        check_type(name if len(names) > 1 else "x", arrays[name])
     arrays, views, _ = read_operands(arrays, {})
     if len(names) == len(_NAMES):
         check_dtypes(views)
@@ -274,7 +274,7 @@ class DelayedScaling:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
         lengths = as_int32("lengths", lengths)
-        check_type(x)
+        check_type("x", x)
         check_source(x, lengths)
         if isinstance(lengths, np.ndarray):
             check_counts("lengths", lengths, x.shape[2])
@@ -313,12 +313,12 @@ def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], la
     return [from_own(name, x, other) for name, x in zip(given, found, strict=True)]
 
 
-def check_type(x: Any) -> None:
+def check_type(name: str, x: Any) -> None:
     """Check that an array to convert is one of numpy or CuPy."""
     if not cupy_runtime.is_array(x) and type(x) not in (np.ndarray, np.memmap):
         raise TypeError(
-            f"x is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
-            "with numpy.asarray(x) or cupy.from_dlpack(x)"
+            f"{name} is {in_words(x)}; quantize takes numpy and CuPy arrays: share arrays of other libraries, for example "
+            f"with numpy.asarray({name}) or cupy.from_dlpack({name})"
         )
 
 
