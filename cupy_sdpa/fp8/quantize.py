@@ -38,7 +38,7 @@ from .fp8_passes import add_conversions, mean_shape
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
 #: The names of the arrays of a conversion, and of their lengths.
-_NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
+_NAMES, _LENGTHS = ("q", "k", "v"), ("seq_lens_q", "seq_lens_kv", "lengths of v")
 
 
 @takes_default
@@ -129,13 +129,16 @@ def quantize_all(
 def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Sequence[bool]) -> ReadCall:
     """Check the arguments of :func:`quantize_all`: arrays and their lengths."""
     arrays, names, of_lengths = key.named(), _NAMES[: len(rotations)], _LENGTHS[: len(rotations)]
+    several = len(names) > 1
     for name in names:
-        check_type(name if len(names) > 1 else "x", arrays[name])
+        check_type(name if several else "x", arrays[name])
+    if not several:  # its errors name x and lengths
+        check_source(arrays["q"], arrays[of_lengths[0]])
     arrays, views, _ = read_operands(arrays, {})
-    if len(names) == len(_NAMES):
+    if several:
         check_dtypes(views)
-    for name, lengths in zip(names, of_lengths, strict=True):
-        check_source(views[name], views.get(lengths))
+        for name, lengths in zip(names, of_lengths, strict=True):
+            check_source(views[name], views.get(lengths))
     parts = [fp8_kernels.rotation_of(views[name].shape[0]) if turn else 1 for name, turn in zip(names, rotations, strict=True)]
     device = views["q"].storage.device
     storage = storage_dtype(dtype, device is not None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..boundary.argument import read_arrays
 from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
 from ..programs.block_mask_calls import dense_options
@@ -122,6 +123,7 @@ def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     rest = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(rest.pop("compute_dtype", None), arrays["q"])
     if dtype is not None:
+        read_arrays(arrays, {})
         check_converted(arrays)
     return rest, dtype
 
