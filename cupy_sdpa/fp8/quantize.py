@@ -38,7 +38,7 @@ from .fp8_passes import add_conversions, mean_shape
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
 #: The names of the arrays of a conversion, and of their lengths.
-_NAMES, _LENGTHS = ("q", "k", "v"), ("seq_lens_q", "seq_lens_kv", "lengths of v")
+_NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
 
 
 @takes_default
@@ -132,7 +132,10 @@ def _parse(key: CallKey, *, dtype: str, rotations: Sequence[bool], centered: Seq
     several = len(names) > 1
     for name in names:
         check_type(name if several else "x", arrays[name])
-    if not several:  # its errors name x and lengths
+    if several:  # errors name the caller's arguments
+        passed = {"seq_lens_q": arrays[of_lengths[0]], "seq_lens_kv": arrays[of_lengths[1]]}
+        arrays_on_gpu({name: x for name, x in {**arrays, **passed}.items() if x is not None and name not in of_lengths})
+    else:
         check_source(arrays["q"], arrays[of_lengths[0]])
     arrays, views, _ = read_operands(arrays, {})
     if several:
