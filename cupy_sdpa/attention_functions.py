@@ -12,6 +12,7 @@ from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
+from .problem.arrays import REQUESTS
 from .programs.block_mask_steps import BACKWARD, FORWARD
 from .programs.calls import Call, operation, run
 from .programs.decided_options import decided_options
@@ -235,7 +236,7 @@ def attention_backward(
 @operation(
     attention_backward,
     BACKWARD,
-    {"deterministic": False, "return_dbias": False, "return_dsinks": False, "return_dtensors": False},
+    {"deterministic": False, **dict.fromkeys(REQUESTS, False)},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
     """A call of :func:`attention_backward` as a value."""
@@ -247,6 +248,6 @@ def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, retur
     key = CallKey(("backward", *flags.values(), dtensors), names, arrays, options)
     flags["return_dtensors"] = return_dtensors
     outputs = {name: value for name, value in flags.items() if name != "deterministic"}
-    results = gradient_names(flags["return_dbias"], flags["return_dsinks"])
+    results = gradient_names(flags)
     decide = functools.partial(decided_options, outputs=outputs)
     return Call(key, functools.partial(parse_backward, **flags), results, decide)

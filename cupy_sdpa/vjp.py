@@ -18,6 +18,7 @@ from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .layout import default_layout
+from .problem.arrays import REQUESTED_GRADIENTS, REQUESTS
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
@@ -96,9 +97,10 @@ def attention_vjp(
     if isinstance(return_dtensors, (list, set)):
         return_dtensors = tuple(return_dtensors)  # the caller's list may change before the pullback is called
     others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-    for name, requested in (("bias", return_dbias), ("sinks", return_dsinks)):
-        if requested is not False and read_flag(f"return_d{name}", requested) and options.get(name) is None:
-            raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
+    for row in REQUESTED_GRADIENTS:
+        requested = others[row.request]
+        if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
+            raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
     kind = options.get("compute_dtype")
@@ -145,8 +147,8 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
     parse = functools.partial(parse_forward, kept=True, return_stats=True, deterministic=deterministic)
     out, stats, *rounded = results_of(Call(key, parse))
     kept, of_gradients = (*rounded, stats), of_forward
-    if outputs["return_dbias"] or outputs["return_dsinks"] or outputs["return_dtensors"]:
-        requested = {name: x for name, x in outputs.items() if name != "deterministic"}
+    requested = {name: outputs[name] for name in REQUESTS}
+    if any(requested.values()):
         of_gradients = decided_options({"q": q, "k": k}, rest, outputs=requested)
     tag = ("backward, kept", out.dtype, *map(repr, outputs.values()))
     parse_gradients = functools.partial(parse_backward, result=out.dtype, **outputs)
@@ -184,7 +186,7 @@ class Pullback(Generic[GradientsT]):
         if self.conversion is None:
             gradients = self._backward(dout, dq, dk, dv)
         else:
-            names = gradient_names(self._outputs["return_dbias"], self._outputs["return_dsinks"])
+            names = gradient_names(self._outputs)
             gradients = self.conversion.run(self._backward, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names)
         return gradients  # type: ignore[no-any-return]
 

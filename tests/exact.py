@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from cupy_sdpa.numpy_engine.interpreter import evaluate
-from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
+from cupy_sdpa.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
 from cupy_sdpa.programs.executor import compiled
 
 

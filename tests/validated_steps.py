@@ -16,7 +16,8 @@ import pytest
 from cupy_sdpa.graph import graph_of
 from cupy_sdpa.kernels import fp8_kernels, mean_kernels, merge, paged, ragged
 from cupy_sdpa.numpy_engine.interpreter import evaluate
-from cupy_sdpa.problem.problem import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem
+from cupy_sdpa.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
+from cupy_sdpa.problem.problem import Problem
 from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
 from cupy_sdpa.problem.view import View
 from cupy_sdpa.programs import calls

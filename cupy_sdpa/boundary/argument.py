@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..errors import in_words
-from ..problem.problem import CU_SEQLENS, LENGTHS, OPTION_ARRAYS, SEEDS
+from ..problem.arrays import INTEGERS, OPTION_ARRAYS, SEEDS
 from ..problem.tensor_spec import Expected, TensorSpec, byte_range, check_spec
 from ..problem.view import Elements, View
 from ..runtime import cupy_runtime
@@ -17,7 +17,7 @@ from ..runtime.interpreted_array import InterpretedArray
 from .libraries import check_one_library, library_of
 
 #: The arguments that are int32.
-INT32 = frozenset((*LENGTHS, *CU_SEQLENS, "page_table"))
+INT32 = frozenset(INTEGERS)
 #: What to pass in place of an object that is no array, by the names of arguments.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
 from ..problem.bucket import Rounding, read_bucket
-from ..problem.problem import CU_SEQLENS, LENGTHS, OPTION_ARRAYS, SEEDS, Problem, Settings, has_score_axes, row_stats_shape
+from ..problem.problem import Problem, Settings, row_stats_shape
 from ..problem.tensor_spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -25,7 +26,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import INT32, check_separate, read_arrays, spec_of
+from .argument import check_separate, read_arrays, spec_of
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
@@ -57,18 +58,17 @@ def read_backward(
     v: Any,
     options: Mapping[str, Any],
     *,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
     return_dtensors: Any = False,
     deterministic: bool = False,
     **others: Any,
 ) -> BoundProblem:
     """Validate the arguments of the backward pass; nothing is allocated. For errors see :func:`cupy_sdpa.attention`.
 
-    dout, out, stats, dq, dk and dv are assumed to be dense if they are None.
+    ``others`` are dout, out, stats, dq, dk and dv, which are assumed to be dense if they are None, and the flags that request
+    other gradients (:data:`.arrays.REQUESTED_GRADIENTS`).
     """
-    dbias, dsinks = read_flag("return_dbias", return_dbias), read_flag("return_dsinks", return_dsinks)
-    outputs = RequestedOutputs(backward=True, dbias=dbias, dsinks=dsinks)
+    rows = [row for row in REQUESTED_GRADIENTS if read_flag(row.request, others.pop(row.request, False))]
+    outputs = RequestedOutputs(backward=True, gradients=tuple(row.name for row in rows))
     return _read({"q": q, "k": k, "v": v, **others}, options, outputs, deterministic, return_dtensors)
 
 
@@ -284,12 +284,13 @@ def read_shapes(
     seq_lens: bool = False,
     return_stats: Any = False,
     backward: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dtensors: Any = False,
     deterministic: bool = False,
+    **requests: Any,
 ) -> Problem:
-    """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read."""
+    """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read.
+
+    ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
+    """
     check_names(options)
     own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
     views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens)
@@ -299,8 +300,8 @@ def read_shapes(
     passed: dict[str, Any] = {**views, "options": given, "deterministic": bool(deterministic)}
     if not backward:
         return read_forward(**passed, return_stats=return_stats, out_dtype=out_dtype).engine_problem
-    passed |= {"return_dbias": bool(return_dbias), "return_dsinks": bool(return_dsinks), "return_dtensors": return_dtensors}
-    return read_backward(**passed).engine_problem
+    flags = {name: bool(value) for name, value in requests.items() if name != "return_dtensors"}
+    return read_backward(**passed, **(requests | flags)).engine_problem
 
 
 def views_of_shapes(
@@ -325,19 +326,18 @@ def views_of_shapes(
 def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool) -> dict[str, TensorSpec]:
     """The specs of the options' arrays, for which shapes or True are passed."""
     _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
-    dtypes = {"mask": "bool", "bias": q.dtype, "dropout_mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
-    dtypes |= dict.fromkeys(INT32, "int32")
+    of_row = {"float": q.dtype, "float32 or wider": "float32"}
     specs: dict[str, TensorSpec] = {}
     for name in OPTION_ARRAYS:
         value = options.get(name)
-        if name in ("alibi_slopes", "sinks") and isinstance(value, bool):
+        if ARRAYS[name].letters == ("Hq",) and isinstance(value, bool):
             if value:
                 specs[name] = dense_spec(name, "float32", (heads,))
         elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
                 specs[name] = dense_spec(name, "int64", (1,))
         elif value is not None:
-            specs[name] = _spec_of_shape(name, value, dtypes[name])
+            specs[name] = _spec_of_shape(name, value, of_row.get(ARRAYS[name].dtype, ARRAYS[name].dtype))
     if "page_table" in specs:  # it requires lengths
         specs = {"seq_lens_kv": dense_spec("seq_lens_kv", "int32", specs["page_table"].shape[1:])} | specs
     if (seq_lens or any(name in specs for name in LENGTHS)) and len(q.shape) == 4:  # for both q and k, as in a call

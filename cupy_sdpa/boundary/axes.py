@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..problem.problem import SCORE_INPUTS
+from ..problem.arrays import SCORE_INPUTS
 from . import layouts
 
 

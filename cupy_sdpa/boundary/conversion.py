@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..problem.arrays import GRADIENTS
 from ..runtime import cupy_runtime
 from . import layouts
 from .axes import Axes
@@ -118,6 +119,6 @@ def convert(
     return conversion.run(functools.partial(function, **conversion.options, **flags), arrays, results)
 
 
-def gradient_names(return_dbias: bool, return_dsinks: bool) -> tuple[str, ...]:
-    """The names of the gradients in the order in which they are returned."""
-    return ("dq", "dk", "dv", *["dbias"] * bool(return_dbias), *["dsinks"] * bool(return_dsinks), "dtensors")
+def gradient_names(requests: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the gradients in the order in which they are returned, from the flags that request them."""
+    return (*(row.name for row in GRADIENTS if not row.request or requests[row.request]), "dtensors")

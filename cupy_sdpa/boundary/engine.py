@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Unsupported
-from ..problem.problem import SEEDS
+from ..problem.arrays import SEEDS
 from ..problem.view import View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host

@@ -18,7 +18,9 @@ import numpy as np
 
 from .._typing import Layout
 from ..layout import AXES, default_is, default_layout, order
-from ..problem.problem import CU_SEQLENS, LENGTHS, ROW_STATS, SCORE_INPUTS, Problem
+from ..problem.arrays import CU_SEQLENS, ROW_STATS, SCORE_INPUTS, letters_of
+from ..problem.arrays import VECTORS as ARRAYS_WITH_HEAD_DIM
+from ..problem.problem import Problem
 from ..problem.tensor_spec import (
     ITEMSIZE,
     CallersAxes,
@@ -36,7 +38,7 @@ T = TypeVar("T")
 #: The layouts that calls take. The first two are that of this package, dense and packed.
 LAYOUTS = get_args(Layout)
 #: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
-VECTORS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "outs", "mean"))
+VECTORS = frozenset((*ARRAYS_WITH_HEAD_DIM, "outs", "mean"))
 #: The options with more than one axis.
 _OPTIONS = (*SCORE_INPUTS, "page_table")
 
@@ -271,7 +273,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
 def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array, if ``unbatched`` without the batch axis."""
     places: Sequence[int] = range(len(axes))
-    if name in ("sinks", "alibi_slopes", *LENGTHS, *CU_SEQLENS):  # of one axis; any other shape is a mistake, shown as it is
+    if len(letters_of(name)) == 1:  # any other shape is a mistake, shown as it is
         return tuple(axes)
     if layout and name not in VECTORS:
         places = places[::-1]

@@ -14,8 +14,9 @@ import numpy as np
 from .._typing import Array, Layout
 from ..errors import in_words
 from ..layout import default_layout
+from ..problem.arrays import SEEDS
 from ..problem.band import Band
-from ..problem.problem import SEEDS, Problem, Settings
+from ..problem.problem import Problem, Settings
 from ..score_fn.tracer import MaskMod, ScoreMod
 from .layouts import check_layout, in_default, refuse_default
 

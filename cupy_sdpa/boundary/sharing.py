@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ..problem.problem import CU_SEQLENS
+from ..problem.arrays import CU_SEQLENS
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
 from .engine import interpreted, read_engine

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from ..problem.problem import SEEDS, Problem, row_stats_dtype
+from ..problem.arrays import SEEDS
+from ..problem.problem import Problem, row_stats_dtype
 from ..problem.tensor_spec import FP8_LARGEST
 from .nodes import Bernoulli, Builder, Graph, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, Operands, operand

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problem.problem import KEY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi
+from ..problem.arrays import KEY_ARRAYS, ROW_STATS
+from ..problem.problem import Problem, has_ragged_alibi
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec
 from ..problem.varlen import ragged_offset_name, token_stride
 from .nodes import Role, Shape, Tensor, row_major

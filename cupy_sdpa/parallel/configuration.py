@@ -11,7 +11,8 @@ import numpy as np
 
 from ..boundary.options import band_options
 from ..helpers import dropout_mask
-from ..problem.problem import LENGTHS, SEEDS, Problem, row_stats_dtype
+from ..problem.arrays import LENGTHS, SEEDS
+from ..problem.problem import Problem, row_stats_dtype
 from ..problem.tensor_spec import numpy_dtype
 from ..programs.program import Builder
 from ..programs.steps import Constant

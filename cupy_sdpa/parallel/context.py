@@ -15,7 +15,7 @@ from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
-from ..problem.problem import CU_SEQLENS
+from ..problem.arrays import CU_SEQLENS
 from ..problem.view import View
 from ..programs.executor import ReadCall
 from ..programs.program import Builder

@@ -15,7 +15,8 @@ from ..boundary.layouts import check_strides_of
 from ..boundary.options import check_names
 from ..boundary.user_functions import FUNCTIONS, check_tensors, function_identities
 from ..errors import Unsupported, in_words
-from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from ..problem.arrays import CU_SEQLENS, LENGTHS
+from ..problem.problem import Problem
 from ..problem.tensor_spec import numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View

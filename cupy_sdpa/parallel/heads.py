@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..kernels.merge import accumulate
-from ..problem.problem import KEY_ARRAYS, row_stats_shape
+from ..problem.arrays import KEY_ARRAYS
+from ..problem.problem import row_stats_shape
 from ..problem.view import View
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward

@@ -11,7 +11,8 @@ import numpy as np
 from ..boundary.arguments import check_lengths
 from ..boundary.layouts import of_caller
 from ..boundary.user_functions import function_identities
-from ..problem.problem import CU_SEQLENS, LENGTHS, row_stats_shape
+from ..problem.arrays import CU_SEQLENS, LENGTHS
+from ..problem.problem import row_stats_shape
 from ..problem.view import View
 from ..programs.executor import ReadCall, read_operands
 from ..programs.passes import rounded

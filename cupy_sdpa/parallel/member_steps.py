@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..boundary.call import GivenStats
+from ..problem.arrays import REQUESTS
 from ..problem.view import View
 from ..programs import passes
 from ..programs.block_mask_steps import BACKWARD
@@ -99,5 +100,5 @@ def attend_backward(
 ) -> None:
     """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
     views = dict(zip(BACKWARD, arrays, strict=True))
-    outputs: dict[str, Any] = dict.fromkeys(("return_dbias", "return_dsinks", "return_dtensors"), False)
+    outputs: dict[str, Any] = dict.fromkeys(REQUESTS, False)
     passes.add(builder, views, options, deterministic=deterministic, given_stats=given_stats, **outputs)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..boundary.user_functions import FUNCTIONS, trace_functions
-from ..problem.problem import LENGTHS, SCORE_INPUTS, Problem
+from ..problem.arrays import LENGTHS, SCORE_INPUTS
+from ..problem.problem import Problem
 from ..problem.view import View
 from ..programs.program import Builder
 from ..score_fn.expression import AXES

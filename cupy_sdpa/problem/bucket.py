@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from .problem import KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, Problem, has_score_axes
+from .arrays import LENGTHS, letters_of
+from .problem import Problem
 from .tensor_spec import dense_spec
 
 #: The type of ``bucket=``: None for exact lengths; a number to round up to its multiples; ``"power_of_two"``, at least
@@ -91,10 +92,5 @@ def padded_axes(name: str) -> tuple[tuple[int, Literal["q", "k"]], ...]:
     >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
     (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))
     """
-    if has_score_axes(name):
-        return (0, "k"), (1, "q")
-    if name in ROW_STATS:
-        return ((0, "q"),)
-    if name in QUERY_ARRAYS:
-        return ((2, "q"),)
-    return ((2, "k"),) if name in KEY_ARRAYS else ()
+    sides: dict[str, Literal["q", "k"]] = {"Sq": "q", "Skv": "k"}
+    return tuple((axis, sides[letter]) for axis, letter in enumerate(letters_of(name)) if letter in sides)

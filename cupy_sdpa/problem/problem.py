@@ -18,29 +18,12 @@ from typing import NamedTuple
 
 from .. import _html
 from ..score_fn.expression import Expression
+from .arrays import GRADIENTS, RESULTS
 from .band import Band
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
-#: The names of the sequence lengths, and of the cumulative lengths of packed sequences.
-LENGTHS = ("seq_lens_q", "seq_lens_kv")
-CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
-#: The names of the state of dropout's random number generator.
-SEEDS = ("seed", "offset")
-#: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is
-#: stored.
-FP8_FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
-#: The arrays with one row per query, and those with one row per key.
-QUERY_ARRAYS = ("q", "out", "stats", "max", "sum_exp", "dout", "dq")
-KEY_ARRAYS = ("k", "v", "dk", "dv")
-#: The options and all arrays with the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1.
-SCORE_INPUTS = ("bias", "mask", "dropout_mask")
-SCORE_ARRAYS = (*SCORE_INPUTS, "dbias", "rng_dump")
-#: The options that are arrays.
-OPTION_ARRAYS = (*SCORE_INPUTS, *LENGTHS, "page_table", *CU_SEQLENS, "alibi_slopes", "sinks", *SEEDS)
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-#: The row statistics: results with one value per query and head, of :func:`row_stats_dtype`.
-ROW_STATS = ("stats", "max", "sum_exp")
 
 
 class Split(NamedTuple):
@@ -237,11 +220,8 @@ class Problem:
     @property
     def results(self) -> tuple[TensorSpec, ...]:
         """The arrays that the call writes."""
-        if self.backward:
-            outputs = (self.dq, self.dk, self.dv, self.dbias, self.dsinks, *self.dcaptured)
-        else:
-            outputs = (self.out, self.stats, self.max, self.sum_exp, self.rng_dump, self.amax_out)
-        return tuple(spec for spec in outputs if spec is not None)
+        specs = (getattr(self, row.name) for row in (GRADIENTS if self.backward else RESULTS))
+        return (*(spec for spec in specs if spec is not None), *self.dcaptured)
 
     @property
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
@@ -327,11 +307,6 @@ def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
     """
     _, heads, length, *batch = queries
     return (length, heads, *batch) if batch else (heads, length)
-
-
-def has_score_axes(name: str) -> bool:
-    """Whether an array has the axes of the scores: those of :data:`SCORE_ARRAYS`, captured arrays, and their gradients."""
-    return name in SCORE_ARRAYS or (name.lstrip("d")[0] == "t" and name.lstrip("dt").isdigit())
 
 
 def writes_dq_directly(problem: Problem) -> bool:

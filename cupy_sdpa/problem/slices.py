@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..score_fn.expression import Expression, Writer
-from .problem import ROW_STATS, Problem, has_score_axes
+from .arrays import has_score_axes, letters_of
+from .problem import Problem
 from .tensor_spec import ITEMSIZE, TensorSpec, byte_range, dense_spec, make_spec
 
 #: The largest number of elements from the first to the last element of ``out`` and of ``dout`` in one launch.
@@ -95,20 +96,16 @@ def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -
     """The elements of an array of the problem, of this name and shape, that belong to a slice."""
     _, _, hq, hkv, *_ = problem.sizes
     group = hq // hkv
-    queries, keys = slice(part.heads.start * group, part.heads.stop * group), slice(part.heads.start, part.heads.stop)
-    batch, whole = slice(part.batch.start, part.batch.stop), slice(None)
-    if has_score_axes(name):
-        return whole, whole, queries if shape[2] > 1 else whole, batch if shape[3] > 1 else whole
-    if name in ROW_STATS:
-        return (queries, whole) if problem.packed else (whole, queries, batch)
-    if name in _QUERY_HEADS or name in _KEY_HEADS:
-        own = queries if name in _QUERY_HEADS else keys
-        return (whole, own, whole) if problem.packed else (whole, own, whole, batch)
-    if name in ("seq_lens_q", "seq_lens_kv"):
-        return (batch,)
-    if name in ("alibi_slopes", "sinks", "dsinks"):
-        return (queries,)
-    return (whole,) * len(shape)
+    sliced = {
+        "Hq": slice(part.heads.start * group, part.heads.stop * group),
+        "Hkv": slice(part.heads.start, part.heads.stop),
+        "B": slice(part.batch.start, part.batch.stop),
+    }
+    whole, broadcast = slice(None), has_score_axes(name)
+    letters = letters_of(name, packed=problem.packed) or ("",) * len(shape)
+    return tuple(
+        whole if broadcast and length == 1 else sliced.get(letter, whole) for letter, length in zip(letters, shape, strict=True)
+    )
 
 
 def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> Problem:

@@ -12,18 +12,8 @@ from typing import Any, NamedTuple
 
 from ..errors import Unsupported
 from ..score_fn.expression import EMPTY_EXPRESSION
-from .problem import (
-    CU_SEQLENS,
-    FP8_FACTORS,
-    LENGTHS,
-    OPTION_ARRAYS,
-    SCORE_INPUTS,
-    SEEDS,
-    Problem,
-    Settings,
-    row_stats_dtype,
-    row_stats_shape,
-)
+from .arrays import ARRAYS, CU_SEQLENS, FP8_FACTORS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SCORE_INPUTS, ArrayRow
+from .problem import Problem, Settings, row_stats_dtype
 from .split import obstacle
 from .tensor_spec import (
     FLOAT_DTYPES,
@@ -76,7 +66,7 @@ class RequestedOutputs(NamedTuple):
         stats: the log-sum-exp.
         max_sumexp: the maximum and the sum of exponentials in the log-sum-exp.
         backward: gradients instead of the output.
-        dbias, dsinks: the gradients of bias and sinks.
+        gradients: the names of requested gradients (:data:`.arrays.REQUESTED_GRADIENTS`).
         rng_dump: the dropout mask.
         out_dtype: the dtype of the output of FP8 arrays; empty for the same dtype.
     """
@@ -84,8 +74,7 @@ class RequestedOutputs(NamedTuple):
     stats: bool = False
     max_sumexp: bool = False
     backward: bool = False
-    dbias: bool = False
-    dsinks: bool = False
+    gradients: tuple[str, ...] = ()
     rng_dump: bool = False
     out_dtype: str = ""
 
@@ -296,20 +285,27 @@ def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: b
 def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
     """Check the arrays of the options."""
     _, _, hq, _, sq, skv, b = problem.sizes
-    scores = (skv, sq, hq, b)
-    expected = [Expected(name, (b,), "int32", "(B,)") for name in LENGTHS]
-    expected += [Expected(name, (1,), "int64", "one number") for name in SEEDS]
-    expected += [Expected(name, (1,), "float32", "one number") for name in FP8_FACTORS]
+    scores, sizes = (skv, sq, hq, b), {"B": b, "1": 1}
     table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
-    for option in (*expected, table["alibi_slopes"], table["sinks"]):
-        if option.name in arrays:
-            check_spec(arrays[option.name], option)
+    for name in (*OPTION_ARRAYS, *FP8_FACTORS):
+        row = ARRAYS[name]
+        if name not in arrays or name in SCORE_INPUTS or row.letters in (("P", "B"), ("B+1",)):
+            continue  # arrays of pages and packed sequences are checked before
+        expected = table.get(name) or Expected(name, tuple(map(sizes.__getitem__, row.letters)), row.dtype, row.legend())
+        check_spec(arrays[name], expected)
     for name in SCORE_INPUTS:
         if name in arrays:
             check_broadcastable(arrays[name], scores, problem.packed)
     if "dropout_mask" in arrays and (shape := arrays["dropout_mask"].shape) != scores:
         wanted, legend = in_callers_axes("dropout_mask", scores), legend_in_callers_axes("dropout_mask", "(Skv, Sq, Hq, B)")
         raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
+
+
+#: The arrays whose shapes and dtypes follow from q, k and v.
+_OF_SHAPES = tuple(
+    name for name, row in ARRAYS.items()
+    if row.of in ("q", "k", "v") or name in ("out", "dout") or row.dtype in ("statistics", "float32 or wider")
+)  # fmt: skip
 
 
 def expected_arrays(
@@ -322,21 +318,22 @@ def expected_arrays(
     """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
-    dtype, packed = dtypes["q"], len(q.shape) == 3
-    out, of_out = (v.shape[0], *q.shape[1:]), "(Dv, Hq, Tq)" if packed else "(Dv, Hq, Sq, B)"
-    rows, of_rows = row_stats_shape(q.shape), "(Hq, Tq)" if packed else "(Sq, Hq, B)"
-    wide = row_stats_dtype(dtype if computed is None else computed)
+    packed = len(q.shape) == 3
+    sizes = dict(zip(ARRAYS["q"].packed if packed else ARRAYS["q"].letters, q.shape, strict=False)) | {"Dv": v.shape[0]}
+    wide = row_stats_dtype(dtypes["q"] if computed is None else computed)
+    of_rows = {"statistics": wide, "float32 or wider": "float32"}
 
-    def of(name: str, default: str) -> str:
-        """The dtype of an array that may be float32 or float64 if the call is computed in float64."""
-        own = getattr((given or {}).get(name), "dtype", None)
-        return str(own) if wide == "float64" and own in ("float32", "float64") else default
+    def expected(row: ArrayRow) -> Expected:
+        if row.of:
+            return Expected(row.name, inputs[row.of].shape, dtypes[row.of], f"the shape and dtype of {row.of}")
+        shape = tuple(map(sizes.__getitem__, row.packed if packed else row.letters))
+        own = getattr((given or {}).get(row.name), "dtype", None)
+        if row.dtype not in of_rows:
+            return Expected(row.name, shape, dtypes["q"], f"{row.legend(packed=packed)}, the dtype of q")
+        either = wide == "float64" and own in ("float32", "float64")  # calls computed in float64 take both
+        return Expected(row.name, shape, str(own) if either else of_rows[row.dtype], row.legend(packed=packed))
 
-    found = [Expected(name, out, dtype, f"{of_out}, the dtype of q") for name in ("out", "dout")]
-    found += [Expected(name, rows, of(name, wide), of_rows) for name in ("stats", "max", "sum_exp")]
-    found += [Expected(f"d{name}", x.shape, dtypes[name], f"the shape and dtype of {name}") for name, x in inputs.items()]
-    found += [Expected(name, q.shape[1:2], of(name, "float32"), "(Hq,)") for name in ("alibi_slopes", "sinks")]
-    return {expected.name: expected for expected in found}
+    return {name: expected(ARRAYS[name]) for name in _OF_SHAPES}
 
 
 def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
@@ -357,8 +354,9 @@ def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str,
         return
     yield from (out, stats, table["dout"])
     yield from (table[name]._replace(writable=True) for name in ("dq", "dk", "dv"))
-    for name, option, is_requested in (("bias", problem.bias, requested.dbias), ("sinks", problem.sinks, requested.dsinks)):
-        if is_requested and option is None:
-            raise ValueError(f"return_d{name} is True and {name} is None: pass {name}=, or remove return_d{name}")
-        if is_requested and option is not None:
-            yield Expected(f"d{name}", option.shape, option.dtype, f"the shape of {name}", True)
+    for row in REQUESTED_GRADIENTS:
+        option: TensorSpec | None = getattr(problem, row.of)
+        if row.name in requested.gradients and option is None:
+            raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
+        if row.name in requested.gradients and option is not None:
+            yield Expected(row.name, option.shape, option.dtype, f"the shape of {row.of}", True)

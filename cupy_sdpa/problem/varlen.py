@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from .problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, Problem
+from .arrays import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS
+from .problem import Problem
 from .tensor_spec import ITEMSIZE, TensorSpec, dense_spec
 
 

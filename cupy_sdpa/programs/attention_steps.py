@@ -15,17 +15,9 @@ import numpy as np
 from ..boundary.call import BoundProblem, Fill
 from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
 from ..kernels import merge, paged, ragged
+from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, has_score_axes
 from ..problem.bucket import padded_axes
-from ..problem.problem import (
-    CU_SEQLENS,
-    KEY_ARRAYS,
-    LENGTHS,
-    QUERY_ARRAYS,
-    ROW_STATS,
-    Problem,
-    has_ragged_alibi,
-    has_score_axes,
-)
+from ..problem.problem import Problem, has_ragged_alibi
 from ..problem.slices import slices
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype

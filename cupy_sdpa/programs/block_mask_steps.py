@@ -19,7 +19,8 @@ from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
 from ..kernels.blocks import BLOCK, copy_blocks, copy_elements
 from ..kernels.merge import Parts, Sources, merge, sum_blocks
-from ..problem.problem import KEY_ARRAYS, row_stats_dtype
+from ..problem.arrays import KEY_ARRAYS
+from ..problem.problem import row_stats_dtype
 from ..problem.view import View
 from ..score_fn.expression import AXES
 from .program import Builder

@@ -327,10 +327,11 @@ def _workspace(plan: Plan) -> Any:
 def compiled(call: BoundProblem) -> ReadCall:
     """The call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
+    functions = call.functions._replace(arrays={})  # the cache keeps the call, but not the arrays that functions read
     program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
     return ReadCall(
-        program, call.arrays, results, call.problem.tensors, call.problem, call.functions, call.functions.identities,
-        call.scalars, call.fills, call.gradients,
+        program, call.arrays, results, call.problem.tensors, call.problem, functions, functions.identities, call.scalars,
+        call.fills, call.gradients,
     )  # fmt: skip
 
 

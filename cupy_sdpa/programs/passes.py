@@ -53,18 +53,14 @@ def parse_backward(
     *,
     result: Any = None,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dtensors: Any = False,
+    **requests: Any,
 ) -> ReadCall:
     """Read a call of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk and dv, and decided options.
 
     ``result`` is the dtype of dout, dq, dk and dv if q, k, v and out were kept by :func:`parse_forward`. Default None: q's.
+    ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
-    flags: dict[str, Any] = {
-        "deterministic": deterministic, "return_dbias": return_dbias, "return_dsinks": return_dsinks,
-        "return_dtensors": return_dtensors,
-    }  # fmt: skip
+    flags = {"deterministic": deterministic, **requests}
     for name in ("dout", "out", "stats"):
         if key.array(name) is None:
             raise TypeError(

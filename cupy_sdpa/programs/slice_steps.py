@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ..boundary.call import Fill
-from ..problem.problem import Problem, has_score_axes
+from ..problem.arrays import has_score_axes, row_of
+from ..problem.problem import Problem
 from ..problem.slices import OFFSET_OF_HEADS, Slice, index_of, is_copied, with_arrays
 from ..problem.tensor_spec import TensorSpec
 from ..problem.view import View
@@ -38,7 +39,8 @@ def parts(
 
 def _is_sum(problem: Problem, spec: TensorSpec) -> bool:
     """True if a gradient is summed over the slices. dq, dk and dv are written as views of the whole arrays."""
-    return spec.name == "dsinks" or has_score_axes(spec.name)
+    row = row_of(spec.name)
+    return has_score_axes(spec.name) or bool(row and row.request)
 
 
 def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: Slice) -> View:

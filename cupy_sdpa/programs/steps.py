@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from ..boundary.arguments import check_lengths
 from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
-from ..problem.problem import CU_SEQLENS, LENGTHS, Problem
+from ..problem.arrays import INTEGERS
+from ..problem.problem import Problem
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 
@@ -126,7 +127,7 @@ def views_of(value: Any) -> Iterator[View]:
 
 
 #: The arrays of attention whose elements are checked.
-_LENGTHS = (*LENGTHS, *CU_SEQLENS, "page_table")
+_LENGTHS = INTEGERS
 
 
 @dataclass

@@ -8,7 +8,9 @@ scalar, and no object or name of the caller, so it is part of the problem and of
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -180,6 +182,21 @@ class NormalizedExpression(NamedTuple):
     captured: dict[str, str]
 
 
+def captured_name(number: int) -> str:
+    """The name of an array that score and mask functions read."""
+    return f"t{number}"
+
+
+@functools.cache
+def is_captured(name: str) -> bool:
+    """Whether a name is that of an array that functions read (:func:`captured_name`), or of its gradient.
+
+    >>> [is_captured(name) for name in ("t0", "dt12", "tq", "d0")]
+    [True, True, False, False]
+    """
+    return re.fullmatch(r"d?t\d+", name) is not None
+
+
 def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedExpression:
     """The expression of a score and a mask: without unused steps; order and names depend on its structure only."""
     indices: dict[int, int] = {}
@@ -189,7 +206,7 @@ def normalized(writer: Writer, score: int | None, mask: int | None) -> Normalize
         step = writer.steps[index]
         name = step.name
         if (names := traced_names.get(step.mode)) is not None:
-            name = f"{'n' if step.mode == 'number' else 't'}{len(names)}"
+            name = f"n{len(names)}" if step.mode == "number" else captured_name(len(names))
             names[name] = step.name
         indices[index] = len(steps)
         steps.append(step._replace(args=tuple(indices[arg] for arg in step.args), name=name))

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import INSTALL_FOR_GPU, Unsupported
-from ..problem.problem import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS, Problem, has_ragged_alibi, writes_dq_directly
+from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS
+from ..problem.problem import Problem, has_ragged_alibi, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
 
