@@ -1,0 +1,233 @@
+"""Every option, array and gradient is taken by every call, or the call says why not.
+
+A new row of the tables fails here until each call takes it, or lists it in :data:`EXCLUDED` with what the error says.
+"""
+
+import dataclasses
+import functools
+import inspect
+
+import numpy as np
+import pytest
+
+import cupy_sdpa
+from cupy_sdpa import (
+    BlockMask,
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_vjp,
+    fp8,
+    prepare,
+    weight_sums,
+)
+from cupy_sdpa.check.calls import CaseRunner
+from cupy_sdpa.check.draw import draw
+from cupy_sdpa.parallel import ContextParallel, Loopback
+from cupy_sdpa.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQUESTS
+from cupy_sdpa.problem.problem import Problem
+
+D, HQ, HKV, S, B = 16, 4, 2, 140, 2
+RNG = np.random.default_rng(5)
+Q, K, V, DOUT = (np.asfortranarray(RNG.standard_normal((D, heads, S, B)).astype(np.float32)) for heads in (HQ, HKV, HKV, HQ))
+TABLE = np.asfortranarray(np.arange(2 * B, dtype=np.int32).reshape(2, B))
+PAGES = [np.asfortranarray(x[:, :, : S // 2 * 2].reshape((D, HKV, S // 2, 2 * B), order="F")) for x in (K, V)]
+BLOCKS = BlockMask.from_blocks(np.array([[True, True], [False, True]])[:, :, None, None], S, S)
+LENGTHS = np.array([S, 17], np.int32)
+
+#: The options: the keyword-only parameters of ``attention`` that are no results.
+OPTIONS = {
+    name for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("return_stats", "deterministic", "out", "stats")
+}  # fmt: skip
+#: A value of each option, and the options that it needs.
+VALUES = {
+    "scale": {"scale": 0.1},
+    "causal": {"causal": "top_left"},
+    "window": {"window": (3, 2)},
+    "mask": {"mask": np.asfortranarray(RNG.random((S, S, 1, 1)) < 0.7)},
+    "bias": {"bias": np.asfortranarray(RNG.standard_normal((S, S, HQ, 1)).astype(np.float32))},
+    "seq_lens_q": {"seq_lens_q": LENGTHS},
+    "seq_lens_kv": {"seq_lens_kv": LENGTHS},
+    "page_table": {"page_table": TABLE, "seq_lens_kv": LENGTHS},
+    "cu_seqlens_q": {"cu_seqlens_q": np.array([0, 40, S], np.int32), "cu_seqlens_kv": np.array([0, 40, S], np.int32),
+                     "max_seqlen_q": 100, "max_seqlen_kv": 100},
+    "alibi_slopes": {"alibi_slopes": np.linspace(0.1, 0.5, HQ, dtype=np.float32)},
+    "softcap": {"softcap": 0.5},
+    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5 + kv_idx * 0.01},
+    "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx % 3 != 1},
+    "tensors": {"score_mod": lambda score, b, h, q_idx, kv_idx, slopes: score * slopes[h],
+                "tensors": {"slopes": np.linspace(0.5, 2, HQ, dtype=np.float32)}},
+    "block_mask": {"block_mask": BLOCKS},
+    "sinks": {"sinks": np.linspace(-1, 3, HQ, dtype=np.float32)},
+    "dropout_p": {"dropout_p": 0.5, "seed": 3, "offset": 1},
+    "dropout_mask": {"dropout_p": 0.5, "dropout_mask": np.asfortranarray(RNG.random((S, S, HQ, B)) < 0.5)},
+    "num_splits": {"page_table": TABLE, "seq_lens_kv": LENGTHS, "num_splits": 2},
+    "batch_invariant": {"batch_invariant": True},
+    "max_workspace": {"max_workspace": 1 << 24},
+    "bucket": {"bucket": 64},
+    "layout": {"layout": "bshd"},
+    "compute_dtype": {"compute_dtype": "bfloat16"},
+    "engine": {"engine": "numpy"},
+}  # fmt: skip
+#: The options that occur with others, and those without an effect on results of the CPU engine.
+WITH = {"cu_seqlens_kv": "cu_seqlens_q", "max_seqlen_q": "cu_seqlens_q", "max_seqlen_kv": "cu_seqlens_q", "seed": "dropout_p",
+        "offset": "dropout_p"}  # fmt: skip
+WITHOUT_EFFECT = {"num_splits", "batch_invariant", "max_workspace", "bucket", "layout", "engine"}
+
+
+def arrays_of(options):
+    """q, k, v and the gradient of the output in the form that the options need."""
+    if "page_table" in options:
+        return Q, *PAGES, DOUT
+    if "cu_seqlens_q" in options:
+        return tuple(np.asfortranarray(x[..., 0]) for x in (Q, K, V, DOUT))
+    if "layout" in options:
+        return tuple(np.ascontiguousarray(x.transpose(3, 2, 1, 0)) for x in (Q, K, V, DOUT))
+    return Q, K, V, DOUT
+
+
+def forward(**options):
+    return attention(*arrays_of(options)[:3], **options)
+
+
+def backward(**options):
+    q, k, v, dout = arrays_of(options)
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    return attention_backward(dout, q, k, v, out, stats, **options)
+
+
+def pullback(**options):
+    q, k, v, dout = arrays_of(options)
+    return attention_vjp(q, k, v, **options)[1](dout)
+
+
+def derivative(**options):
+    q, k, v, _ = arrays_of(options)
+    return attention_jvp(q, k, v, q, k, v, **options)
+
+
+def prepared(**options):
+    q, k, v, _ = arrays_of(options)
+    return prepare(q, k, v, **options)(q, k, v)
+
+
+def sums(**options):
+    return weight_sums(*arrays_of(options)[:2], **options)
+
+
+def by_blocks(**options):
+    return attention(*arrays_of(options)[:3], **{"block_mask": BLOCKS, **options})
+
+
+def in_fp8(**options):
+    q, k, v, _ = arrays_of(options)
+    layout = options.get("layout")
+    center = not {"page_table", "dropout_p"} & options.keys()
+    return attention(*fp8.quantize_qkv(q, k, v, center=center, layout=layout), **options).dequantize("float32")
+
+
+def in_half(**options):
+    return attention(*arrays_of(options)[:3], **{"compute_dtype": "float16", **options})
+
+
+def in_a_group(**options):
+    (member,) = Loopback(1).members
+    return ContextParallel(member).attention(*arrays_of(options)[:3], **options)
+
+
+CALLS = {
+    "attention": forward, "attention_backward": backward, "attention_vjp": pullback, "attention_jvp": derivative,
+    "prepare": prepared, "weight_sums": sums, "block masks": by_blocks, "FP8": in_fp8, "compute_dtype": in_half,
+    "groups": in_a_group,
+}  # fmt: skip
+#: The options that a call does not take, and a part of what its error says.
+EXCLUDED = {
+    **{(call, option): "page_table" for call in ("attention_backward", "attention_vjp", "attention_jvp", "groups")
+       for option in ("page_table", "num_splits")},
+    ("weight_sums", "bias"): "score function",
+    ("weight_sums", "dropout_p"): "before dropout",
+    ("weight_sums", "dropout_mask"): "before dropout",
+    ("weight_sums", "num_splits"): "omit it",
+    ("weight_sums", "batch_invariant"): "a call of its own",
+    ("weight_sums", "layout"): "(head_dim, heads, seq, batch)",
+    ("weight_sums", "compute_dtype"): ".astype",
+    ("block masks", "cu_seqlens_q"): "140 queries",
+    ("block masks", "num_splits"): "mask",
+    ("FP8", "batch_invariant"): "factors",
+    ("FP8", "compute_dtype"): "compute_dtype",
+    ("FP8", "engine"): "engine",
+    ("groups", "batch_invariant"): "not measured",
+    ("groups", "bucket"): "same lengths",
+}  # fmt: skip
+
+
+@functools.cache
+def results_of(call, option=None):
+    """The results of a call with an option, as one list of arrays."""
+    returned = CALLS[call](**({} if option is None else VALUES[option]))
+    return [*returned] if isinstance(returned, tuple) else [returned]
+
+
+def test_every_option_has_a_value():
+    """The lists of this module contain every option."""
+    assert {*VALUES, *WITH} == OPTIONS
+    assert all(other in VALUES[first] for other, first in WITH.items())
+
+
+@pytest.mark.parametrize("option", VALUES)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_takes_every_option(call, option):
+    """Or raises an error that says why not. No call ignores an option that changes the results."""
+    if (words := EXCLUDED.get((call, option))) is not None:
+        with pytest.raises((TypeError, ValueError, Unsupported)) as raised:
+            CALLS[call](**VALUES[option])
+        assert words in str(raised.value)
+        return
+    results = results_of(call, option)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in results)
+    if option not in WITHOUT_EFFECT and (call, option) != ("block masks", "block_mask"):
+        assert any(x.shape != y.shape or not np.array_equal(x, y) for x, y in zip(results, results_of(call), strict=True))
+
+
+def test_check_draws_every_option():
+    """The random problems of the self-test pass every option to a call, except those that only select what computes it."""
+    drawn = set()
+    for number in range(400):
+        case = draw(0, number, "cpu")
+        runner = CaseRunner(case)
+        memory = runner.allocate()
+        runner.load(memory, 0)
+        drawn |= {name for name, value in runner.options(memory, 0).items() if value is not None}
+    assert OPTIONS - drawn == {"batch_invariant", "compute_dtype", "engine"}
+
+
+def test_every_array_has_a_row():
+    """Every array of a problem, and every option that is an array, is in the table of arrays; gradients belong to one of them."""
+    of_problem = {field.name for field in dataclasses.fields(Problem) if "TensorSpec" in str(field.type)}
+    assert {*ARRAYS} == of_problem - {"captured", "dcaptured"}
+    assert {*OPTION_ARRAYS} <= OPTIONS
+    assert all(row.of in ARRAYS and row.name == f"d{row.of}" for row in GRADIENTS)
+
+
+#: The functions whose flags request gradients.
+REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cupy_sdpa.problem)
+
+
+@pytest.mark.parametrize("function", REQUESTING, ids=lambda function: function.__name__)
+def test_every_gradient_can_be_requested(function):
+    """The flags are those of the table, in its order, and are False by default."""
+    parameters = inspect.signature(function).parameters
+    assert [name for name in parameters if name.startswith("return_d")] == [*REQUESTS]
+    assert all(parameters[name].default is False for name in REQUESTS)
+
+
+def test_groups_refuse_gradients_that_are_sums_over_members():
+    """They return that of the sinks only, and say so."""
+    (member,) = Loopback(1).members
+    group = ContextParallel(member)
+    out, stats = group.attention(Q, K, V, return_stats=True)
+    for request in {*REQUESTS} - {"return_dsinks"}:
+        with pytest.raises(Unsupported, match=request):
+            group.attention_backward(DOUT, Q, K, V, out, stats, **{request: True})
