@@ -20,7 +20,9 @@ from cupy_sdpa import (
     attention_vjp,
     fp8,
     prepare,
+    shared_prefix_attention,
     weight_sums,
+    widen,
 )
 from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.draw import draw
@@ -44,7 +46,7 @@ OPTIONS = {
 #: A value of each option, and the options that it needs.
 VALUES = {
     "scale": {"scale": 0.1},
-    "causal": {"causal": "top_left"},
+    "causal": {"causal": "bottom_right"},
     "window": {"window": (3, 2)},
     "mask": {"mask": np.asfortranarray(RNG.random((S, S, 1, 1)) < 0.7)},
     "bias": {"bias": np.asfortranarray(RNG.standard_normal((S, S, HQ, 1)).astype(np.float32))},
@@ -189,6 +191,71 @@ def test_every_call_takes_every_option(call, option):
     assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in results)
     if option not in WITHOUT_EFFECT and (call, option) != ("block masks", "block_mask"):
         assert any(x.shape != y.shape or not np.array_equal(x, y) for x, y in zip(results, results_of(call), strict=True))
+
+
+def after_a_prefix(**options):
+    """A shared prefix of no keys: the keys are pages in every call."""
+    layout = "layout" in options
+    q = arrays_of(options)[0] if "cu_seqlens_q" not in options else Q
+    pages = [np.ascontiguousarray(x.transpose(3, 2, 1, 0)) for x in PAGES] if layout else PAGES
+    return shared_prefix_attention(
+        q, *pages, 0, **{"page_table": TABLE.T if layout else TABLE, "seq_lens_kv": LENGTHS} | options
+    )
+
+
+def described(function, count=3):
+    """A call of a function that describes calls of arrays."""
+    return lambda **options: function(*arrays_of(options)[:count], **options)
+
+
+#: The public functions that take options of calls.
+FUNCTIONS = {
+    **{name: CALLS[name] for name in ("attention", "attention_backward", "attention_vjp", "attention_jvp", "prepare", "weight_sums")},
+    "explain": described(cupy_sdpa.explain), "problem": described(cupy_sdpa.problem),
+    "jvp_problems": described(functools.partial(cupy_sdpa.jvp_problems, deterministic=True)), "weight_sums_problems": described(cupy_sdpa.weight_sums_problems, 2),
+    "shared_prefix_attention": after_a_prefix, "widen": lambda **options: widen(*(x := arrays_of(options)[:3]), x[0], **options),
+    "fp8.attention": lambda **options: fp8.attention(
+        *(fp8.quantize(x, layout=options.get("layout")) for x in arrays_of(options)[:3]), **options
+    ),
+}  # fmt: skip
+#: The options that select the form of a derivative, which is all that ``widen`` reads.
+SELECTING = {"deterministic", "score_mod", "tensors", "dropout_p", "seed", "cu_seqlens_q", *WITH}
+
+
+def public(name):
+    """A public function by its name."""
+    found = cupy_sdpa
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_function_with_options_is_listed():
+    """All public functions whose signature shows options of calls, except those that name them themselves."""
+    found = set()
+    for prefix, module in {"": cupy_sdpa, "fp8.": fp8}.items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value) and {"softcap", "options"} & inspect.signature(value).parameters.keys():
+                found.add(prefix + name)
+    assert found - {"dropout_mask", "block_mask", "explain_function"} == FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("option", [*VALUES, *WITH])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_show_the_options_that_are_taken(name, option):
+    """A call takes every option that its signature shows, and refuses the others with a message that names them."""
+    options = VALUES[WITH.get(option, option)]
+    if option in inspect.signature(public(name)).parameters:
+        FUNCTIONS[name](**options)
+    elif name == "widen" and option not in ("page_table", "num_splits"):
+        form = FUNCTIONS[name](**options).form
+        selecting = {name: value for name, value in options.items() if name in SELECTING}
+        x = arrays_of(options)
+        assert form == widen(*x[:3], x[0], **selecting).form
+    else:
+        with pytest.raises((TypeError, ValueError, Unsupported), match="|".join(options)):
+            FUNCTIONS[name](**options)
 
 
 def test_check_draws_every_option():
