@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
+
+import numpy as np
 
 from .device import DEVICE, Block, OutOfMemoryError, Work
 
@@ -31,15 +33,16 @@ def streams_of_thread() -> list[Any]:
 
 
 class Memory:
-    """An allocated block; ``give_back`` is called when the object is destroyed."""
+    """An allocated block; ``give_back`` is called when the object is deallocated.
+
+    As in CuPy this is after the finalizers of all objects of a reference cycle, whichever is older: the garbage collector runs
+    them in any order. An array of numpy is not tracked by the collector, so it is deallocated after them.
+    """
 
     def __init__(self, block: Block, size: int, give_back: Callable[[Block], None]) -> None:
-        self.block, self._give_back = block, give_back
+        self.block, self._untracked = block, np.empty(0)
         self.ptr, self.size, self.device_id = block.address, size, 0
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # at exit the module's names are None
-        if not finalizing():
-            self._give_back(self.block)
+        weakref.finalize(self._untracked, give_back, block).atexit = False
 
 
 class MemoryPointer:
