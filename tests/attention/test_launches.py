@@ -6,93 +6,37 @@ import itertools
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 from engines import Engine, one_in
 from fake_cupy import DEVICE, driver
-from replayed_calls import OFTEN, REPLAY, functions_run
+from replayed_calls import OFTEN, REPLAY, calls_of, equal, functions_run
 
-import cupy_sdpa
 from cupy_sdpa import Unsupported, attention, attention_backward, explain, get_plan_cache
 
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 #: A call with the same addresses is captured as a CUDA graph when it is made this often, see docs/design.md.
 CAPTURE_AFTER = 3
-
-
-def int32(*values):
-    """An array of int32."""
-    return np.array(values, np.int32)
-
-
-#: Options of calls on 40 queries and 48 keys that stage arrays, convert, sum or clear; "packed" are offsets of packed arrays.
-CALLS: dict[str, dict[str, Any]] = {
-    "plain": {"causal": True},
-    "lengths": {"seq_lens_q": int32(20, 33), "seq_lens_kv": int32(40, 3)},
-    "dropout": {"seq_lens_q": int32(20, 33), "seq_lens_kv": int32(40, 3), "dropout_p": 0.25, "seed": 1},
-    "bias": {"bias": np.zeros((1, 1, 4, 2), np.float16, order="F")},
-    "mask": {"mask": np.asfortranarray(np.arange(96).reshape(48, 1, 1, 2) % 3 > 0)},
-    "sinks": {"sinks": np.array([0.5, -1, 2, 0], np.float32)},
-    "packed": {
-        "cu_seqlens_q": int32(0, 19, 19, 26), "cu_seqlens_kv": int32(0, 16, 20, 20), "max_seqlen_q": 19, "max_seqlen_kv": 16,
-        "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.1], np.float32), "causal": "bottom_right",
-    },
-}  # fmt: skip
-
-
-class Problem:
-    """Both passes of a call on arrays of their own; bias gradients are summed in any order, others are deterministic."""
-
-    def __init__(self, engine, name):
-        self.engine, self.options = engine, engine.put(CALLS[name])
-        of_q, of_kv = ((29,), (23,)) if name == "packed" else ((40, 2), (48, 2))
-        self.arrays = [engine.normal(n, 64, h, *of) for n, (h, of) in enumerate([(4, of_q), (2, of_kv), (2, of_kv), (4, of_q)])]
-        self.gradients = {"return_dbias": True} if name == "bias" else {"deterministic": True}
-
-    def launch(self, **results):
-        """The results, without synchronization."""
-        q, k, v, dout = self.arrays
-        out, stats = attention(q, k, v, return_stats=True, **self.options, **results)
-        return (out, stats, *attention_backward(dout, q, k, v, out, stats, **self.gradients, **self.options))
-
-    def run(self):
-        """The contents of the results."""
-        return self.engine.get(self.launch())
-
-
-def equal(got, want):
-    """Assert that results are close and contain no NaN."""
-    for a, b in zip(got, want, strict=True):
-        assert not np.isnan(a).any()
-        np.testing.assert_allclose(a.astype("f4"), b.astype("f4"), atol=2e-2, rtol=2e-2)
+#: Rows of the table of calls that stage arrays, convert, sum or clear.
+STAGED = ("plain", "lengths", "large copies", "bias", "mask", "sinks", "packed")
 
 
 # Streams and memory
 
 
-@pytest.mark.parametrize("name", [*CALLS, "maximum and sum"])
+@pytest.mark.parametrize("name", [*STAGED, "parts"])
 def test_a_call_waits_for_nothing_and_leaves_nothing(name, fake):
     """Neither pass synchronizes, all work is on the current stream, and all memory except the results is released."""
-    engine, stats = Engine("fake", fake), True
-    problem = Problem(engine, name if name in CALLS else "plain")
-    if name not in CALLS:
-        stats = "max_sumexp"
-    (q, k, v, dout), options, pool = problem.arrays, problem.options, fake.cuda.MemoryPool()
-
-    def call():
-        out, of_rows, *others = attention(q, k, v, return_stats=stats, **options)
-        return [out, of_rows, *others, *attention_backward(dout, q, k, v, out, of_rows, **options)]
-
-    call()  # creates the constants of the plans
+    calls, pool = calls_of(Engine("fake", fake), name, preallocated=False), fake.cuda.MemoryPool()
+    calls.launch()  # creates the constants of the plans
     fake.cuda.Device().synchronize()
     with fake.cuda.Stream(non_blocking=True) as stream, fake.cuda.using_allocator(pool.malloc):
         waits, launches = DEVICE.waits, len(DEVICE.launches)
-        results = call()
+        results = calls.launch()
         assert DEVICE.waits == waits
         assert set(DEVICE.launches[launches:]) == {stream.ptr}
-        assert pool.used_bytes() == sum(-(-x.nbytes // 512) * 512 for x in results)
+        assert pool.used_bytes() == sum(-(-x.nbytes // 512) * 512 for x in results.values())
         stream.synchronize()
 
 
@@ -197,20 +141,19 @@ def changing(cupy):
 ALLOCATORS = [("fake", changing), *(pytest.param("cupy", x, marks=pytest.mark.gpu) for x in (like_rmm, async_pool, unpooled))]
 
 
-@pytest.mark.parametrize("name", one_in(4, CALLS))
+@pytest.mark.parametrize("name", one_in(4, STAGED))
 @pytest.mark.parametrize(("engine", "allocator"), ALLOCATORS, indirect=["engine"])
 def test_allocators(allocator, name, engine):
     """Repeated calls: at addresses that return, and at new ones; earlier results stay, inputs change in place."""
-    problem = Problem(engine, name)
-    want = problem.run()
+    calls = calls_of(engine, name, preallocated=False)
+    want = [calls.run(index) for index in (1, 0)]
     with allocator(engine.xp):
-        kept = [problem.launch() for _ in range(3)]
+        kept = [calls.launch() for _ in range(3)]
         for _ in range(2 * CAPTURE_AFTER):
-            equal(problem.run(), want)
-        problem.arrays[2] *= -1
-        np.testing.assert_allclose(problem.run()[0], -want[0], atol=2e-2, rtol=2e-2)
+            equal(engine, calls.run(0), want[1])
+        equal(engine, calls.run(1), want[0])
         for results in kept:
-            equal(engine.get(results), want)
+            equal(engine, calls.host(results), want[1])
         engine.xp.cuda.Device().synchronize()
         get_plan_cache().clear()  # graphs own memory of this allocator
     del kept
@@ -220,10 +163,10 @@ def test_allocators(allocator, name, engine):
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("name", one_in(4, CALLS))
+@pytest.mark.parametrize("name", one_in(4, STAGED))
 def test_threads_hand_over_their_session(name, engine):
     """Threads end while their work is running, and the next thread takes over: on another stream, with other work."""
-    cupy, problems = engine.xp, [Problem(engine, name) for _ in range(2)]
+    cupy, problems = engine.xp, [calls_of(engine, name, preallocated=False) for _ in range(2)]
     want = problems[0].run()
     cupy.cuda.Device().synchronize()
     left, busy = [], cupy.ones((512, 512), np.float32)
@@ -241,64 +184,10 @@ def test_threads_hand_over_their_session(name, engine):
     for stream, results in left:
         stream.synchronize()
         for got in results:
-            equal(engine.get(got), want)
+            equal(engine, problems[0].host(got), want)
     last = threading.Thread(target=lambda: get_plan_cache().clear())
     last.start()
     last.join()
-
-
-# Captures
-
-
-def without_keys(engine, packed, return_stats=True):
-    """A call without keys, whose rows attend to their sink."""
-    shape, lengths = ((16, 2, 40), {}) if packed else ((16, 2, 40, 2), {"seq_lens_q": np.int32([40, 9])})
-    if packed:
-        lengths = {
-            "cu_seqlens_q": np.int32([2, 20, 33]),
-            "cu_seqlens_kv": np.zeros(3, np.int32),
-            "max_seqlen_q": 18,
-            "max_seqlen_kv": 1,
-        }
-    q, k = (engine.xp.ones((*shape[:2], n, *shape[3:]), np.float16, order="F") for n in (40, 0))
-    sinks = engine.put(np.float32([0.5, 7, -1]))[::2]
-    return functools.partial(attention, q, k, k, return_stats=return_stats, sinks=sinks, **engine.put(lengths))
-
-
-def with_parts(engine):
-    """A merge in two launches."""
-    outs = [engine.normal([1, n], 16, 2, 40, 2, dtype="f4") for n in range(11)]
-    stats = [engine.normal([2, n], 40, 2, 2, dtype="f4") for n in range(11)]
-    return functools.partial(cupy_sdpa.merge, outs, stats, return_stats=True)
-
-
-def with_dropout(engine):
-    """The dropout mask, whose call has other results."""
-    x = engine.xp.ones((16, 2, 40, 2), np.float16, order="F")
-    return lambda: (cupy_sdpa.dropout_mask(x, x, dropout_p=0.5, seed=1),)
-
-
-CAPTURED = {
-    "sinks of lengths": lambda engine: without_keys(engine, packed=False),
-    "sinks of packed rows": lambda engine: without_keys(engine, packed=True),
-    "sinks and the maximum": lambda engine: without_keys(engine, packed=False, return_stats="max_sumexp"),
-    "a merge": with_parts,
-    "a dropout mask": with_dropout,
-}
-
-
-@ON_A_GPU
-@pytest.mark.parametrize("name", one_in(2, CAPTURED))
-def test_captured_calls_use_no_memory_of_others(name, engine):
-    """What a call allocates besides its results belongs to the CUDA graph, whose launches change nothing else."""
-    call = CAPTURED[name](engine)
-    wanted = engine.get(call())
-    for found, want in zip(engine.captured(call), wanted, strict=True):
-        np.testing.assert_array_equal(found, want)
-    if name.startswith("sinks"):
-        assert {*np.unique(wanted[1])} == {-np.inf, -1, 0.5}
-    if name == "a dropout mask":
-        engine.forget_plans()
 
 
 # Plans

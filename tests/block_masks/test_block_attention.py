@@ -1,8 +1,5 @@
 """Attention with a block mask, its gradients and its derivatives: random problems, and what only some masks do."""
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 from engines import every_engine, numbers, on_cudnn
@@ -187,47 +184,7 @@ def test_nothing_is_written_by_a_refused_call(engine):
     np.testing.assert_array_equal(engine.get(q), before)
 
 
-# Repeated calls, captures and memory
-
-
-@on_cudnn
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("packed", "partial"))) for n in MASKS])
-def test_repeated_calls_of_masks(name, engine):
-    """A repeated call is captured; masks of one shape have calls of their own; cached calls and graphs do not keep a mask."""
-    arrays = arrays_of(engine)
-    for n in (0, 1):
-        mask, before = MASKS[name](n), get_plan_cache().recordings
-        out, stats = attention(*arrays[:3], block_mask=mask, return_stats=True)
-        results = [engine.xp.empty_like(x) for x in arrays[:3]]
-        for number in range(5):
-            attention(*arrays[:3], block_mask=mask, out=out, stats=stats, return_stats=True)
-            given = dict(zip(("dq", "dk", "dv"), results, strict=True))
-            attention_backward(arrays[3], *arrays[:3], out, stats, block_mask=mask, **given)
-            if number in (0, 4):
-                check_dense(engine, [out, *results], arrays, mask)
-        assert get_plan_cache().recordings == before + 2
-        reference = weakref.ref(mask)
-        del mask
-        gc.collect()
-        assert reference() is None
-
-
-@on_cudnn
-@pytest.mark.parametrize("derivative", [False, True], ids=["gradients", "derivative"])
-@pytest.mark.parametrize("name", ["packed", "slices", "partial"])
-def test_captured(name, derivative, engine):
-    """The caller's graph owns the memory of the parts; the tables of a mask must be on the GPU before."""
-    mask, (q, k, v, dout) = MASKS[name](), arrays_of(engine)
-
-    def call():
-        if derivative:
-            return attention_jvp(q, k, v, dout, k, v, block_mask=mask)
-        out, stats = attention(q, k, v, block_mask=mask, return_stats=True)
-        return [out, stats, *attention_backward(dout, q, k, v, out, stats, block_mask=mask)]
-
-    for one, eager in zip(engine.captured(call), call(), strict=True):
-        np.testing.assert_allclose(one, engine.get(eager), rtol=2e-3, atol=2e-3)
-    engine.forget_plans()
+# Arrays, plans and streams
 
 
 def test_tensors_of_any_strides(engine):

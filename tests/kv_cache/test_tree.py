@@ -88,22 +88,6 @@ def test_no_tokens(engine):
         assert attention(q, k, k, **tree_mask(empty, k)).shape == (16, 4, 0, 2)
 
 
-@pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
-def test_a_captured_mask(engine):
-    """A mask is made in a captured graph, from parents and lengths on the device."""
-    q, k, v = (engine.normal(i, 16, 2, n, 2) for i, n in enumerate((4, 20, 20)))
-    tree, lengths = [[-1, -1], [0, 0], [0, -1], [2, 1]], engine.put(np.int32([20, 9]))
-    parents, kept = engine.put(np.asfortranarray(tree, np.int32)), []
-
-    def call():
-        kept.append(tree_mask(parents, k, seq_lens_kv=lengths))
-        return (attention(q, k, v, seq_lens_kv=lengths, **kept[-1]),)
-
-    wanted = attention(q, k, v, seq_lens_kv=lengths, **tree_mask(tree, k, seq_lens_kv=lengths))
-    np.testing.assert_array_equal(engine.captured(call)[0], engine.get(wanted))
-    engine.forget_plans()
-
-
 def test_parents_on_the_device_that_are_no_tree(engine):
     """A parent that is not an earlier token counts as -1 on the device, where the host does not read it."""
     k, bad, good = engine.normal(0, 16, 2, 20, 1), [-7, 1, 5, 2], [-1, -1, -1, 2]

@@ -1,4 +1,4 @@
-"""Programs: the memory that temporaries share, the host work of repeated calls, comparison with numpy, and a new feature."""
+"""Programs: the memory that temporaries share, comparison with numpy, logs of steps, and a new feature."""
 
 import logging
 import re
@@ -7,8 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from engines import Engine, numbers, on_cudnn, one_in
-from replayed_calls import functions_run
+from engines import Engine, numbers, on_cudnn
+from replayed_calls import REPLAY, functions_run
 from validated_steps import compared, validated_steps
 
 from cupy_sdpa import (
@@ -16,13 +16,9 @@ from cupy_sdpa import (
     KVCache,
     attention,
     attention_backward,
-    attention_jvp,
-    attention_vjp,
     explain,
     explain_function,
-    fp8,
     get_plan_cache,
-    nnlib,
     prepare,
     shared_prefix_attention,
 )  # fmt: skip
@@ -47,171 +43,11 @@ def test_temporaries_share_memory():
     assert a.begin == c.begin != b.begin
 
 
-TABLE = np.array([[True, True], [False, True]])[:, :, None, None]
-
-
-def composed_calls(engine):
-    """Calls of several steps, by name; each takes arrays."""
-    mask = BlockMask.from_blocks(TABLE, 140, 140)
-    rounded = {"compute_dtype": "float16"}
-
-    def arrays(dtype, *axes):
-        made = [engine.normal([1, n], 16, heads, 140, 1, dtype=dtype) for n, heads in enumerate((2, 1, 1))]
-        return [x.transpose(axes).copy(order="C") for x in made] if axes else made
-
-    def forward(dtype=None, *axes, **options):
-        return lambda: (lambda x: lambda: attention(*x, **options))(arrays(dtype, *axes))
-
-    def derivative(dtype=None, **options):
-        return lambda: (lambda x: lambda: attention_jvp(*x, *x, **options))(arrays(dtype))
-
-    def gradients(dtype=None, **options):
-        def make():
-            x = arrays(dtype)
-            out, stats = attention(*x, return_stats=True, **options)
-            return lambda: attention_backward(out, *x, out, stats, **options)
-
-        return make
-
-    def gradients_of_tensors():
-        x, rows = arrays(None), engine.normal(5, 2, 140)
-        options = {"score_mod": lambda s, b, h, q_idx, kv_idx, *, rows: s * rows[h, kv_idx], "tensors": {"rows": rows}}
-        out, stats = attention(*x, return_stats=True, **options)
-        return lambda: attention_backward(out, *x, out, stats, return_dtensors=True, **options)
-
-    def with_pullback(dtype, **options):
-        return lambda: (lambda x: lambda: attention_vjp(*x, **options))(arrays(dtype))
-
-    def pullback(dtype, **options):
-        def make():
-            out, call = attention_vjp(*arrays(dtype), **options)
-            return lambda: call(out)
-
-        return make
-
-    def in_fp8(dtype=None, **options):
-        def make():
-            q, k, v = arrays("float16")
-            in_8_bits = fp8.quantize_qkv(q, k, v, rotate=True)
-            x = in_8_bits if dtype is None else (arrays(dtype)[0], *in_8_bits[1:])
-            return lambda: attention(*x, **options)
-
-        return make
-
-    def conversion():
-        x = arrays("float16")
-        attention(*x)  # calls are cached from the first call of attention on
-        return lambda: fp8.quantize_qkv(*x)
-
-    def pages(sq, **options):
-        q = engine.normal(1, 64, 4, sq, 2)
-        k, v = (engine.normal(n, 64, 2, 16, 60) for n in (2, 3))
-        table = np.asfortranarray(np.stack([[0, 1, 2, 3, *range(4, 30)], [0, 1, 2, 3, *range(30, 56)]], axis=1).astype("i4"))
-        given = {"page_table": engine.put(table), "seq_lens_kv": engine.put(np.array([400, 300], "i4")), **options}
-        return (q, k, v), given
-
-    def on_pages(call, *others, sq=1, **options):
-        arrays, given = pages(sq, **options)
-        return lambda: call(*arrays, *others, **given)
-
-    def of_nnlib(*others, gradients=False, **options):
-        def make():
-            x = [engine.normal([1, n], 32, 24, 2) for n in range(3)]
-            pullback = nnlib.dot_product_attention_vjp(*x, *others, nheads=2, **options)[1]
-            if gradients:
-                return lambda: pullback(x[0])
-            return lambda: nnlib.dot_product_attention(*x, *others, nheads=2, **options)
-
-        return make
-
-    def without_batch():
-        x = [engine.normal([2, n], 16, 2, 24) for n in range(3)]
-        return lambda: attention(*x, causal=True)
-
-    def gradients_without_batch():
-        x = [engine.normal([2, n], 16, 2, 24) for n in range(3)]
-        out, stats = attention(*x, return_stats=True)
-        return lambda: attention_backward(out, *x, out, stats)
-
-    bias, padding = engine.normal(3, 24, 24, 2), nnlib.make_padding_mask(engine.put(np.array([20, 24])), 24)
-    return {
-        "NNlib": of_nnlib(),
-        "NNlib with a bias and lengths": of_nnlib(bias, mask=padding),
-        "gradients of NNlib": of_nnlib(bias, gradients=True),
-        "no batch axis": without_batch,
-        "gradients without a batch axis": gradients_without_batch,
-        "layout": forward(None, 3, 2, 1, 0, layout="bshd", return_stats=True),
-        "layout bhsd": forward(None, 3, 1, 2, 0, layout="bhsd"),
-        "layout with a block mask": forward(None, 3, 2, 1, 0, layout="bshd", block_mask=mask),
-        "block mask": forward(block_mask=mask),
-        "gradients with a block mask": gradients(block_mask=mask),
-        "gradients of tensors": gradients_of_tensors,
-        "derivative": derivative(),
-        "derivative with a block mask": derivative(block_mask=mask),
-        "compute_dtype": forward("float32", **rounded),
-        "compute_dtype with all statistics": forward("float64", return_stats="max_sumexp", **rounded),
-        "compute_dtype with a layout": forward("float32", 3, 2, 1, 0, layout="bshd", **rounded),
-        "compute_dtype with a block mask": forward("float32", block_mask=mask, **rounded),
-        "gradients with compute_dtype": gradients("float32", **rounded),
-        "gradients with compute_dtype and a block mask": gradients("float32", block_mask=mask, **rounded),
-        "derivative with compute_dtype": derivative("float32", **rounded),
-        "derivative with compute_dtype and a block mask": derivative("float32", block_mask=mask, **rounded),
-        "attention_vjp with compute_dtype": with_pullback("float32", **rounded),
-        "pullback with compute_dtype": pullback("float32", **rounded),
-        "conversion to FP8": conversion,
-        "FP8": in_fp8(causal=True, return_stats=True),
-        "FP8 and 16 bits": in_fp8("float16"),
-        "FP8 and float32": in_fp8("float32", causal=True),
-        "attention_vjp in FP8": with_pullback("float16", compute_dtype="float8_e4m3fn"),
-        "pullback in FP8": pullback("float16", compute_dtype="float8_e4m3fn"),
-        "split keys": lambda: on_pages(attention, sq=3, causal="bottom_right"),
-        "shared prefix": lambda: on_pages(shared_prefix_attention, 64),
-        "shared prefix of several queries": lambda: on_pages(shared_prefix_attention, 64, sq=3, causal="bottom_right"),
-    }
-
-
-#: The names of these calls, and of those whose arrays and results are other views than those of the program.
-COMPOSED = list(composed_calls(Engine("numpy", np)))
-ON_VIEWS = COMPOSED[: COMPOSED.index("block mask")]
-#: The most functions of the package that a repeated call enters, on the same addresses and on others.
-SAME_ADDRESSES, OTHER_ADDRESSES = 15, 400
-
-
-@pytest.mark.parametrize("name", one_in(4, COMPOSED[len(ON_VIEWS) :]))
-def test_host_work_of_repeated_calls(name, fake):
-    """A call enters few functions of the package; on other addresses nothing is parsed, and plans are not looked up."""
-    make = composed_calls(Engine("fake", fake))[name]
-    call = make()
-    for _ in range(20):
-        kept = call()
-    of_results = 12 if name == "conversion to FP8" else 0  # three FP8 arrays, each with two factors
-    # the pool may return other addresses in one of them
-    assert min(functions_run(call) for _ in range(4)) <= SAME_ADDRESSES + of_results
-    other = make()
-    assert functions_run(other) <= OTHER_ADDRESSES
-    del kept
-    fake.cuda.Device().synchronize()  # the plans are destroyed next
-
-
-@pytest.mark.parametrize("name", ON_VIEWS)
-def test_repeated_calls_create_no_views(name, fake, monkeypatch):
-    """They create their results, with the caller's axes, and enter no more functions than others."""
-    call = composed_calls(Engine("fake", fake))[name]()
-    for _ in range(10):
-        results = call()
-    results = results if isinstance(results, tuple) else (results,)
-    made = []
-    for method in ("_init", "_same_memory"):
-        own = getattr(fake.ndarray, method)
-        monkeypatch.setattr(fake.ndarray, method, lambda *given, own=own, **named: (made.append(own), own(*given, **named))[1])
-    call()
-    assert len(made) == sum(x is not None for x in results)
-    monkeypatch.undo()
-    again = call()
-    again = again if isinstance(again, tuple) else (again,)
-    assert [x is None or (x.shape, x.strides) for x in results] == [x is None or (x.shape, x.strides) for x in again]
-    assert min(functions_run(call) for _ in range(4)) <= SAME_ADDRESSES
-    fake.cuda.Device().synchronize()  # the plans are destroyed next
+def of_a_block_mask(engine):
+    """A call of several steps."""
+    mask = BlockMask.from_blocks(np.array([[True, True], [False, True]])[:, :, None, None], 140, 140)
+    x = [engine.normal([1, n], 16, heads, 140, 1) for n, heads in enumerate((2, 1, 1))]
+    return lambda: attention(*x, block_mask=mask)
 
 
 @pytest.mark.parametrize("layout", [None, "bshd"])
@@ -362,18 +198,18 @@ def test_padded_queries_of_split_keys_are_valid(engine):
 
 def test_repeated_calls_are_compared(fake):
     """Graphs that were captured are not replayed within the block, and are after it."""
-    call = composed_calls(Engine("fake", fake))["block mask"]()
+    call = of_a_block_mask(Engine("fake", fake))
     for _ in range(10):
         call()
     with validated_steps():
         assert functions_run(call) > 100
-    assert functions_run(call) <= SAME_ADDRESSES
+    assert functions_run(call) <= REPLAY
     fake.cuda.Device().synchronize()  # the plans are destroyed next
 
 
 def test_steps_are_logged(engine, caplog):
     """At level DEBUG each step of each call, also of repeated ones, with time, bytes and rate; above it nothing, and calls repeat."""
-    call = composed_calls(engine)["block mask"]()
+    call = of_a_block_mask(engine)
     with caplog.at_level(logging.DEBUG, logger="cupy_sdpa"):
         for _ in range(5):
             call()
@@ -389,7 +225,7 @@ def test_steps_are_logged(engine, caplog):
         call()
     assert not caplog.records
     if engine.name == "fake":
-        assert functions_run(call) <= SAME_ADDRESSES
+        assert functions_run(call) <= REPLAY
         get_plan_cache().clear()
 
 
@@ -450,7 +286,7 @@ def test_a_feature_is_one_builder(engine):
     want = attention(q, k, v)
     for _ in range(5):  # the third is captured
         np.testing.assert_allclose(engine.get(attention_mean(*x)), want, atol=engine.tolerance)
-    assert engine.name != "fake" or functions_run(lambda: attention_mean(*x)) <= SAME_ADDRESSES
+    assert engine.name != "fake" or functions_run(lambda: attention_mean(*x)) <= REPLAY
     with validated_steps():
         attention_mean(*x)
     for report in explain_function(attention_mean, *x), explain_function(attention_mean, *x, gpu="H200", cudnn="9.20.5"):

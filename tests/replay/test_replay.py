@@ -1,4 +1,4 @@
-"""Repeated calls: they are not parsed again and launch CUDA graphs; results, addresses, streams and keys are right."""
+"""CUDA graphs of repeated calls: addresses, keys, streams, threads and captures of the caller."""
 
 import contextlib
 import itertools
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engines import on_cudnn
 from fake_cupy import DEVICE, library
-from replayed_calls import CASES, OFTEN, REPLAY, Calls, equal, functions_run
+from replayed_calls import OFTEN, calls_of, equal, functions_run
 
 from cupy_sdpa import attention, attention_backward, get_plan_cache, prepare
 
@@ -30,29 +30,6 @@ def replayed(engine):
     before = len(library().executions) if engine.name == "fake" else 0
     yield
     assert engine.name != "fake" or len(library().executions) == before, "the call was not replayed"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_replays_read_the_present_contents(name, engine):
-    """A replayed call is one launch, is right after its inputs changed, and its memory is not allocated to others."""
-    calls = Calls(engine, name)
-    for _ in range(2 * OFTEN):
-        want = calls.run()
-    with replayed(engine):
-        equal(calls.run(), want)
-        passes = 2 if calls.runner.case.backward else 1
-        assert functions_run(calls.launch) <= passes * REPLAY
-    if engine.name == "fake":
-        kinds = {work.kind for works in DEVICE.executables.values() for work in works}
-        assert kinds <= {"kernel", "memset", "memcpy"}, "a graph allocates memory"
-    sizes = [1 << n for n in range(8, 17)] + [x.nbytes for x in calls.memory.views.values()]
-    others = [engine.xp.full(size, 7, np.uint8) for size in sizes for _ in range(4)]  # all free memory that might be reused
-    calls.load(1)
-    with replayed(engine) if want.keys() <= calls.memory.views.keys() else contextlib.nullcontext():
-        got = calls.host(calls.launch())
-    assert all((x.get() == 7).all() for x in others)
-    equal(got, calls.elsewhere().run())
-    assert not any(calls.memory.surroundings_changed(name) for name in calls.memory.views if name in got)
 
 
 def test_addresses_of_results_and_inputs_change(engine, qkv):
@@ -98,7 +75,7 @@ def test_the_pool_may_return_the_memory_of_results_in_any_order(engine, qkv):
     want = [run(order) for order in orders][-1]
     with replayed(engine):
         for order in orders:
-            equal(run(order), want)
+            equal(engine, run(order), want)
 
 
 def other_calls(engine):
@@ -170,7 +147,7 @@ def test_a_result_at_a_new_address_is_checked(engine, qkv):
 @pytest.mark.parametrize("name", ["plain", "large copies"])
 def test_the_current_stream_is_used(name, engine):
     """Every launch of first, repeated and replayed calls is on the current stream."""
-    calls, xp = Calls(engine, name), engine.xp
+    calls, xp = calls_of(engine, name), engine.xp
     want = calls.run()
     streams = [xp.cuda.Stream(non_blocking=True) for _ in range(2)]
     xp.cuda.Device().synchronize()
@@ -182,13 +159,13 @@ def test_the_current_stream_is_used(name, engine):
                 results = calls.launch()
                 assert engine.name != "fake" or set(DEVICE.launches[before:]) == {stream.ptr}
                 stream.synchronize()
-            equal(calls.host(results), want)
+            equal(engine, calls.host(results), want)
 
 
 @pytest.mark.parametrize("name", ["plain", "packed"])
 def test_a_stream_at_the_address_of_a_destroyed_one(name, engine):
     """CUDA reuses addresses of streams: results on the new stream are right, and memory comes from the pool of that stream."""
-    calls, xp, pointers, used = Calls(engine, name), engine.xp, set(), set()
+    calls, xp, pointers, used = calls_of(engine, name), engine.xp, set(), set()
     want = calls.run()
     xp.cuda.Device().synchronize()
 
@@ -199,7 +176,7 @@ def test_a_stream_at_the_address_of_a_destroyed_one(name, engine):
     for _ in range(3):
         with xp.cuda.Stream(non_blocking=True) as stream, xp.cuda.using_allocator(allocate):
             for _ in range(OFTEN + 1):
-                equal(calls.run(), want)
+                equal(engine, calls.run(), want)
                 assert xp.cuda.get_current_stream() is stream
                 assert engine.name != "fake" or library().stream_of_last_handle() == stream.ptr, "a stream that is destroyed"
             pointers.add(stream.ptr)
@@ -225,7 +202,7 @@ def test_plans_are_built_on_the_current_stream(engine, qkv):
 @pytest.mark.slow
 def test_threads(engine):
     """Four threads with a stream each and a plan cache of a few plans: all results are right while plans come and go."""
-    problems = [Calls(engine, name) for name in ("plain", "lengths", "packed")]
+    problems = [calls_of(engine, name) for name in ("plain", "lengths", "packed")]
     wanted, wrong = [calls.run() for calls in problems], []
     engine.xp.cuda.Device().synchronize()
 
@@ -235,7 +212,7 @@ def test_threads(engine):
                 mine = [calls.elsewhere() for calls in problems]
                 get_plan_cache().set_limit(1 + seed)
                 for number in np.random.default_rng(seed).integers(0, 3, 16):
-                    equal(mine[number].run(), wanted[number])
+                    equal(engine, mine[number].run(), wanted[number])
                 stream.synchronize()
             get_plan_cache().clear()
         except BaseException as error:  # raised in the test's own thread
@@ -271,25 +248,6 @@ def test_graphs_are_destroyed_before_their_plan(engine, qkv, cache):
     assert not DEVICE.graphs
 
 
-def test_prepared_calls_are_replayed(engine, qkv):
-    """Like others, with other contents of the lengths, and with other lengths."""
-    q, k, v = qkv
-    lengths, out = engine.put(np.array([20, 3], np.int32)), engine.nan(*q.shape)
-    call = prepare(q, k, v, seq_lens_kv=lengths)
-    for _ in range(OFTEN):
-        call(q, k, v, out=out)
-    lengths[...] = lengths[::-1].copy()
-    out.fill(np.nan)
-    assert functions_run(call, q, k, v, out=out) <= REPLAY + 6
-    want = engine.get(attention(q, k, v, seq_lens_kv=lengths))
-    np.testing.assert_array_equal(engine.get(out), want)
-    other = engine.put(np.array([1, 2], np.int32))
-    right = engine.get(attention(q, k, v, seq_lens_kv=other))
-    np.testing.assert_array_equal(engine.get(call(q, k, v, seq_lens_kv=other)), right)
-    with pytest.raises(TypeError, match="0 arrays are passed"):
-        call(out=q, stats=k, dq=v)
-
-
 @pytest.mark.parametrize(("options", "launches"), [({}, 1), ({"softcap": 2.0}, 2)], ids=["plain", "softcap"])
 def test_a_paged_query_needs_no_other_launch(options, launches, engine):
     """One query of every sequence: cuDNN clears sequences without keys, unless an option changes the scores."""
@@ -317,3 +275,77 @@ def test_pending_calls_outlive_their_plans(engine, cache):
     attention(q, k, v, out=out)
     cache.clear()
     np.testing.assert_array_equal(engine.get(out), want)
+
+
+# Captures of the caller
+
+
+def test_a_capture_without_a_plan_raises(engine, cache):
+    """A call and prepare() without a plan raise before anything is captured, and the capture continues."""
+    q, k, v = (engine.normal(seed, 16, 2, 20, 1) for seed in range(3))
+    out = engine.nan(*q.shape)
+    want = engine.get(attention(q, k, v))
+    engine.xp.cuda.Device().synchronize()
+    with engine.xp.cuda.Stream(non_blocking=True) as stream:
+        call = prepare(q, k, v)
+        stream.begin_capture()
+        for function in (attention, prepare):
+            with pytest.raises(RuntimeError, match="before the capture begins"):
+                function(q, k, v, causal=True)
+        call(q, k, v, out=out)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        np.testing.assert_array_equal(engine.get(out), want)
+        stream.synchronize()
+
+
+def test_a_replayed_call_is_captured_again(engine):
+    """A call that launches a graph of its own is part of the user's graph, and is replayed on its own stream afterwards."""
+    calls, xp = calls_of(engine, "plain"), engine.xp
+    want = [calls.run() for _ in range(OFTEN)][-1]
+    xp.cuda.Device().synchronize()
+    with xp.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        results = calls.launch()
+        graph = stream.end_capture()
+        for run in (lambda: graph.launch(stream), calls.launch):
+            calls.load(0)
+            run()
+            equal(engine, calls.host(results), want)
+        stream.synchronize()
+    equal(engine, calls.run(), want)
+
+
+def test_a_call_can_be_captured_while_another_thread_captures(engine):
+    """Replay in a thread captures a graph of its own while the user captures in another: neither capture is invalidated."""
+    xp, failed, kept = engine.xp, [], []
+    q, k, v = (engine.normal(seed, 16, 2, 20, 1) for seed in range(3))
+    want, causal = engine.get(attention(q, k, v)), engine.get(attention(q, k, v, causal=True))
+    xp.cuda.Device().synchronize()
+
+    def other():
+        try:
+            with xp.cuda.Stream(non_blocking=True) as own:
+                for _ in range(OFTEN):
+                    kept.append(attention(q, k, v, causal=True))
+                own.synchronize()
+                get_plan_cache().clear()
+        except Exception as error:  # raised in the test's own thread
+            failed.append(error)
+
+    with xp.cuda.Stream(non_blocking=True) as stream:
+        held = attention(q, k, v)
+        stream.synchronize()
+        stream.begin_capture()
+        attention(q, k, v, out=held)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        graph = stream.end_capture()
+        assert not failed, failed
+        held.fill(np.nan)
+        graph.launch(stream)
+        np.testing.assert_array_equal(engine.get(held), want)
+        stream.synchronize()
+    for x in kept:
+        np.testing.assert_array_equal(engine.get(x), causal)

@@ -1,7 +1,6 @@
 """Repeated calls with functions, ``tensors`` and gradients of arrays through cuDNN: nothing is parsed, and nothing is stale."""
 
 import contextlib
-import weakref
 
 import numpy as np
 import pytest
@@ -57,18 +56,6 @@ def test_functions_that_are_created_in_every_call(engine):
             out = attention(*given, score_mod=function, mask_mod=zoo.sliding_window(7))
             np.testing.assert_allclose(engine.get(out), exact, atol=4e-3)
     assert get_plan_cache().misses == count + 1, "a plan for every number"
-
-
-def test_the_requested_gradients_are_part_of_the_key(engine):
-    """Calls that differ in nothing else."""
-    q, k, v, dout = arrays(engine)
-    ones = engine.put(np.ones(4, "f4"))
-    there = {"score_mod": lambda s, b, h, i, j, x, y: s * x[h] + y[h], "tensors": {"x": ones, "y": ones.copy()}}
-    out, stats = attention(q, k, v, return_stats=True, **there)
-    for _ in range(2):
-        for wanted, names in ((True, "xy"), ("x", "x"), ("y", "y"), (["x", "y"], "xy"), (("y",), "y"), (False, None)):
-            results = attention_backward(dout, q, k, v, out, stats, return_dtensors=wanted, **there)
-            assert (set(results[3]) if names else len(results)) == (set(names) if names else 3)
 
 
 def test_results_at_new_addresses_are_checked(engine):
@@ -188,27 +175,3 @@ def test_random_sequences_of_calls(seed, engine):
             for x, y in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(engine.get(x), y, atol=0.02 * max(1, np.abs(y).max()))
     Parameters.alpha = 1.0
-
-
-def test_cached_calls_keep_no_arrays_alive(engine):
-    """Neither those of the caller nor those of gradients."""
-    given, table = arrays(engine), engine.normal(9, 4, dtype=np.float32)
-    for _ in range(OFTEN):
-        both_passes(*given, score_mod=zoo.alibi, tensors={"slopes": table}, return_dtensors=True)
-    alive = [weakref.ref(x) for x in (*given, table)]
-    del given, table
-    assert not any(array() for array in alive)
-
-
-def test_a_function_reads_rows_of_an_array(engine):
-    """Two rows of one array are two operands that begin inside it; repeated calls get other arrays."""
-    for seed in range(5):
-        q, k, v = (engine.normal([seed, n], 16, 2, 24, 1) for n in range(3))
-        rows = engine.normal([seed, 3], 4, 24, dtype=np.float32)
-        found = attention(q, k, v, score_mod=lambda s, b, h, i, j, rows: s + rows[3, j] + rows[1, i], tensors={"rows": rows})
-        host = engine.get(rows)
-        bias = np.asfortranarray((host[3][:, None] + host[1][None, :])[..., None, None].astype(np.float32))
-        want = attention(*(np.asfortranarray(engine.get(x).astype(np.float32)) for x in (q, k, v)), bias=bias)
-        np.testing.assert_allclose(engine.get(found), want, atol=engine.tolerance)
-        kept = q, k, v, rows  # the next arrays have other addresses
-    del kept
