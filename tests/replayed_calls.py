@@ -40,7 +40,7 @@ OFTEN = 5
 REPLAY = 14
 
 #: Rows that are problems of ``check``: sizes and options. Each has other copies, memory, and kernels before or after the plan.
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "options": {"causal": "top_left"}},
     "lengths": {"sq": 40, "skv": 48, "b": 2, "options": {"seq_lens_q": "random", "seq_lens_kv": "some_zero"}},
     "packed": {"sq": 19, "skv": 16, "hq": 4, "hkv": 2, "b": 3, "options": {"packed": ("some_zero", "random", 0, 3, 0, "int32")}},
