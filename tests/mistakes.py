@@ -1,5 +1,6 @@
 """What the tables of mistakes are made of: a row, arrays for it, and the reference to compare with."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ class Row(NamedTuple):
         mistake: what the user did, a short sentence.
         make: makes the mistake with the arrays of an engine.
         outcome: the type of the exception; or a function of the arrays that returns the right result in float64.
-        words: parts of the message: the values that do not match, and the remedy.
+        words: parts of the message: the values that do not match, and the fix. Only their :func:`facts` are compared.
         engine: "numpy" or "fake", the fake CuPy.
     """
 
@@ -37,6 +38,25 @@ class Row(NamedTuple):
 def row(name, mistake, make, outcome, *words, engine="numpy"):
     """A row; see :class:`Row`."""
     return Row(name, mistake, make, outcome, words, engine)
+
+
+#: What a message names: a text in quotes, a shape, a name or code, a number, and the subject and object of "is", "has" or
+#: "overlaps".
+_FACTS = re.compile(r"""
+    '[^']*' | \([^()]*\d[^()]*\) | [\w.=\[\]()+*'-]*[\d_=\[(][\w.=\[\]()+*'-]* | \w+\.\w[\w.]*
+    | \w+ (?=[ ](?:is|has|overlaps|requires)[ ]) | (?<=[ ]overlaps[ ])\w+ | (?<=[ ]is[ ])[A-Zb]\w+ | (?<=[ ]is[ ]an[ ])\w+
+    | (?<=[ ]is[ ]a[ ])[\w.]+ | (?<=[ ]of[ ])[A-Z]\w+
+""", re.VERBOSE)  # fmt: skip
+
+
+def facts(words):
+    """The values, names and code in parts of a message, whose other words may change; single words are compared whole.
+
+    >>> facts(["out has shape (4, 2); it must be (8, 2)", "order='F'", "no more than that"])
+    ['out', '(4, 2)', '(8, 2)', "order='F'"]
+    """
+    found = [fact for text in words for fact in ([text] if " " not in text else _FACTS.findall(text))]
+    return found or list(words)
 
 
 def read_only(array):

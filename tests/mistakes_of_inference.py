@@ -54,13 +54,10 @@ ROWS = [
     row("Rope", "a base in text", rotation(4, base="100"), TypeError, "base is '100'", "a number"),
     row("Rope", "a base beyond float64", rotation(4, base=10**400), ValueError, "base is inf", "finite"),
     row("Rope", "a base whose frequencies overflow", rotation(64, base=1e-320), ValueError, "base is 1e-320", "at least 1e-150"),
-    row("Rope", "frequencies that overflow as turns", rotation(4, frequencies=[1e300, 1]), ValueError, "1e+300", "at most 1e+150"),
     row("Rope", "a factor beyond float64", rotation(4, factor=10**400), ValueError, "factor is inf", "finite"),
-    row("Rope", "a base of 0", rotation(4, base=0), ValueError, "base is 0", "above 0"),
     row("Rope", "theta of other libraries", rotation(4, theta=1e4), TypeError, "no parameter theta", "pass base="),
     row("Rope", "inverse frequencies", rotation(4, inv_freq=[1, 0.1]), TypeError, "no parameter inv_freq", "pass frequencies="),
     row("Rope", "a factor of 0", rotation(4, factor=0), ValueError, "factor is 0.0", "above 0"),
-    row("Rope", "a factor beyond float32", rotation(4, factor=1e39), ValueError, "factor is 1e+39", "float32"),
     row("Rope", "a form in text", rotation(4, interleaved="half"), TypeError, "interleaved is 'half'", "True or False"),
     row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
     row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
@@ -82,8 +79,6 @@ ROWS = [
         ".astype('int32')"),
     row("apply_rope", "offsets that fall", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.array([0, 8, 5, 11], "i4")), ValueError,
         "cu_seqlens is [0, 8, 5, 11]", "must rise"),
-    row("apply_rope", "offsets beyond the tokens", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.array([0, 5, 12], "i4")), ValueError,
-        "cu_seqlens is [0, 5, 12]", "at most 11"),
     row("apply_rope", "lengths beyond the tokens", applied(end=np.array([9, 9, 9], "i4"), seq_lens=np.array([6, 7, 0], "i4")), ValueError,
         "seq_lens has lengths from 0 to 7", "from 0 to 6"),
     row("apply_rope", "a start of True", applied(start=True), TypeError, "start is True", "a number"),
@@ -92,7 +87,6 @@ ROWS = [
     row("apply_rope", "ends of numpy with CuPy queries", lambda x: apply_rope(x.q, Rope(8), end=np.zeros(3, "i4")), TypeError, "arrays are mixed",
         "cupy.asarray", engine="fake"),
     row("KVCache.append", "True as the rotation", lambda x: appended(True), TypeError, "rope is True", "Rope(8)"),
-    row("KVCache.append", "a rotation of more channels", lambda x: appended(Rope(10)), ValueError, "rope.dim is 10, but the head dim is 8"),
     row("KVCache.append", "a rotation to an FP8 cache", lambda x: appended(Rope(8), dtype="float8_e4m3fn"), ValueError,
         "the cache is float8_e4m3fn", "apply_rope(k, rope, start=...)"),
 ]  # fmt: skip
@@ -143,8 +137,6 @@ ROWS += [
     row("tree_mask", "a mask of all keys", treed(np.ones((24, 4), bool)), ValueError, "bool and has shape (24, 4)", "(Sq, Sq, 3)"),
     row("tree_mask", "packed keys", treed(k=np.zeros((8, 2, 9), "f4"), page_table=None, seq_lens_kv=None), ValueError, "k has shape (8, 2, 9)"),
     row("tree_mask", "a page table of one sequence", treed(page_table=np.zeros(2, "i4")), ValueError, "page_table has shape (2,)", "(P, B)"),
-    row("tree_mask", "float lengths", treed(seq_lens_kv=np.zeros(3, "f4")), TypeError, "seq_lens_kv is float32", "int32"),
-    row("tree_mask", "a cache", treed(k=KVCache(8, 2, pages=4, batch=2, numpy=True)), TypeError, "k is", "**cache.view(layer)"),
     row("tree_mask", "int64 parents on the device", treed(lambda x: x.xp.zeros(3, "i8")), TypeError, "parents is", "int32", engine="fake"),
     row("tree_mask", "a bool mask on the device", treed(lambda x: x.xp.zeros((3, 3), bool)), TypeError, "bool CuPy array", "numpy array", engine="fake"),
     row("tree_mask", "parents of CuPy and keys of numpy", treed(lambda x: x.xp.zeros(3, "i4"), k=np.zeros((8, 2, 9, 3), "f4"), page_table=None, seq_lens_kv=None),
@@ -155,7 +147,6 @@ ROWS += [
     row("attention", "a tree of fewer tokens", lambda x: attention(x.q, x.pages_k, x.pages_v, **x.paged, **treed()(x)), IndexError,
         "tree_number", "(3, 4)", "q_idx has 6 values"),
     row("KVCache.keep", "a token after the draft", after([0, 4]), ValueError, "path contains 4", "sequence 0 has 4 tokens of the last step"),
-    row("KVCache.keep", "a negative token", after([-1, 2]), ValueError, "path contains -1", "from 0"),
     row("KVCache.keep", "a path that does not ascend", after([0, 2, 1]), ValueError, "1 after 2", "sorted(path)"),
     row("KVCache.keep", "one number", after(2), ValueError, "path has shape ()", "one axis"),
     row("KVCache.keep", "fractions", after([0.0, 1.0]), TypeError, "path is [0.0, 1.0]", "integers"),
@@ -179,7 +170,6 @@ ROWS += [
         "indptr is a list of float64", "integers"),
     row("cu_seqlens_with_gaps", "the padded offsets of Transformer Engine", lambda x: cu_seqlens_with_gaps(x.starts, x.lengths), ValueError,
         "lengths has shape (3,)", "(4,)"),
-    row("cu_seqlens_with_gaps", "lengths in float64", lambda x: cu_seqlens_with_gaps(x.lengths, x.lengths.astype("f8")), TypeError, "lengths is float64", "int32"),
     row("cu_seqlens_with_gaps", "sequences that overlap", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([5, 1])), ValueError,
         "sequence 0 ends at 5", "sequence 1 starts at 3"),
     row("cu_seqlens_with_gaps", "a negative length", lambda x: cu_seqlens_with_gaps(np.int32([0, 3]), np.int32([2, -1])), ValueError,
@@ -216,7 +206,6 @@ ROWS += [
     row("weight_sums", "packed queries to pages", lambda x: weight_sums(
         x.pq, x.pages_k, cu_seqlens_q=x.starts, max_seqlen_q=6, **x.paged), Unsupported, "page_table and cu_seqlens_q", "seq_lens_q="),
     row("weight_sums", "values as a third array", lambda x: weight_sums(x.q, x.k, x.v), TypeError, "3 arguments are passed by position"),
-    row("weight_sums", "keys of another head dim", lambda x: weight_sums(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_sums", "per_kv_head as a number", summed(per_kv_head=2), TypeError, "per_kv_head is 2", "True or False"),
     row("weight_sums", "numpy keys with CuPy queries", lambda x: weight_sums(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
     row("weight_sums", "a page table in a list", lambda x: weight_sums(x.q, x.pages_k, **as_lists(x.paged)),
@@ -232,9 +221,6 @@ ROWS += [
     row("page_table_from_lists", "more tokens than 32 bits", lambda x: cupy_sdpa.page_table_from_lists([0, 3], [0, 1, 2], [3],
         page_size=2**30), ValueError, "2147483651 tokens", "below 2**31"),
     row("weight_sums_problems", "dropout", lambda x: weight_sums_problems(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p"),
-    row("weight_sums_problems", "a number of tensors", lambda x: weight_sums_problems(x.q, x.k, tensors=3), TypeError,
-        "tensors is an int", "mapping"),
-    row("weight_sums_problems", "shapes without a dtype", lambda x: weight_sums_problems((8, 2, 4, 1), (8, 2, 4, 1)), TypeError, "dtype"),
 ]  # fmt: skip
 
 
@@ -308,16 +294,10 @@ def in_capture(x, **scales):
 ONE, FP8 = (16, 2, 1, 3), {"dtype": "float8_e4m3fn"}
 ROWS += [
     # paged keys and values
-    row("attention", "a page table in float", paged(page_table=zeros(2, 3)), TypeError, "page_table is float32", "must be int32"),
-    row("attention", "the pages of one sequence", paged(page_table=ints(2)), ValueError, "page_table has shape (2,)",
-        "(pages per sequence, B) with 3 sequences, as q (8, 4, 6, 3)"),
     row("attention", "pages of other packed sequences", paged(**packed(cu_seqlens_q=ints(3))), ValueError, "shape (2, 3)", "2 sequences, as cu_seqlens_q"),
     row("attention", "offsets of keys in pages", paged(cu_seqlens_kv=ints(4)), ValueError, "cu_seqlens_kv (4,)", "page_table (2, 3)", "omit cu_seqlens_kv"),
-    row("attention", "packed queries to pages without the longest", paged(**packed(max_seqlen_q=None)), ValueError, "max_seqlen_q is None"),
     row("attention", "offsets of dense queries to pages", paged(cu_seqlens_q=ints(4), max_seqlen_q=3), ValueError, "q has 4 dimensions",
         "(head_dim, heads, total), because cu_seqlens_q is passed"),
-    row("attention", "lengths of packed queries to pages", paged(**packed(seq_lens_q=ints(3))), ValueError, "both passed"),
-    row("attention", "float offsets with pages", paged(**packed(cu_seqlens_q=zeros(4))), TypeError, "cu_seqlens_q is float32", "int32 or int64"),
     *[row("attention", f"num_splits and {name}", paged(num_splits=2, **options), ValueError, "num_splits is 2", f"with {name}", "omit")
       for name, options in {
           "bias": {"bias": zeros(8, 6, 1, 1)}, "mask": {"mask": zeros(8, 1, 1, 3) == 0}, "alibi_slopes": {"alibi_slopes": zeros(4)},
@@ -327,9 +307,6 @@ ROWS += [
       }.items()],
     *[row("attention", f"{number} chunks of pages", paged(num_splits=number), ValueError, f"num_splits is {number}", "a number of chunks")
       for number in (0, 1.5)],
-    row("attention", "other numbers of pages", paged(v=zeros(16, 2, 4, 7)), ValueError, "numbers of pages (axis 3) of k and v differ, 6 and 7",
-        ".transpose(0, 2, 1, 3)"),
-    row("attention", "other page sizes", paged(v=zeros(16, 2, 5, 6)), ValueError, "page sizes (axis 2) of k and v differ, 4 and 5"),
     row("attention", "pages with three axes", paged(k=zeros(8, 2, 24)), ValueError, "k has 3 dimensions (8, 2, 24)", "because page_table is passed"),
     *[row("attention", f"{'numpy' if moved else 'CuPy'} {name} among other arrays", lambda x, name=name, moved=moved: mixed(x, name, not moved), TypeError,
           "arrays are mixed", f"{name} is a {'numpy' if moved else 'CuPy'} array", "Move them to one side with cupy.asarray", engine="fake")
@@ -348,7 +325,6 @@ ROWS += [
     row("KVCache.begin_step", "more tokens than pages", lambda x: made(x).begin_step([24, 1, 0]), OutOfPages, "needs 7 pages, but 6 of 6 are free; release"),
     row("KVCache.begin_step", "counts on the device", lambda x: made(x).begin_step(x.lengths), TypeError, "counts is a CuPy array", "counts.get()", engine="fake"),
     row("KVCache.append", "a list", lambda x: made(x).append([1.0], x.q), TypeError, "k is a list", "the cache consists of numpy arrays"),
-    row("KVCache.append", "values of another head dim", appended_to(ONE, (8, 2, 1, 3)), ValueError, "v has shape (8, 2, 1, 3)", "(16, 2, S, 3)"),
     row("KVCache.append", "tokens (B, S, Hkv, D)", appended_to((3, 5, 2, 16)), ValueError, "k has shape (3, 5, 2, 16)", "pass k.T"),
     row("KVCache.append", "tokens (B, Hkv, S, D)", appended_to((3, 2, 5, 16)), ValueError, "k has shape (3, 2, 5, 16)", "k.transpose(3, 1, 2, 0)"),
     row("KVCache.append", "tokens in C order", lambda x: made(x).append(*[x.xp.ones((16, 2, 5, 3), x.dtype)] * 2), ValueError,

@@ -16,8 +16,6 @@ from cupy_sdpa import (
     Unsupported,
     attention,
     attention_vjp,
-    block_mask,
-    explain,
     explain_function,
     fp8,
     nnlib,
@@ -26,39 +24,26 @@ from cupy_sdpa import (
     problem,
     reference,
     store,
-    zoo,
 )
-from cupy_sdpa.parallel import Loopback, context_parallel, run_threads
+from cupy_sdpa.parallel import Loopback, context_parallel
 
 FP8 = [
-    row("fp8.quantize", "integers", lambda x: fp8.quantize(x.q.astype("i4")), TypeError, "int32", ".astype"),
     row("fp8.quantize", "an FP8 array", lambda x: fp8.quantize(fp8.quantize(x.q)), TypeError, "Fp8Array"),
     row("fp8.quantize", "a dtype of ml_dtypes", lambda x: fp8.quantize(x.q, ml_dtypes.float8_e4m3fn), TypeError, "float8_e4m3fn"),
     row("fp8.quantize", "two axes", lambda x: fp8.quantize(x.q[:, 0, :, 0]), ValueError, "(head_dim, heads, seq, batch)"),
     row("fp8.quantize", "lengths in a list", lambda x: fp8.quantize(x.q, lengths=[1, 2, 3]).dequantize(),
         lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2, 3)).dequantize()),
-    row("fp8.quantize", "lengths of floats in a list", lambda x: fp8.quantize(x.q, lengths=[1.0, 2.0, 3.0]), TypeError, "lengths is a list",
-        "integers"),
-    row("fp8.quantize", "lengths of another batch", lambda x: fp8.quantize(x.q, lengths=x.integers(1, 2)), ValueError, "(2,)"),
-    row("fp8.quantize", "a length beyond the array", lambda x: fp8.quantize(x.q, lengths=x.integers(6, 9, -2)), ValueError, "9",
-        "from 0 to 6"),
     row("fp8.quantize", "'bhsd' with three axes", lambda x: fp8.quantize(x.pq, layout="bhsd"), ValueError, "3 axes", "'bhsd'"),
-    row("fp8.quantize", "(B, S, H, D) without layout=", lambda x: fp8.quantize(x.q.T.copy()), ValueError, "contiguous",
-        "layout="),
     row("fp8.quantize", "center and rotate", lambda x: fp8.quantize(x.v, center=True, rotate=True), ValueError, "center and rotate are True",
         "pass one of them"),
     row("fp8.quantize", "center=1", lambda x: fp8.quantize(x.v, center=1), TypeError, "center is 1", "True or False"),
     row("fp8.quantize", "explained", lambda x: explain_function(fp8.quantize, x.q), TypeError, "computes no attention"),
     row("fp8.quantize", "rotate=1", lambda x: fp8.quantize(x.q, rotate=1), TypeError, "rotate is 1", "True or False"),
     row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
-    row("fp8.quantize_qkv", "arrays of two dtypes", lambda x: fp8.quantize_qkv(x.q, x.k.astype("f2"), x.v), TypeError, "float16",
-        "float32"),
     row("fp8.quantize_qkv", "rotate by position", lambda x: fp8.quantize_qkv(*x.qkv, True), TypeError, "True", "float8_e4m3fn"),
     row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a numpy.ndarray", "fp8.quantize"),
     row("fp8.attention", "elements in place of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
         TypeError, "factors", "fp8.quantize"),
-    row("fp8.attention", "q alone in FP8", lambda x: attention(fp8.quantize(x.q), x.k, x.v), TypeError, "k is a numpy.ndarray",
-        "fp8.quantize"),
     row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
         fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),
     row("fp8.attention", "queries that are not rotated, for a cache that is", lambda x: rotated_cache(fp8.quantize(x.q)), ValueError,
@@ -82,8 +67,6 @@ FP8 = [
         "above 0"),
     row("fp8.attention", "a scale of a 16-bit output", lambda x: fp8.attention(*fp8.quantize_qkv(*x.qkv), out_scale=1.0,
         out_dtype="float16"), ValueError, "omit one"),
-    row("fp8.attention", "arrays of 'bshd' without layout=", lambda x: attention(*fp8.quantize_qkv(
-        *(a.T for a in x.qkv), layout="bshd")), ValueError, "layout"),
     row("fp8.Fp8Array", "an array of float32", lambda x: fp8.Fp8Array(x.q, 1.0), TypeError, "float32", "fp8.quantize"),
     row("fp8.Fp8Array", "no factor", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn)), TypeError, "descale and scale"),
     row("fp8.Fp8Array", "a factor of 0", lambda x: fp8.Fp8Array(x.q.astype(ml_dtypes.float8_e4m3fn), 0.0), ValueError, "above 0"),
@@ -159,13 +142,11 @@ NNLIB = [
     row("nnlib.make_causal_mask", "True as dims", lambda x: nnlib.make_causal_mask(x.q, dims=True), TypeError, "dims is True", "integer"),
     row("nnlib.make_padding_mask", "True as the number of keys", lambda x: nnlib.make_padding_mask(np.array([1]), True), ValueError,
         "kv_len is True", "a number of keys"),
-    row("nnlib.dot_product_attention", "the mask in place of the bias", nn(6, 6, 6, 6), ValueError, "bias has shape", "(Skv, Sq, Hq, B)"),
     row("nnlib.dot_product_attention", "causal=True", nn(6, 6, 6, causal=True), TypeError, "no option causal",
         "mask=make_causal_mask(q)"),
     row("nnlib.dot_product_attention_vjp", "is_causal=True", lambda x: nnlib.dot_product_attention_vjp(*[x.s[:, :, 0, 0]] * 3, is_causal=True),
         TypeError, "mask=make_causal_mask(q)"),
     row("nnlib.dot_product_attention", "an option of attention", nn(6, 6, 6, scale=1.0), TypeError, "no option scale", "cupy_sdpa.attention"),
-    row("nnlib.dot_product_attention", "True as the mask", nn(6, 6, 6, mask=True), TypeError, "mask is a bool", "array"),
     row("nnlib.dot_product_attention", "a causal mask of another length", nn(6, 6, 6, mask=nnlib.make_causal_mask(np.zeros((4, 5)))),
         ValueError, "5 keys", "6 keys"),
     row("nnlib.dot_product_attention", "a padding mask of another batch",
@@ -174,8 +155,6 @@ NNLIB = [
     row("nnlib.dot_product_attention", "fdrop that returns nothing", nn(6, 7, 7, fdrop=lambda a: None), TypeError, "fdrop"),
     row("nnlib.dot_product_attention", "(1, S, features) in C order", lambda x: nnlib.dot_product_attention(
         *[flat(x)[..., :1].T.copy()] * 3), ValueError, "C order", ".T"),
-    row("nnlib.dot_product_attention", "float32 on a GPU", lambda x: nnlib.dot_product_attention(*[x.xp.zeros(
-        (16, 6, 3), "f4", order="F")] * 3), TypeError, "compute_dtype='bfloat16'", engine="fake"),
     row("nnlib.dot_product_attention_vjp", "alpha", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3, alpha=True), TypeError,
         "alpha"),
     row("nnlib.dot_product_attention_vjp", "a number as the gradient", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](
@@ -186,13 +165,8 @@ NNLIB = [
         x.s, x.s, mask=np.ones((6, 6))), TypeError, "float64", ".astype(bool)"),
     row("nnlib.make_causal_mask", "dims from 0", lambda x: nnlib.make_causal_mask(x.q, dims=0), ValueError, "dims is 0",
         "from 1"),
-    row("nnlib.make_padding_mask", "a list", lambda x: nnlib.make_padding_mask([1, 2], 3), TypeError, "lengths is a list"),
-    row("nnlib.make_padding_mask", "a Boolean mask", lambda x: nnlib.make_padding_mask(np.ones((3, 7), bool), 7), ValueError,
-        "bool", "(B,) integers"),
     row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: np.asarray(nnlib.make_padding_mask(np.array([9, -1]), 7)),
         lambda x: np.repeat([[[[1, 0]]]], 7, axis=0)),
-    row("nnlib.split_heads", "heads that do not divide", lambda x: nnlib.split_heads(flat(x), 3), ValueError, "16", "3"),
-    row("nnlib.split_heads", "a float", lambda x: nnlib.split_heads(flat(x), 2.0), TypeError, "nheads is 2.0"),
     row("nnlib.join_heads", "two axes", lambda x: nnlib.join_heads(x.q[:, :, 0, 0][:, 0]), ValueError, "(8,)"),
     row("nnlib.join_heads", "the inverse of split_heads", lambda x: nnlib.join_heads(nnlib.split_heads(flat(x), 2)), flat),
 ]  # fmt: skip
@@ -236,10 +210,6 @@ PARALLEL = [
     row("parallel.ContextParallel.attention", "an invariant call", grouped(lambda x, cp: attend(x, cp, batch_invariant=True)),
         Unsupported, "batch_invariant is passed", "cupy_sdpa.attention"),
     row("parallel.ContextParallel.attention", "a bucket", grouped(lambda x, cp: attend(x, cp, bucket=8)), Unsupported, "bucket"),
-    row("parallel.ContextParallel.attention", "a block mask of a part", grouped(lambda x, cp: attend(
-        x, cp, block_mask=block_mask(zoo.causal, 3, 6))), ValueError, "mask has shape (6, 3, 1, 1)", "(6, 6, 4, 3)"),
-    row("parallel.ContextParallel.attention", "an unknown method", grouped(lambda x, cp: attend(x, cp, method="p2p")), ValueError,
-        "'p2p'", "'ring'"),
     row("parallel.ContextParallel.attention", "a misspelled option", grouped(lambda x, cp: attend(x, cp, casual=True)), TypeError,
         "causal"),
     row("parallel.ContextParallel.attention", "out", grouped(lambda x, cp: attend(x, cp, out=x.s)), TypeError, "out"),
@@ -250,36 +220,22 @@ PARALLEL = [
         parallel.GroupError, "member 0", "did not send"),
     row("parallel.ContextParallel.attention", "a call after a refused one", lambda x: grouped(lambda x, cp: [fails(
         attend, x, cp, casual=True), attend(x, cp)][1])(x)[1], lambda x: output(x.s, x.s, x.s)),
-    row("parallel.ContextParallel.attention", "functions with one name and other values",
-        grouped(lambda x, cp: attend(x, cp, score_mod=lambda s, *_: s * cp.rank)), ValueError, "score_mod"),
-    row("parallel.ContextParallel.attention_backward", "whole gradients", grouped(lambda x, cp: group_backward(x, cp, x.s)),
-        ValueError, "dout", "shard()"),
-    row("parallel.ContextParallel.attention_backward", "statistics of fewer heads", grouped(lambda x, cp: group_backward(
-        x, cp, None, lambda s: s[:, :2])), ValueError, "stats", "(3, 2, 3)"),
     row("parallel.ContextParallel.attention_backward", "a bias gradient", grouped(lambda x, cp: group_backward(
         x, cp, None, return_dbias=True)), Unsupported, "return_dbias", "one GPU"),
-    row("parallel.ContextParallel.attention_backward", "a sink gradient without sinks", grouped(lambda x, cp: group_backward(
-        x, cp, None, return_dsinks=True)), ValueError, "sinks is None"),
     row("parallel.ContextParallel.attention_backward", "statistics of another step", grouped(lambda x, cp: group_backward(
         x, cp, None, lambda s: s * 0)), ValueError, "stats"),
     row("parallel.ContextParallel.attention_vjp", "return_stats", grouped(lambda x, cp: cp.attention_vjp(
         *[cp.shard(x.s)] * 3, seqlen_q=6, return_stats=True)), TypeError, "return_stats"),
-    row("parallel.ContextParallel.attention_vjp", "a whole gradient", grouped(lambda x, cp: cp.attention_vjp(
-        *[cp.shard(x.s)] * 3, seqlen_q=6)[1](x.s)), ValueError, "dout", "shard()"),
     row("parallel.ContextParallel.attention_vjp", "the length is missing in the pullback", lambda x: grouped(lambda x, cp: cp.unshard(
         cp.attention_vjp(*[cp.shard(np.asfortranarray(x.s[:, :, :5]))] * 3, seqlen_q=5)[1](cp.shard(x.s[:, :, :5]))[0], seqlen=5))(x)[0],
         lambda x: attention_vjp(*[np.asfortranarray(np.float64(x.s[:, :, :5]))] * 3)[1](np.asfortranarray(
             np.float64(x.s[:, :, :5])))[0]),
     row("parallel.ContextParallel.explain", "a misspelled option", lambda x: parallel.context_parallel().explain(
         *[x.s] * 3, casual=True), TypeError, "causal"),
-    row("parallel.ContextParallel.explain", "a problem", lambda x: parallel.context_parallel().explain(None, None, None), TypeError,
-        "q is None"),
     row("parallel.ContextParallel.shard", "(B, S, H, D) without axis=", lambda x: parallel.context_parallel().shard(x.s.T.copy()),
         ValueError, "layout='bshd'", "axis=1"),
     row("parallel.ContextParallel.shard", "one sequence (1, S, H, D) without axis=", lambda x: parallel.context_parallel().shard(
         x.s[..., :1].T.copy()), ValueError, "layout='bshd'", "axis=1"),
-    row("parallel.ContextParallel.attention", "parts (B, S, H, D) without layout=", grouped(lambda x, cp: cp.attention(
-        *[cp.shard(x.s.T.copy(), axis=1)] * 3, seqlen_q=6)), ValueError, "in C order", "layout="),
     row("parallel.ContextParallel.shard", "a list", lambda x: parallel.context_parallel().shard([1]), TypeError, "x is a"),
     row("parallel.ContextParallel.shard", "an axis that does not exist", lambda x: parallel.context_parallel().shard(x.q, axis=4),
         ValueError, "axis is 4", "4 axes"),
@@ -287,8 +243,6 @@ PARALLEL = [
         "axis is 2.0"),
     row("parallel.ContextParallel.unshard", "a whole array", grouped(lambda x, cp: cp.unshard(x.s, seqlen=6)), ValueError,
         "6 positions", "seqlen="),
-    row("parallel.ContextParallel.unshard", "an odd length without seqlen", grouped(lambda x, cp: cp.unshard(
-        cp.shard(x.s[:, :, :5]))), ValueError, "seqlen="),
     row("parallel.ContextParallel.position_ids", "no length", lambda x: parallel.context_parallel().position_ids(), ValueError,
         "pass one of them"),
     row("parallel.ContextParallel.position_ids", "a float length", lambda x: parallel.context_parallel().position_ids(6.0),
@@ -299,7 +253,6 @@ PARALLEL = [
         ValueError, "'a'", "number"),
     row("parallel.environment", "ranks from 1", lambda x: parallel.environment({"RANK": "2", "WORLD_SIZE": "2"}), ValueError,
         "RANK is 2", "lower"),
-    row("parallel.environment", "no launcher", lambda x: parallel.environment({}), RuntimeError, "run_on_gpus()"),
     row("parallel.run_threads", "the group in place of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
         TypeError, "Loopback", "members"),
     row("parallel.run_threads", "an error of one member", lambda x: parallel.run_threads(
@@ -319,7 +272,6 @@ def group_backward(x, cp, dout, change=lambda stats: stats, **options):
 
 
 STORE = [
-    row("store.build", "an unknown GPU", lambda x: store.build([], "RTX9090", "/nowhere"), ValueError, "RTX9090"),
     row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
     row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
@@ -340,8 +292,6 @@ REFERENCE = [
     row("reference.exponentials", "sinks of other queries", lambda x: reference.exponentials(np.zeros((2, 3)), np.zeros(5)), ValueError,
         "(2,) (5,)"),
     row("reference.attention", "a misspelled option", lambda x: reference.attention(*x.qkv, casual=True), TypeError, "casual"),
-    row("reference.attention", "causal in capitals", lambda x: reference.attention(*x.qkv, causal="BOTTOM_RIGHT"), ValueError,
-        "causal"),
     row("reference.attention", "PyTorch's mask", lambda x: reference.attention(*x.qkv, mask=np.ones((3, 4, 6, 7), bool)),
         ValueError, "(3, 4, 6, 7)", "(7, 6, 4, 3)"),
     row("reference.attention", "a mask of floats", lambda x: reference.attention(*x.qkv, mask=np.zeros((7, 6, 1, 1))), ValueError,
@@ -350,8 +300,6 @@ REFERENCE = [
         "(8, 4, 6, 2)", "(8, 2, 7, 3)"),
     row("reference.attention", "one of the offsets", lambda x: reference.attention(x.pq, x.pk, x.pv, cu_seqlens_q=x.starts),
         ValueError, "cu_seqlens_kv"),
-    row("reference.attention_backward", "the order of attention", lambda x: reference.attention_backward(*x.qkv, x.dout), ValueError,
-        "(16, 4, 6, 3)"),
     row("reference.attention_backward", "another batch of dout", lambda x: reference.attention_backward(
         x.normal(16, 4, 6, 4), *x.qkv), ValueError, "(16, 4, 6, 4)"),
     row("reference.attention_backward", "a bias gradient without a bias", lambda x: reference.attention_backward(
@@ -395,10 +343,8 @@ def written(x, out):
 
 
 OF_FP8 = [
-    row("fp8.quantize", "an unknown layout", lambda x: fp8.quantize(x.q, layout="bdhs"), ValueError, "layout is 'bdhs'"),
     row("fp8.quantize_qkv", "lists", lambda x: fp8.quantize_qkv([1.0], [1.0], [1.0]), TypeError, "q is a list", "numpy and CuPy arrays"),
     row("fp8.DelayedScaling", "a negative amax", lambda x: fp8.DelayedScaling(x.q, amax=-1.0), ValueError, "amax is -1.0", "above 0"),
-    row("fp8.DelayedScaling", "an amax beyond float32", lambda x: fp8.DelayedScaling(x.q, amax=1e42), ValueError, "amax is 1e+42", "float32"),
     row("fp8.DelayedScaling", "an unknown dtype", lambda x: fp8.DelayedScaling(x.q, dtype="fp8"), TypeError, "dtype is 'fp8'", "float8_e5m2"),
     row("fp8.attention", "arrays that were rotated in another layout", lambda x: fp8.attention(*(
         fp8.quantize(y, rotate=rotate) for y, rotate in ((x.s, True), (x.s, True), (x.s, False))), layout="bhsd"), ValueError, "axis 0", "'bhsd' head_dim is axis 3"),
@@ -422,14 +368,8 @@ OF_FP8 = [
       for dtype, options in (("float16", {}), ("float64", {"compute_dtype": "float8_e4m3fn"}))],
     *[row("attention_vjp", f"a number as dout, {options}", of_outputs(None, **options), TypeError, "dout is an int; attention takes")
       for options in ({}, {"compute_dtype": "float8_e4m3fn"})],
-    row("attention_backward", "elements of FP8", lambda x: cupy_sdpa.attention_backward(*[elements(x)] * 5, np.ones((6, 4, 3), "f4")), Unsupported,
-        "compute_dtype"),
     row("attention", "FP8 arrays and a block mask on the GPU", on_gpu(lambda x: attention(x, x, x, block_mask=cupy_sdpa.block_mask(
         lambda b, h, q, k: q >= k, 16, 16))), Unsupported, "mask or block_mask is not supported with FP8 arrays", "pass bfloat16", engine="fake"),
-    row("explain", "the derivative of FP8 arrays", converted(explain, jvp=True), TypeError, "Fp8Array", "dequantize()"),
-    row("nnlib.dot_product_attention", "FP8 arrays", converted(cupy_sdpa.nnlib.dot_product_attention), TypeError, "q is an Fp8Array", "dequantize()"),
-    row("parallel.ContextParallel.attention", "FP8 arrays", lambda x: run_threads(
-        Loopback(2).members, lambda member: context_parallel(member).attention(*fp8.quantize_qkv(*x.qkv))), TypeError, "q is an Fp8Array", "dequantize()"),
     # what Hopper cannot run
     *[row("fp8.attention", name, on_gpu(call, d), Unsupported, *words, engine="fake")
       for name, d, call, *words in (
@@ -442,7 +382,6 @@ OF_FP8 = [
       )],
     row("fp8.attention", "packed sequences", lambda x: fp8.attention(*[fp8.quantize(x.normal(16, 2, 11))] * 3, **x.packed), Unsupported,
         "illegal instruction", engine="fake"),
-    row("fp8.attention", "head_dim that is not contiguous", on_gpu(lambda x: fp8.attention(x.T, x.T, x.T)), ValueError, "axis 0 must be contiguous", engine="fake"),
     row("fp8.attention", "numpy queries among CuPy arrays", on_gpu(lambda x: fp8.attention(
         fp8.quantize(np.asfortranarray(x.dequantize().get())), x, x)), TypeError, "numpy", engine="fake"),
 ]  # fmt: skip
@@ -478,10 +417,7 @@ OF_PARALLEL = [
     row(EXPLAIN, "lengths and a diagonal of the end", lambda x: first().explain(
         *ones(2, 2), seq_lens_kv=np.array([3], np.int32), causal="bottom_right", method="ring"), Unsupported,
         "bottom-right diagonal", "use method='all_to_all'"),
-    row(EXPLAIN, "keys of other heads", lambda x: first().explain(x.s, x.s[:, :3], x.s), ValueError, "numbers of heads"),
     row(EXPLAIN, "fewer values than keys", lambda x: first().explain(x.s, x.s, x.s[:, :, :5]), ValueError, "12 positions"),
-    row(EXPLAIN, "a length of other queries", lambda x: first().explain(x.s, x.s, x.s, seqlen_q=16), ValueError, "holds 8"),
-    row(EXPLAIN, "a corner that does not exist", lambda x: first().explain(x.s, x.s, x.s, causal="left"), ValueError, "causal"),
     *[row(EXPLAIN, f"{length!r} as a length", lambda x, length=length: first().explain(x.s, x.s, x.s, seqlen_q=length), ValueError,
         f"seqlen_q is {length!r}; it must be an integer") for length in (3.5, -8, True, "8")],
     *[row(SHARD, f"the offsets {starts}", lambda x, starts=starts: first().shard(x.pq, cu_seqlens=np.array(starts)), kind, words)
@@ -491,8 +427,6 @@ OF_PARALLEL = [
           ([0, 6, 4, 11], ValueError, "begin with 0 and must not decrease"),
           ([0.0, 11.0], TypeError, "cu_seqlens is float64"),
           ([], TypeError, "(B + 1,)"))],
-    row("parallel.ContextParallel.position_ids", "offsets that decrease", lambda x: first().position_ids(
-        cu_seqlens=np.array([0, 6, 4])), ValueError, "begin with 0 and must not decrease"),
 ]  # fmt: skip
 
 
@@ -513,13 +447,7 @@ OF_PLANS = [
     row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
     row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
         "alibi_slopes runs no program"),
-    row("explain_function", "keys of another head dim", lambda x: explain_function(cupy_sdpa.attention, x.q, x.k[:4], x.v), ValueError,
-        "head dim"),
     row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),
-    row("problem", "two head dims", posed(k=(32, 2, 6, 1)), ValueError, "head dims"),
-    row("problem", "an unknown corner", posed(causal="middle"), ValueError, "middle"),
-    row("problem", "sinks of other heads", posed(sinks=np.zeros(7, "f4")), ValueError, "sinks", "(7,)"),
-    row("problem", "sinks of another dtype", posed(sinks=np.zeros(2)), TypeError, "sinks", "float64"),
     row("store.read_problems", "a TOML file", read_from("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "no JSON", read_from("{"), ValueError, "line 1 is not a problem: Expecting"),
     row("store.read_problems", "a line that is too deep", read_from("[" * 100_000), ValueError, "line 1 is not a problem"),

@@ -1,4 +1,4 @@
-"""Mistakes of users: each gets an error that names the remedy, or the right result; none gives a wrong number silently."""
+"""Mistakes of users: each gets an error that names the fix, or the right result; none gives a wrong number silently."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 import mistakes
 import numpy as np
 import pytest
-from mistakes import Arrays, host
+from mistakes import Arrays, facts, host
 from tiers import missing
 
 import cupy_sdpa
@@ -46,13 +46,13 @@ def parameters():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("arrays", "row"), [*parameters()], indirect=["arrays"])
 def test_a_mistake(arrays, row):
-    """A mistake raises an error that contains the values and the remedy, or the result is the right one."""
+    """A mistake raises an error that names the values and the fix, or the result is the right one."""
     if isinstance(row.outcome, type):
         with pytest.raises(row.outcome) as raised:
             row.make(arrays)
         assert type(raised.value) is row.outcome or not issubclass(row.outcome, (ValueError, TypeError))
-        for word in row.words:
-            assert word in str(raised.value)
+        for fact in facts(row.words):
+            assert fact in str(raised.value)
         return
     found, wanted = host(row.make(arrays)), host(row.outcome(arrays))
     tolerance = 5e-3 if row.engine == "fake" else 1e-5
@@ -60,6 +60,18 @@ def test_a_mistake(arrays, row):
     for x, y in pairs:
         assert x.shape == y.shape
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def test_facts_of_messages():
+    """Values, names and code are compared, other words are not."""
+    assert facts(["out has shape (4, 2); it must be (8, 2)", "order='F'", "no more"]) == [
+        "out",
+        "(4, 2)",
+        "(8, 2)",
+        "order='F'",
+    ]
+    assert facts(["q is float16 and k of JAX", "stats is a list"]) == ["q", "float16", "JAX", "stats", "list"]
+    assert facts(["no value at all"]) == ["no value at all"]
 
 
 def methods(owner):
