@@ -21,11 +21,10 @@ OTHER_WORK = {"weight sums": 7, "FP8": 100, "FP8 keys": 40, "conversion to FP8":
 VIEWED = {"layout", "no batch axis"}
 #: One in three rows is in the short tier, each test another third.
 FIRST, SECOND, THIRD = (one_in(3, [*ROWS[n:], *ROWS[:n]]) for n in range(3))
-pytestmark = pytest.mark.usefixtures("all_work_is_done")
 
 
-@pytest.fixture
-def all_work_is_done(engine):
+@pytest.fixture(autouse=True)
+def _all_work_is_done(engine):
     """Replayed graphs have run when their plans are destroyed."""
     yield
     if engine.on_cudnn:

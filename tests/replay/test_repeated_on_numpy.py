@@ -1,10 +1,14 @@
 """Repeated calls of numpy arrays: values, results and flags are checked in every call."""
 
+import inspect
+import sys
+
 import numpy as np
 import pytest
 from engines import Engine, not_parsed
-from replayed_calls import functions_run
+from replayed_calls import ROWS, calls_of, functions_run
 
+import cupy_sdpa
 from cupy_sdpa import (
     attention,
     attention_backward,
@@ -138,3 +142,24 @@ def test_zeros_of_both_signs_are_different_numbers(name, engine):
     found = [engine.get(call(x, v, scale=zero, score_mod=sign)).tobytes() for zero in (0.0, -0.0, 0.0, -0.0)]
     assert found[:2] == found[2:]
     assert found[0] != found[1]
+
+
+#: Public functions that compute nothing with arrays, and the one that is prepared in its own test.
+WITHOUT_ROWS = {
+    "alibi_slopes", "block_mask", "cu_seqlens_with_gaps", "explain", "explain_function", "get_plan_cache", "jvp_problems",
+    "page_table_from_lists", "prepare", "problem", "weight_sums_problems",
+}  # fmt: skip
+
+
+def test_every_function_has_a_row():
+    """A new public function that computes needs a row."""
+    called, before = set(), sys.getprofile()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        for name in ROWS:
+            calls_of(ENGINE, name).launch()
+    finally:
+        sys.setprofile(before)
+    public = {name for name in cupy_sdpa.__all__ if inspect.isfunction(getattr(cupy_sdpa, name))}
+    assert public > WITHOUT_ROWS
+    assert public - WITHOUT_ROWS <= called
