@@ -100,7 +100,8 @@ FUNCTIONS = {
         {"k": ("DhpA", "float", "DpA"), "v": ("VhpA", "float", "hpA"), "page_table": ("PB", "int32", "B"), "seq_lens_kv": ("B", "int32")},
     ),
     "fp8.quantize": (
-        lambda x, arrays, changed: fp8.quantize(**{"x": x.q, **changed}), {"x": ("DHSB", "float", "")},
+        lambda x, arrays, changed: fp8.quantize(**{"x": x.q, "lengths": arrays["lengths"], **changed}),
+        {"x": ("DHSB", "float", ""), "lengths": ("B", "int32")},
     ),
     "KVCache.append": (
         lambda x, arrays, changed: KVCache(8, 2, head_dim_v=16, pages=9, batch=3, page_size=4, dtype="float32", numpy=True).append(

@@ -348,8 +348,9 @@ def check_source(x: Any, lengths: Any) -> None:
     if lengths is None:
         return
     arrays_on_gpu({"x": read_array("x", x), "lengths": read_array("lengths", lengths)})
-    if len(x.shape) != 4 or lengths.shape != x.shape[3:] or dtype_name(lengths.dtype) != "int32":
+    if dtype_name(lengths.dtype) != "int32":
+        raise TypeError(f"lengths is {dtype_name(lengths.dtype)}; it must be int32: convert with .astype('int32')")
+    if len(x.shape) != 4 or lengths.shape != x.shape[3:]:
         raise ValueError(
-            f"lengths is {dtype_name(lengths.dtype)} {lengths.shape} and x has shape {x.shape}; lengths must be int32 (B,), "
-            "and x (head_dim, heads, seq, B)"
+            f"lengths has shape {lengths.shape} and x {x.shape}; lengths must be (B,), and x (head_dim, heads, seq, B)"
         )

@@ -351,7 +351,12 @@ def run_cached(tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) ->
     if type(arrays[0]) is np.ndarray:
         arguments = read_key(HOST, (tag, is_named()), arrays, options)
         on_host = None if arguments is None else _on_host.get(arguments[0])
-        return None if arguments is None or on_host is None else on_host.run(arguments[1])
+        if arguments is None or on_host is None:
+            return None
+        try:
+            return on_host.run(arguments[1])
+        except ValueError:  # of an element such as a length: parsed, the call raises it with the caller's axes
+            return None
     runtime = _runtime
     if runtime is None or type(arrays[0]) is not runtime.ndarray:
         return None

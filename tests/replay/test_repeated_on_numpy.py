@@ -48,6 +48,12 @@ def checked_values():
     return {
         "lengths": (lambda: attention(q, k, v, seq_lens_kv=lengths), lengths, 13, "seq_lens_kv"),
         "negative lengths": (lambda: attention(q, k, v, seq_lens_kv=lengths), lengths, -1, "seq_lens_kv"),
+        "lengths, with a layout": (
+            lambda: attention(*(x.T for x in (q, k, v)), layout="bshd", seq_lens_kv=lengths),
+            lengths,
+            13,
+            r"seq_lens_kv.*layout='bshd'",
+        ),
         "offsets": (lambda: attention(*packed, **of_packed), starts[1:], 1, "a sequence of 11"),
         "pages": (lambda: attention(q, *pages, **of_pages), table[1:], 4, "page_table"),
         "lengths of a conversion": (lambda: fp8.quantize(q, lengths=lengths).data, lengths, 13, "lengths"),
