@@ -19,6 +19,8 @@ from cupy_sdpa.replay import replay_cache
 OTHER_WORK = {"weight sums": 7, "FP8": 100, "FP8 keys": 40, "conversion to FP8": 12, "functions of every call": 20}
 #: The rows whose arrays have other axes than those of the program.
 VIEWED = {"layout", "no batch axis"}
+#: The rows whose changes are in the short tier: options of every kind.
+KEYS = ("plain", "block mask", "layout", "compute_dtype", "functions of every call", "arrays of functions")
 #: One in three rows is in the short tier, each test another third.
 FIRST, SECOND, THIRD = (one_in(3, [*ROWS[n:], *ROWS[:n]]) for n in range(3))
 
@@ -99,7 +101,7 @@ def test_host_work_and_memory(name, engine):
         assert not any(calls.memory.surroundings_changed(result) for result in calls.arrays if result in want)
 
 
-@pytest.mark.parametrize("name", THIRD)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in KEYS)) for name in ROWS])
 def test_changed_options(name, engine):
     """Calls on the same arrays that differ in an option, in turn: each is a call of its own."""
     calls, changes = calls_of(engine, name, preallocated=False), [{}, *changes_of(engine, name)]
