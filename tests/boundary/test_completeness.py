@@ -208,12 +208,18 @@ def described(function, count=3):
     return lambda **options: function(*arrays_of(options)[:count], **options)
 
 
+def widened(**options):
+    q, k, v, _ = arrays_of(options)
+    return widen(q, k, v, q, **options)
+
+
 #: The public functions that take options of calls.
 FUNCTIONS = {
     **{name: CALLS[name] for name in ("attention", "attention_backward", "attention_vjp", "attention_jvp", "prepare", "weight_sums")},
     "explain": described(cupy_sdpa.explain), "problem": described(cupy_sdpa.problem),
-    "jvp_problems": described(functools.partial(cupy_sdpa.jvp_problems, deterministic=True)), "weight_sums_problems": described(cupy_sdpa.weight_sums_problems, 2),
-    "shared_prefix_attention": after_a_prefix, "widen": lambda **options: widen(*(x := arrays_of(options)[:3]), x[0], **options),
+    "jvp_problems": described(functools.partial(cupy_sdpa.jvp_problems, deterministic=True)),
+    "weight_sums_problems": described(cupy_sdpa.weight_sums_problems, 2),
+    "shared_prefix_attention": after_a_prefix, "widen": widened,
     "fp8.attention": lambda **options: fp8.attention(
         *(fp8.quantize(x, layout=options.get("layout")) for x in arrays_of(options)[:3]), **options
     ),
