@@ -19,10 +19,15 @@ from ..score_fn.modes import CONDITIONS, MODES
 
 #: The C types by the kind of a dtype; floating-point numbers are of the dtype of the evaluation.
 _INTEGERS = {"b": "bool", "i": "long long"}
-#: The place of a tile: its first row, its number of columns, its head and its batch entry.
-_PLACE = ("start", "columns", "head", "batch")
+#: The place of a tile: its first batch entry, head, row and column, and its numbers of heads, rows and columns.
+_PLACE = ("batch", "head", "row", "column", "heads", "rows", "columns")
 #: The positions of an element, by the axis of the mode ``gen_index``; ``i`` counts the elements of a tile in C order.
-_POSITIONS = ("batch", "head", "start + i / columns", "i % columns")
+_POSITIONS = (
+    "batch + i / (heads * rows * columns)",
+    "head + i / (rows * columns) % heads",
+    "row + i / columns % rows",
+    "column + i % columns",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from ..graph.nodes import (
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_array import erf, philox
 from ..score_fn.modes import CONDITIONS, MODES
+from .axes import COLUMNS, ROWS
+from .bands import Masked
 from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .tiles import Evaluation, Tile
 
@@ -59,7 +61,7 @@ def evaluate(
     with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
         for tile in run.tiles():
             for node, last_reads in run.steps:
-                if not tile.last and node.outputs[0].name in run.later:
+                if not tile.last and node.out.name in run.partial:
                     continue
                 tile.last_reads = last_reads
                 RULES[type(node)](node, tile)
@@ -109,16 +111,19 @@ class RowCheck:
 
     def check_stats(self, tile: Tile) -> None:
         """Check the sums of the rows of P."""
-        p, (stats,) = tile.values["P"], self.read(tile, "stats").T
-        rows, columns = p.shape
-        self.sums = p.sum(axis=1)
-        self.exists = np.arange(tile.start, tile.start + rows) < self.length(tile, "seq_lens_q", rows + tile.start)
-        size = np.abs(np.where(np.isfinite(stats), stats, 0)) + math.log(columns + 2)
-        products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), 1) * self.largest(tile, "k")
+        p, stats = tile.values["P"], self.read(tile, "stats")[..., 0]
+        rows, columns = p.shape[2], tile.all_columns
+        self.sums = np.add.reduce(p, axis=-1)
+        self.exists = np.arange(tile.rows.start, tile.rows.start + rows) < self.length(tile, "seq_lens_q", tile.all_rows)
+        finite = np.isfinite(stats)
+        size = np.abs(np.where(finite, stats, 0)) + math.log(columns + 2)
+        products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
         head_dim = self.tensors["q"].shape[3]
         self.tolerance = _UNIT * (8 * size + columns + 2 * (head_dim + 8) * products)
-        total = self.sums if self.sinks is None else self.sums + np.exp(self.sinks[tile.head] - stats)
-        expected = np.where(np.isfinite(stats), 1.0, 0.0)
+        total = self.sums
+        if self.sinks is not None:
+            total = self.sums + np.exp(self.sinks[tile.heads.start : tile.heads.stop, None] - stats)
+        expected = np.where(finite, 1.0, 0.0)
         excess = total - expected if not self.whole else np.abs(total - expected)
         remedy = f"pass the stats that the forward call returned for the same q, k and options. {_CHANGED}"
         text = "exp(score - stats) of the keys must add up to {1:g} and adds up to {0:.6g}"
@@ -127,40 +132,46 @@ class RowCheck:
     def check_out(self, tile: Tile) -> None:
         """Check the sums of the rows of dS."""
         dout, out = self.read(tile, "dout"), self.read(tile, "out")
-        d = self.keep * np.einsum("ij,ij->i", dout, out)
-        found = tile.values["P∘(dP−D)"].sum(axis=1) + d * self.sums  # the sums of the rows of P o dP
+        d = self.keep * np.einsum("bhij,bhij->bhi", dout, out)
+        found = np.add.reduce(tile.values["P∘(dP−D)"], axis=-1) + d * self.sums  # the sums of the rows of P o dP
         units = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-9, 2.0**-134)}
         unit, subnormal = units.get(self.tensors["out"].dtype, (_UNIT, 2.0**-150))
-        (_, columns), (_, head_dim) = tile.values["P∘(dP−D)"].shape, dout.shape
+        columns, head_dim = tile.all_columns, dout.shape[-1]
         # weights below the smallest normal float16 are rounded by up to 2^-25
         errors = 2 * unit + columns * 2.0**-25 + 2 * np.expm1(self.tolerance) + _UNIT * (head_dim + columns)
         values = self.largest(tile, "v") * errors
-        tolerance = _norms(dout, 1) * (values + unit * _norms(out, 1)) + subnormal * np.abs(dout).sum(axis=1)
+        tolerance = _norms(dout, -1) * (values + unit * _norms(out, -1)) + subnormal * np.abs(dout).sum(axis=-1)
         remedy = f"pass the out that the forward call returned for the same q, k, v and options. {_CHANGED}"
         text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
         self.refuse("out", tile, np.abs(found - d), tolerance, (found, d), f"{text}: {remedy}")
 
     def refuse(self, name: str, tile: Tile, error: Array, tolerance: Array, values: tuple[Array, Array], text: str) -> None:
         """Raise ValueError if an error of a row of the sequence exceeds its tolerance; NaN does not."""
-        wrong = np.flatnonzero(self.exists & (error > tolerance))
-        if wrong.size:
-            first = int(wrong[0])
-            place = f"query {tile.start + first}, head {tile.head} and batch entry {tile.batch}"
-            count = f"{wrong.size} of {int(self.exists.sum())} rows of this head are wrong"
-            raise ValueError(f"{name} is of another call: at {place} {text.format(*(x[first] for x in values))} ({count})")
+        wrong = self.exists & (error > tolerance)
+        if wrong.any():
+            entry, head, row = (int(n) for n in np.argwhere(wrong)[0])
+            place = f"query {tile.rows[row]}, head {tile.heads[head]} and batch entry {tile.batch[entry]}"
+            numbers = text.format(*(x[entry, head, row] for x in values))
+            count = f"{int(wrong[entry, head].sum())} of {int(self.exists.sum())} rows of this head are wrong"
+            raise ValueError(f"{name} is of another call: at {place} {numbers} ({count})")
 
     def read(self, tile: Tile, name: str) -> Array:
         """The rows of an input that the tile reads, in the dtype of the evaluation."""
-        return tile.rows_of(self.tensors[name]).astype(tile.run.dtype)
+        return tile.part_of(self.tensors[name]).astype(tile.run.dtype, copy=False)
 
     def length(self, tile: Tile, name: str, full: int) -> int:
         """The length of the batch entry."""
-        return int(tile.run.views[name][tile.batch, 0, 0, 0]) if name in tile.run.views else full
+        return int(tile.run.views[name][tile.batch.start, 0, 0, 0]) if name in tile.run.views else full
 
-    def largest(self, tile: Tile, name: str) -> float:
-        """The largest norm of the keys or values of the batch entry."""
-        columns = self.read(tile, name)  # transposed: (head_dim, keys)
-        return float(_norms(columns[:, : self.length(tile, "seq_lens_kv", columns.shape[1])], 0).max(initial=0))
+    def largest(self, tile: Tile, name: str) -> Array:
+        """The largest norm of the keys or values of each head, ``(batch, heads, 1)``: the same for all tiles of the heads."""
+        key = f"largest norm of {name}"
+        if key not in tile.cache:
+            columns = tile.part_of(self.tensors[name], every_column=True)  # transposed: (head_dim, keys)
+            columns = columns[..., : self.length(tile, "seq_lens_kv", columns.shape[3])]
+            norms = _norms(columns, -2).max(axis=-1, initial=0)
+            tile.cache[key] = np.repeat(norms, len(tile.heads) // norms.shape[1], axis=1)[..., None]
+        return tile.cache[key]
 
 
 #: The end of the message of statistics that do not belong to the other arrays. A pullback passes its own.
@@ -171,87 +182,144 @@ _UNIT = 2.0**-23
 
 def _norms(matrix: Array, axis: int) -> Array:
     """The Euclidean norms of the rows or columns of a matrix; 0 of those that are not finite."""
-    norms = np.sqrt(np.square(matrix, dtype=np.float64).sum(axis=axis))
+    norms = np.sqrt(np.einsum("...ij,...ij->...i" if axis == -1 else "...ij,...ij->...j", matrix, matrix, dtype=np.float64))
     return np.where(np.isfinite(norms), norms, 0)
 
 
 def _matmul(node: Matmul, tile: Tile) -> None:
+    run, name = tile.run, node.out.name
     a, b = tile[node.a], tile[node.b]
-    summed = node.out.name in tile.run.summed
-    # in a sum over the tiles of a head, the rows of the tile are the terms; else they are the rows of the result
-    first_term, first_row = (tile.start, 0) if summed else (0, tile.start)
+    row_axis, column_axis, summed_axis = run.analysis.products[name]
+    lengths = {None: None, ROWS: len(tile.rows), COLUMNS: len(tile.columns)}
+    rows, terms = lengths[row_axis], lengths[summed_axis]
+    shape = (len(tile.batch), len(tile.heads), a.shape[2] if rows is None else rows, a.shape[3] if terms is None else terms)
+    if a.shape != shape:  # a score function that does not read the score
+        a = run.xp.broadcast_to(a, shape)
     if node.k is not None:
-        length = max(0, tile.number(node.k) - first_term)
-        a, b = a[:, :length], b[:length]
-    out = a @ b
+        length = max(0, tile.number(node.k) - tile.start(summed_axis))
+        a, b = a[..., :length], b[..., :length, :]
+    group = run.analysis.grouped.get(name)
+    out = _product(a, b) if group is None else _sum_of_products(a, b, group)
     if node.m is not None:
-        out[max(0, tile.number(node.m) - first_row) :] = 0
+        out[:, :, max(0, tile.number(node.m) - tile.start(row_axis)) :] = 0
     if node.n is not None:
-        out[:, tile.number(node.n) :] = 0
-    if summed:
+        out[..., max(0, tile.number(node.n) - tile.start(column_axis)) :] = 0
+    if node.a.name in tile.divisors:
+        out = _divided(out, tile.divisors[node.a.name], run.xp)
+    if summed_axis == ROWS and name in run.later:
         tile.add_to_rows(node.out, out)
     else:
         tile[node.out] = out
 
 
+def _product(a: Array, b: Array) -> Array:
+    """``a b`` for each batch entry and head; the rows of a group of heads that share a head of b are one matrix."""
+    batch, heads, rows, terms = a.shape
+    shared = b.shape[1]
+    if heads != shared:
+        a = a.reshape(batch, shared, heads // shared * rows, terms)
+    if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
+        out = np.ascontiguousarray((b.swapaxes(-1, -2) @ a.swapaxes(-1, -2)).swapaxes(-1, -2))
+    else:
+        out = a @ b
+    return out if heads == shared else out.reshape(batch, heads, rows, b.shape[3])
+
+
+#: Up to this number of rows, ``b^T a^T`` is faster than ``a b`` if b is a transposed matrix: OpenBLAS packs b otherwise. With 4
+#: to 16 rows of 128 elements and 4096 columns it takes 0.4 to 0.6 of the time.
+_FEW_ROWS = 32
+
+
+def _sum_of_products(a: Array, b: Array, group: int) -> Array:
+    """The sum of ``a b`` over each group of heads: one product of the rows of all its heads. ``a`` is a transposed matrix."""
+    batch, heads, columns, rows = a.shape
+    left = a.swapaxes(-1, -2).reshape(batch, heads // group, group * rows, columns).swapaxes(-1, -2)
+    return left @ b.reshape(batch, heads // group, group * rows, b.shape[3])  # type: ignore[no-any-return]
+
+
 def _paged_load(node: PagedLoad, tile: Tile) -> None:
-    """Gather the pages that hold rows before the length; later rows are 0. All tiles of a head share the result."""
-    if node.out.name in tile.cache:
-        return
-    views, length, xp = tile.run.views, tile.number(node.lengths), tile.run.xp
-    pages = views[node.pages.name]
-    (_, _, page, columns), head = pages.shape, tile.head_of(pages)
-    count = page * node.table.shape[2] if tile.columns is None else tile.columns
-    rows = xp.zeros((count, columns), tile.run.dtype)
-    used = xp.asarray(views[node.table.name][tile.batch, 0, : -(-length // page), 0])
-    rows[:length] = pages[:, head][used].reshape(len(used) * page, columns)[:length]
-    tile.cache[node.out.name] = rows.T if node.transposed else rows
+    """Gather the pages that hold rows before the length; later rows are 0. All tiles of some heads share the result."""
+    name = node.out.name
+    if name not in tile.cache:
+        views, length, xp = tile.run.views, tile.number(node.lengths), tile.run.xp
+        pages = views[node.pages.name]
+        page, columns = pages.shape[2:]
+        used = xp.asarray(views[node.table.name][tile.batch.start, 0, : -(-length // page), 0])
+        # pages, rows, heads, columns: the order in memory
+        rows = pages[:, tile.heads_of(pages)].transpose(0, 2, 1, 3)[used].astype(tile.run.dtype, copy=False)
+        rows = rows.reshape(len(used) * page, rows.shape[2], columns)[:length]
+        if length < tile.columns.stop:
+            rows = xp.pad(rows, [(0, tile.all_columns - length), (0, 0), (0, 0)])
+        tile.cache[name] = rows.transpose(1, 2, 0)[None] if node.transposed else rows.transpose(1, 0, 2)[None]
+    value = tile.cache[name]
+    columns = tile.part(COLUMNS, tile.all_columns)
+    tile.values[name] = value[..., columns] if node.transposed else value[..., columns, :]
+    tile.borrowed.add(name)
 
 
 def _softmax(node: Softmax, tile: Tile) -> None:
-    x, xp = tile[node.x], tile.run.xp
-    # m = max(x), with the sink
-    top = x.max(axis=1, keepdims=True, initial=-np.inf) if xp is np else _row_maxima(x)
+    x, run = tile[node.x], tile.run
+    xp = run.xp
     sink = None if node.sink is None else tile[node.sink]
-    if sink is not None:
-        if node.rows is not None:
-            valid = xp.arange(tile.start, tile.start + len(x))[:, None] < tile.number(node.rows)
-            sink = xp.where(valid, sink, -np.inf).astype(tile.run.dtype)
-        top = xp.maximum(top, sink)
-    # p = exp(x - m); 0 in place of m in a row of -inf, so that exp(-inf - 0) = 0, not exp(-inf + inf) = NaN
+    if sink is not None and node.rows is not None:
+        valid = xp.arange(tile.rows.start, tile.rows.start + x.shape[2])[:, None] < tile.number(node.rows)
+        sink = xp.where(valid, sink, -np.inf).astype(run.dtype)
     if xp is np:
-        shift = np.where(top == -np.inf, 0, top)
-        p = np.subtract(x, shift, out=tile.reusable(node.x))
+        # m = max(x), with the sink; the lowest number in place of -inf, so that exp(-inf - m) = 0, not exp(-inf + inf) = NaN
+        top = np.maximum.reduce(x, axis=-1, keepdims=True, initial=_LOWEST[run.dtype_name])
+        if sink is not None:
+            top = np.maximum(top, sink)
+        # p = exp(x - m)
+        p = np.subtract(x, top, out=tile.reusable(node.x))
         np.exp(p, out=p)
+        # l = sum(p), with the sink
+        total = np.add.reduce(p, axis=-1, keepdims=True)
+        if sink is not None:
+            total += np.exp(sink - top)
     else:
+        top = _row_maxima(x)
+        if sink is not None:
+            top = xp.maximum(top, sink)
         p = exponentials(x, top)
-    # l = sum(p), with the sink
-    total = p.sum(axis=1, keepdims=True)
-    if sink is not None:
-        total += np.exp(sink - shift) if xp is np else exponentials(sink, top)
+        total = p.sum(axis=-1, keepdims=True)
+        if sink is not None:
+            total += exponentials(sink, top)
     if node.scale is not None:
         # p = round(scale p), in the units of FP8 from here on
         p *= tile[node.scale]
-        p = p if tile.run.exact else rounded(p, node.out.dtype).astype(tile.run.dtype)
-    # p = p / l, stats = m + log(l); log 0 = -inf is the result of a row of -inf
-    if xp is np:
-        p /= np.where(total == 0, 1, total)
-    else:
-        p = normalized(p, total)
+        p = p if run.exact else rounded(p, node.out.dtype).astype(run.dtype)
+    # stats = m + log(l); log 0 = -inf is the result of a row of -inf
     if node.stats is not None and tile.is_needed(node.stats):
-        tile[node.stats] = shift + np.log(total) if xp is np else log_sum_exp(top, total)
-    for out, value in ((node.max, top), (node.sum_exp, total)):
-        if out is not None:
-            tile[out] = value
+        tile[node.stats] = top + np.log(total) if xp is np else log_sum_exp(top, total)
+    if node.max is not None:
+        tile[node.max] = np.where(total == 0, -np.inf, top).astype(run.dtype) if xp is np else top
+    if node.sum_exp is not None:
+        tile[node.sum_exp] = total
+    # p = p / l, in this step or after the product that reads p
+    if node.out.name in run.analysis.undivided:
+        tile.divisors[node.out.name] = total
+    else:
+        p = _divided(p, total, xp)
     if node.scale is None:
         tile[node.out] = p
     else:
         tile.values[node.out.name] = p  # rounded already
 
 
+#: What replaces the maximum -inf of a row without a key.
+_LOWEST = {name: np.finfo(name).min for name in ("float32", "float64")}
+
+
+def _divided(x: Array, total: Array, xp: Any) -> Array:
+    """``x / l`` of the sums of rows, written to x; rows without a key are divided by 1. All other sums are at least 1."""
+    if xp is not np:
+        return normalized(x, total)  # type: ignore[no-any-return]
+    return np.divide(x, np.maximum(total, 1), out=x)
+
+
 def _row_maxima(x: Array) -> Array:
     """The largest element of each row of a CuPy array, -inf without elements: CuPy's reductions have no initial value."""
-    return x.max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True) - np.inf  # type: ignore[no-any-return]
+    return x.max(axis=-1, keepdims=True) if x.shape[-1] else x.sum(axis=-1, keepdims=True) - np.inf  # type: ignore[no-any-return]
 
 
 def _bernoulli(node: Bernoulli, tile: Tile) -> None:
@@ -259,24 +327,46 @@ def _bernoulli(node: Bernoulli, tile: Tile) -> None:
 
     The numbers differ from those of cuDNN. Like those, they depend only on the seed, the offset and the indices of the element.
     """
-    *_, rows, columns = node.out.shape
+    run, (*_, columns) = tile.run, node.out.shape
     words = -(-columns // 8) * 4  # the number of 64-bit words per row, a multiple of Philox's block of four
-    seed, offset = (int(tile.run.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset))
-    rows = min(tile.stop, rows) - tile.start
-    first = tile.start * words // 4
-    if tile.run.xp is np:
-        source = np.random.Philox(key=[seed, offset], counter=[0, 0, tile.head, tile.batch])
-        source.advance(first)
-        numbers = source.random_raw(rows * words)
-    else:
-        numbers = philox((seed, offset), (first, 0, tile.head, tile.batch), rows * words)
-    bits = numbers.view(np.uint32).reshape(rows, 2 * words)[:, :columns]
-    kept = bits[:, : tile.columns] < np.uint64(round(node.probability * 2**32))
-    tile[node.out] = kept.astype(tile.run.dtype)
+    key = [int(run.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset)]
+    rows, first = len(tile.rows), tile.rows.start * words // 4
+    kept = run.xp.empty((len(tile.batch), len(tile.heads), rows, len(tile.columns)), run.dtype)
+    for entry in tile.batch:
+        for head in tile.heads:
+            if run.xp is np:
+                source = np.random.Philox(key=key, counter=[0, 0, head, entry])
+                source.advance(first)
+                numbers = source.random_raw(rows * words)
+            else:
+                numbers = philox((key[0], key[1]), (first, 0, head, entry), rows * words)
+            bits = numbers.view(np.uint32).reshape(rows, 2 * words)[:, tile.columns.start : tile.columns.stop]
+            kept[entry - tile.batch.start, head - tile.heads.start] = bits < np.uint64(round(node.probability * 2**32))
+    tile[node.out] = kept
 
 
 def _pointwise(node: Pointwise, tile: Tile) -> None:
     tile[node.out] = POINTWISE[node.mode](node, tile)
+
+
+def _masked(node: Masked, tile: Tile) -> None:
+    """-inf in the columns where not every row satisfies the conditions."""
+    x = tile[node.x]
+    shape = (*x.shape[:2], len(tile.rows), len(tile.columns))
+    if tile.reusable(node.x) is None or x.shape != shape:
+        x = np.broadcast_to(x, shape).copy()
+    row, column = tile.rows.start, tile.columns.start
+    for condition in node.conditions:
+        bound = tile.run.bound(condition, tile.batch.start)
+        every = bound.columns(tile.rows, tile.columns, every=True)
+        for part in (
+            (range(tile.columns.start, every.start), range(every.stop, tile.columns.stop)) if every else (tile.columns,)
+        ):
+            if part:
+                rows = bound.row * np.arange(row, row + x.shape[2])[:, None] - bound.most
+                hidden = rows > -bound.column * np.arange(part.start, part.stop)
+                np.copyto(x[..., part.start - column : part.stop - column], -np.inf, where=hidden)
+    tile[node.out] = x
 
 
 def _fused(node: Fused, tile: Tile) -> None:
@@ -285,10 +375,11 @@ def _fused(node: Fused, tile: Tile) -> None:
     for part in node.parts:
         if part.mode == "gen_index":
             shapes.append(_index_shape(part, tile))
-    shape = np.broadcast_shapes((1, 1), *shapes)
-    dtypes = (x.dtype.name if hasattr(x, "dtype") else "int64" if isinstance(x, int) else run.dtype.name for x in operands)
-    kernel, dtype = node.kernel(tuple(dtypes), run.dtype.name)
-    tile[node.out] = kernel(*operands, tile.start, shape[1], tile.head, tile.batch, run.xp.empty(shape, dtype))
+    shape = np.broadcast_shapes((1, 1, 1, 1), *shapes)
+    dtypes = (x.dtype.name if hasattr(x, "dtype") else "int64" if isinstance(x, int) else run.dtype_name for x in operands)
+    kernel, dtype = node.kernel(tuple(dtypes), run.dtype_name)
+    starts = (tile.batch.start, tile.heads.start, tile.rows.start, tile.columns.start)
+    tile[node.out] = kernel(*operands, *starts, *shape[1:], run.xp.empty(shape, dtype))
 
 
 def _reduction(node: Reduction, tile: Tile) -> None:
@@ -298,30 +389,42 @@ def _reduction(node: Reduction, tile: Tile) -> None:
     elif node.out.name in tile.run.totals:
         tile.add_to_total(node.out, x)
     elif node.out.shape[3] == 1 and node.x.shape[3] > 1:
-        tile[node.out] = x.sum(axis=1, keepdims=True)
+        tile[node.out] = x.sum(axis=-1, keepdims=True)
+    elif node.x.name in tile.run.analysis.grouped:
+        tile[node.out] = x  # the product is this sum
     else:
-        tile.add_to_group(node.out, x)
+        batch, heads, rows, columns = x.shape
+        group = node.x.shape[1] // node.out.shape[1]
+        tile[node.out] = x.reshape(batch, heads // group, group, rows, columns).sum(axis=2)
 
 
 def _transpose(node: Transpose, tile: Tile) -> None:
-    tile[node.out] = tile[node.x].T
+    name = node.out.name
+    value = tile[node.x].swapaxes(-1, -2)
+    tile.borrowed.add(name)
+    tile[node.out] = value
 
 
-def _index_shape(node: Pointwise, tile: Tile) -> tuple[int, int]:
-    """The shape of indices: a row or a column, not a matrix; it is broadcast where it is read."""
-    *_, rows, columns = node.x.shape
-    if node.axis == 2:
-        return min(tile.stop, rows) - tile.start, 1
-    return 1, 1 if node.axis != 3 else columns if tile.columns is None else min(columns, tile.columns)
+def _index_shape(node: Pointwise, tile: Tile) -> tuple[int, int, int, int]:
+    """The shape of indices: a vector, not a matrix; it is broadcast where it is read."""
+    shape = [1, 1, 1, 1]
+    shape[node.axis or 0] = len(_positions(node, tile))
+    return (shape[0], shape[1], shape[2], shape[3])
+
+
+def _positions(node: Pointwise, tile: Tile) -> range:
+    """The positions of the tile along the axis of a node."""
+    axis = node.axis or 0
+    if axis < 2:
+        return (tile.batch, tile.heads)[axis]
+    label = tile.run.analysis.axes[node.x.name][axis - 2]
+    return {ROWS: tile.rows, COLUMNS: tile.columns}.get(label or "", range(node.x.shape[axis]))
 
 
 def _gen_index(node: Pointwise, tile: Tile) -> Array:
-    xp, shape = tile.run.xp, _index_shape(node, tile)
-    if node.axis == 2:
-        return xp.arange(tile.start, tile.start + shape[0], dtype=np.int64)[:, None]  # type: ignore[no-any-return]
-    if node.axis == 3:
-        return xp.arange(shape[1], dtype=np.int64)[None]  # type: ignore[no-any-return]
-    return xp.full(shape, tile.batch if node.axis == 0 else tile.head, np.int64)  # type: ignore[no-any-return]
+    positions = _positions(node, tile)
+    indices = tile.run.xp.arange(positions.start, positions.stop, dtype=np.int64)
+    return indices.reshape(_index_shape(node, tile))  # type: ignore[no-any-return]
 
 
 def _operands(node: Pointwise, tile: Tile) -> list[Any]:
@@ -361,9 +464,17 @@ def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Call
             return function(*operands)  # type: ignore[no-any-return]
         if node.out.dtype.startswith("int"):
             return (integer or function)(*operands)
-        return function(*operands, out=tile.reusable(node.x, node.b), dtype=tile.run.dtype)  # type: ignore[no-any-return]
+        out = tile.reusable(node.x, node.b)
+        if out is not None or tile.run.xp is not np:
+            return function(*operands, out=out, dtype=tile.run.dtype)  # type: ignore[no-any-return]
+        return function(*operands, dtype=tile.run.dtype, order="C")  # type: ignore[no-any-return]
 
     return compute
+
+
+def _identity(node: Pointwise, tile: Tile) -> Array:
+    tile.borrowed |= {node.x.name, node.out.name}
+    return tile[node.x]  # type: ignore[no-any-return]
 
 
 def _erf(node: Pointwise, tile: Tile) -> Array:
@@ -378,7 +489,7 @@ POINTWISE: dict[str, Callable[[Pointwise, Tile], Array]] = {
     "div": _elementwise("div", _truncated_division),
     "rsqrt": lambda node, tile: 1 / tile.run.xp.sqrt(tile[node.x]),
     "erf": _erf,
-    "identity": lambda node, tile: tile[node.x],
+    "identity": _identity,
     "gen_index": _gen_index,
     "binary_select": _select,
 }
@@ -387,6 +498,7 @@ POINTWISE: dict[str, Callable[[Pointwise, Tile], Array]] = {
 RULES: dict[type[Node], Callable[[Any, Tile], None]] = {
     Bernoulli: _bernoulli,
     Fused: _fused,
+    Masked: _masked,
     Matmul: _matmul,
     PagedLoad: _paged_load,
     Pointwise: _pointwise,

@@ -1,32 +1,62 @@
-"""Tiles: the interpreter computes one head of one batch entry and a block of its rows at a time.
+"""Tiles: the interpreter computes a block of rows of some heads and batch entries at a time, with the columns they attend to.
 
-Attention of 4096 queries and 4096 keys therefore needs tens of megabytes, not gigabytes.
+Attention of 4096 queries and 4096 keys therefore needs megabytes, not gigabytes.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor, Transpose
+from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
+from .axes import COLUMNS, ROWS, RowBlocks, matrix_axes
+from .bands import Bands, Bound, Linear, masked, scaled_operands, without_unread
 from .fusion import fuse
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-#: Elements of one tile of scores on the CPU: 4 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
-TILE_ELEMENTS = 1 << 20
+#: The environment variable with the bytes of a tile of scores on the CPU, in float32.
+TILE_BYTES = "CUPY_SDPA_TILE_BYTES"
+#: Elements of one tile of scores on the CPU: 1 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
+TILE_ELEMENTS = int(os.environ.get(TILE_BYTES, 1 << 20)) // 4
 #: The same on a GPU: 64 MiB in float32. Smaller tiles launch more kernels: with a quarter both passes of 16384 queries take 3
 #: times as long on an H200; with twice as many elements they take 7 % less.
 GPU_TILE_ELEMENTS = 1 << 24
+#: With a mask on positions a tile has an eighth of the rows, so that what it excludes is not computed, but at least these.
+MASKED_ROWS, GPU_MASKED_ROWS = 64, 1024
+
+_ALL = slice(None)
+_DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
+
+
+class Place(NamedTuple):
+    """A block of some heads of some batch entries.
+
+    Attributes:
+        batch, heads, rows, columns: the block.
+        all_rows, all_columns: the numbers of rows and columns of its batch entries.
+        last: whether it has the last rows of its heads.
+        is_whole: whether it is the only one of a graph.
+    """
+
+    batch: range
+    heads: range
+    rows: range
+    columns: range
+    all_rows: int
+    all_columns: int
+    last: bool
+    is_whole: bool
 
 
 class Analysis:
@@ -34,34 +64,98 @@ class Analysis:
 
     Attributes:
         views: name, axes and the index that adds new axes, of the arrays of the caller.
-        right_operands: the names of the right operands of matmuls, of which every tile reads all rows.
-        steps: every node with the names of the tensors that no later node reads.
+        axes: the last two axes of every tensor; see :func:`.matrix_axes`.
+        products: the axes of every product by the name of its result: rows, columns, and what is summed over.
+        grouped: the products of every head that only a sum over groups of heads reads, with the heads of a group: the product
+            is this sum.
+        undivided: the softmax weights that only a product reads: the product is divided by the sums of rows in their place.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         lengths: the lengths of each batch entry, if only these are computed.
-        by_rows: how a block of rows is computed without the other rows; None if it is not.
-        shape: batch, heads, rows and columns.
+        by_entry: whether a tile has one batch entry, because entries have lengths of their own.
+        blocks: how a block of rows is computed without the other rows; None if it is not.
+        visible: the conditions on positions that hold where a weight is not 0.
+        shape: batch, heads, rows and columns of the scores; ``group``: the heads that are computed together.
     """
 
     def __init__(self, graph: Graph) -> None:
+        nodes = graph.nodes
         self.views = [(t.name, *_axes(t)) for t in graph.by_role("input", "output")]
         self.constants = {t.name: _constant(t) for t in graph.by_role("constant")}
         self.scalars = graph.by_role("scalar")
-        self.right_operands = {node.b.name for node in graph.nodes if isinstance(node, Matmul)}
-        self.steps = _last_reads(graph.nodes)
-        self.on_host = {t.name for node in graph.nodes for t in _read_on_host(node)}
-        self.sums = {node.out.name: node.out.shape for node in graph.nodes if _sums_over_tiles(node)}
+        self.axes = matrix_axes(graph)
+        host = {t.name for node in nodes for t in _read_on_host(node)}
+        self.on_host = host | {t.name for node in nodes for t in _seeds(node)}
+        self.by_entry = bool(host)
+        self.sums = {node.out.name: node.out.shape for node in nodes if _sums_over_tiles(node)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
-        self.by_rows = SummedRows.of(graph)
-        shapes = (node.inputs[0].shape for node in graph.nodes if not isinstance(node, PagedLoad))
-        self.shape: tuple[int, ...] = tuple(map(max, zip(*shapes, strict=True)))
+        self.blocks = RowBlocks.of(graph, self.axes)
+        self.later = self.blocks.later if self.blocks else frozenset[str]()
+        self.bands = Bands(graph, self.axes, host)
+        self.visible = self.bands.visible if self.blocks else ()
         self._graph = graph
+        rewritten = scaled_operands(without_unread([masked(node, self.bands) for node in nodes]), graph.compute_dtype)
+        self.steps = _last_reads(rewritten)
+        for node in rewritten:
+            if isinstance(node, Pointwise) and node.out.name not in self.axes:
+                self.axes[node.out.name] = self.axes[node.x.name]
+        self.products = {
+            node.out.name: (self.axes[node.a.name][0], self.axes[node.b.name][1], self.axes[node.b.name][0])
+            for node in (*nodes, *rewritten)
+            if isinstance(node, Matmul)
+        }
+        scores = [node.out.shape for node in nodes if isinstance(node, Matmul)][:1] or [node.out.shape for node in nodes]
+        self.shape: tuple[int, ...] = tuple(map(max, zip(*scores, strict=True)))
+        self.group = math.lcm(1, *(self.shape[1] // t.shape[1] for node in nodes for t in _grouped(node)))
+        self.grouped, self.undivided = _merged_steps(graph)
+        self._places: dict[tuple[bool, int], list[Place]] = {}
 
     @functools.cached_property
     def fused_steps(self) -> list[tuple[Node, frozenset[str]]]:
         """The steps for CuPy arrays, with pointwise nodes fused."""
         return _last_reads(fuse(self._graph))
+
+    def places(self, on_gpu: bool) -> list[Place]:
+        """The places of all tiles, if batch entries have no lengths of their own; they are kept."""
+        elements = GPU_TILE_ELEMENTS if on_gpu else TILE_ELEMENTS
+        found = self._places.get((on_gpu, elements))
+        if found is None:
+            batch, _, rows, columns = self.shape
+            *_, entries = self.block(rows, columns, on_gpu=on_gpu)
+            bounds = [Bound(condition.row, condition.column, -condition.number) for condition in self.visible]
+            groups = (range(b, min(batch, b + entries)) for b in range(0, batch, entries))
+            found = [place for group in groups for place in self.places_of(group, rows, columns, bounds, on_gpu=on_gpu)]
+            self._places[on_gpu, elements] = found
+        return found
+
+    def places_of(
+        self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool
+    ) -> Iterator[Place]:
+        """The places of the tiles of some batch entries, in the order of heads and rows."""
+        heads = self.shape[1]
+        step, tile_heads, _ = self.block(rows, columns, on_gpu=on_gpu)
+        every = range(columns)
+        for h in range(0, heads, tile_heads):
+            for start in range(0, max(1, rows), step):
+                part = range(start, min(rows, start + step))
+                visible = _visible_columns(bounds, part, every) if bounds and columns > 1 else every
+                block = (batch, range(h, min(heads, h + tile_heads)), part, visible)
+                yield Place(*block, rows, columns, part.stop >= rows, tuple(map(len, block)) == self.shape)
+
+    def block(self, rows: int, columns: int, *, on_gpu: bool) -> tuple[int, int, int]:
+        """The rows, heads and batch entries of a tile."""
+        batch, heads, *_ = self.shape
+        elements, fine = (GPU_TILE_ELEMENTS, GPU_MASKED_ROWS) if on_gpu else (TILE_ELEMENTS, MASKED_ROWS)
+        of_row = max(1, columns) * self.group
+        step = max(1, min(rows, elements // of_row)) if self.blocks else max(1, rows)
+        if any(condition.row for condition in self.visible):
+            step = min(step, max(fine, -(-rows // 8)))
+        groups = max(1, min(heads // self.group, elements // (of_row * step)))
+        entries = 1
+        if groups * self.group == heads and not self.by_entry:
+            entries = max(1, min(batch, elements // (max(1, columns) * heads * step)))
+        return step, groups * self.group, entries
 
 
 def analyze(graph: Graph) -> Analysis:
@@ -80,17 +174,16 @@ class Evaluation:
         xp: the module of the arrays, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         dtype: the dtype of intermediate results.
-        summed: the products that are summed over the tiles of a head; ``later``: the results of nodes that read such sums.
-        whole: the tensors of which a tile reads or writes all rows.
-        row_sums, group_sums: unfinished sums over the tiles of a head, and over a group of heads.
+        row_sums: unfinished sums over the tiles of some heads.
         totals, largest: sums over tiles, and the largest magnitudes so far, by the name of the result.
     """
 
     def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
-        analysis = self._analysis = analyze(graph)
-        self.exact, self.right_operands, self.packed = exact, analysis.right_operands, analysis.packed
+        analysis: Analysis = graph.notes.get("analysis") or analyze(graph)
+        self.analysis = analysis
+        self.exact = exact
         self.heads = analysis.shape[1]
-        self.views = dict(analysis.constants)
+        self.views = dict(analysis.constants) if analysis.constants else {}
         self.xp: Any = np
         for name, axes, new_axes in analysis.views:
             array = arrays[name]
@@ -99,126 +192,155 @@ class Evaluation:
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
-        self.steps, self.rows = analysis.steps, analysis.shape[2]
-        self.summed, self.later = frozenset[str](), frozenset[str]()
-        by_rows = analysis.by_rows
-        self.separable = by_rows is not None and (self.xp is not np or not by_rows.products)
-        if self.xp is not np:
-            self.steps = analysis.fused_steps
-            if by_rows and by_rows.products:
-                self.right_operands, self.summed, self.later, self.rows = by_rows
-        self.whole = {*self.right_operands, *self.summed, *self.later} if self.summed else self.right_operands
+        self.steps = analysis.steps if self.xp is np else analysis.fused_steps
+        self.later = analysis.later
+        self.partial = analysis.later - analysis.blocks.summed if analysis.blocks else frozenset[str]()
         self.row_sums: dict[str, Array] = {}
         self.scalars: dict[str, Any] = {}
         for t in analysis.scalars:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
-        self.dtype = np.dtype("float64" if exact else graph.compute_dtype)
+        self.dtype_name = "float64" if exact else graph.compute_dtype
+        self.dtype = _DTYPES[self.dtype_name]
         self.totals: dict[str, Array] = {}
         for name, shape in analysis.sums.items():
             self.totals[name] = self.xp.zeros(shape, self.dtype)
-        self.group_sums: dict[str, Array] = {}
         self.largest: dict[str, Any] = {}
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles, in the order of batch entries, heads and rows."""
-        batch, heads, _, max_columns = self._analysis.shape
-        rows = self.rows
-        lengths, columns = self._analysis.lengths, None
-        elements = TILE_ELEMENTS if self.xp is np else GPU_TILE_ELEMENTS
+        cache: dict[str, Array] = {}
+        for place in self.analysis.places(self.xp is not np) if not self.analysis.by_entry else self._places_by_entry():
+            if place.rows.start == 0:
+                cache = {}  # the keys and values of these heads: the same for every block of queries
+            yield Tile(self, place, cache)
+
+    def _places_by_entry(self) -> Iterator[Place]:
+        """The places of all tiles, with the lengths of each batch entry."""
+        analysis, on_gpu = self.analysis, self.xp is not np
+        batch, _, rows, columns = analysis.shape
         for b in range(batch):
-            if lengths:
-                rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in lengths)
-            width = max(1, max_columns if columns is None else columns)
-            step = max(1, min(rows, elements // width) if self.separable else rows)
-            for h in range(heads):
-                cache: dict[str, Array] = {}  # the keys and values of this head: the same for every block of queries
-                for start in range(0, max(1, rows), step):
-                    yield Tile(self, b, h, start, min(rows, start + step), start + step >= rows, columns, cache)
+            if analysis.lengths:
+                rows, columns = (int(self.views[tensor.name][b, 0, 0, 0]) for tensor in analysis.lengths)
+            bounds = [self.bound(condition, b) for condition in analysis.visible]
+            yield from analysis.places_of(range(b, b + 1), rows, columns, bounds, on_gpu=on_gpu)
+
+    def bound(self, condition: Linear, entry: int) -> Bound:
+        """A condition with the lengths of a batch entry."""
+        number = condition.number
+        for name, times in condition.lengths:
+            number += times * int(self.views[name][entry, 0, 0, 0])
+        return Bound(condition.row, condition.column, -number)
 
 
-@dataclass
 class Tile:
-    """A block of rows of one head of one batch entry, and the values of the tensors there, as matrices.
+    """A place, and the values of the tensors there: arrays with four axes.
 
     Attributes:
-        last: whether it is the last tile of the head.
-        columns: the number of keys of this batch entry; None if it equals that of the tensors.
-        cache: the values of the tensors ``run.right_operands``, the same for all tiles of a head.
-        values: the tensors computed or read so far, in ``run.dtype``.
+        batch, heads, rows, columns, all_rows, all_columns, last, is_whole: see :class:`Place`.
+        cache: the values of the tensors without rows, the same for all tiles of the heads.
+        values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
+        borrowed: the tensors whose memory is not the tile's, such as a view of the caller's array.
+        divisors: the sums of rows of the softmax weights that are not divided by them, by name.
         last_reads: the tensors that no later node reads; their memory may be reused.
     """
 
-    run: Evaluation
-    batch: int
-    head: int
-    start: int
-    stop: int
-    last: bool
-    columns: int | None
-    cache: dict[str, Array]
-    values: dict[str, Array] = field(default_factory=dict)
-    last_reads: frozenset[str] = frozenset()
+    __slots__ = (
+        "all_columns", "all_rows", "batch", "borrowed", "cache", "columns", "divisors", "heads", "is_whole", "last",
+        "last_reads", "rows", "run", "values",
+    )  # fmt: skip
+
+    def __init__(self, run: Evaluation, place: Place, cache: dict[str, Array]) -> None:
+        self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns, self.last, self.is_whole = place
+        self.run, self.cache = run, cache
+        self.values: dict[str, Any] = {**run.scalars}
+        self.borrowed: set[str] = set()
+        self.divisors: dict[str, Array] = {}
+        self.last_reads: frozenset[str] = frozenset()
 
     def __getitem__(self, tensor: Tensor) -> Any:
-        """The value of a tensor: a matrix, or a number if it is a scalar."""
-        name = tensor.name
-        if tensor.role == "scalar":
-            return self.run.scalars[name]
-        for values in (self.values, self.cache):
-            if name in values:
-                return values[name]
-        value = self.run.xp.asarray(self.rows_of(tensor))
-        if value.dtype.kind != "b":
-            value = value.astype(np.int64 if value.dtype.kind == "i" else self.run.dtype)
-        (self.cache if name in self.run.right_operands else self.values)[name] = value
+        """The value of a tensor: an array with four axes, or a number if it is a scalar."""
+        value = self.values.get(tensor.name)
+        return self._read(tensor) if value is None else value
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Read an input; tensors without rows that are converted are read once for all tiles of the heads."""
+        name, run = tensor.name, self.run
+        if self.is_whole and tensor.dtype == run.dtype_name and name not in run.analysis.packed:
+            value = self.values[name] = run.views[name]
+            self.borrowed.add(name)
+            return value
+        row_axis, column_axis = run.analysis.axes[name]
+        kept = ROWS not in (row_axis, column_axis) and (tensor.dtype != run.dtype_name or name in run.analysis.packed)
+        value = self.cache.get(name) if kept else None
+        if value is None:
+            part = value = run.xp.asarray(self.part_of(tensor, every_column=kept))
+            if value.dtype.kind != "b":
+                value = value.astype(np.int64 if value.dtype.kind == "i" else run.dtype, copy=False)
+            if kept:
+                self.cache[name] = value
+            elif value is part:
+                self.borrowed.add(name)
+        if kept:
+            value = value[..., self.part(row_axis, value.shape[2]), self.part(column_axis, value.shape[3])]
+            self.borrowed.add(name)
+        self.values[name] = value
         return value
 
     def number(self, tensor: Tensor) -> int:
         """The integer of this batch entry in an input such as the lengths, which is in the memory of the host."""
-        return int(self.rows_of(tensor)[0, 0])
+        return int(self.run.views[tensor.name][self.batch.start, 0, 0, 0])
+
+    def start(self, axis: str | None) -> int:
+        """The first position of the tile along an axis of a matrix."""
+        return self.rows.start if axis == ROWS else self.columns.start if axis == COLUMNS else 0
+
+    def part(self, axis: str | None, length: int) -> slice:
+        """The part of an axis of an array that the tile reads or writes; an array of length 1 is broadcast."""
+        if length == 1 or axis is None:
+            return _ALL
+        return slice(self.rows.start, self.rows.stop) if axis == ROWS else slice(self.columns.start, self.columns.stop)
 
     def __setitem__(self, tensor: Tensor, value: Array) -> None:
         """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
-        if tensor.role == "output" and tensor.name not in self.run.packed:
-            self.rows_of(tensor)[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
-        elif tensor.role == "output":
-            start = 0 if tensor.name in self.run.whole else self.start
-            part = self._sequence(tensor)[start : start + len(value)]
-            part[...] = rounded(value[: len(part)], tensor.dtype) if tensor.dtype in FP8_LARGEST else value[: len(part)]
-        if tensor.role == "output" and tensor.name in self.last_reads:  # no later step reads it
-            return
-        dtype = self.run.dtype
-        if not self.run.exact and value.dtype == dtype and tensor.dtype != dtype.name:
-            value = rounded(value, tensor.dtype).astype(dtype)
+        run = self.run
+        if tensor.role == "output":
+            whole = self.is_whole and tensor.name not in run.analysis.packed
+            part = run.views[tensor.name] if whole else self.part_of(tensor, writes=True)
+            if tensor.name in run.analysis.packed:
+                value = value[:, :, : part.shape[2]]
+            part[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
+            if tensor.name in self.last_reads:  # no later step reads it
+                return
+        if not run.exact and tensor.dtype != run.dtype_name and value.dtype == run.dtype:
+            value = rounded(value, tensor.dtype).astype(run.dtype)
         self.values[tensor.name] = value
 
     def add_to_rows(self, tensor: Tensor, value: Array) -> None:
-        """Add to a sum over the tiles of a head; the last tile stores the sum."""
-        sums = self.run.row_sums
-        sums[tensor.name] = value if self.start == 0 else sums[tensor.name] + value
+        """Add to a sum over the tiles of some heads; the last tile stores the sum."""
+        by_columns = self.run.analysis.axes[tensor.name][0] == COLUMNS
+        sums = self.run.row_sums.get(tensor.name)
+        if sums is None and self.last and not (by_columns and len(self.columns) < self.all_columns):
+            self[tensor] = value
+            return
+        if sums is None:
+            rows = self.all_columns if by_columns else value.shape[2]
+            sums = self.run.xp.zeros((*value.shape[:2], rows, value.shape[3]), self.run.dtype)
+            self.run.row_sums[tensor.name] = sums
+        sums[:, :, self.part(COLUMNS if by_columns else None, sums.shape[2])] += value
         if self.last:
-            self[tensor] = sums.pop(tensor.name)
-
-    def add_to_group(self, tensor: Tensor, value: Array) -> None:
-        """Add to a sum over a group of heads; the last head of the group stores the sum."""
-        sums, group = self.run.group_sums, self.run.heads // tensor.shape[1]
-        if self.head % group == 0:
-            sums[tensor.name] = self.run.xp.zeros_like(value)
-        sums[tensor.name] += value
-        if self.head % group == group - 1:
-            self[tensor] = sums.pop(tensor.name)
+            self[tensor] = self.run.row_sums.pop(tensor.name)
 
     def add_to_total(self, tensor: Tensor, value: Array) -> None:
-        """Add to a sum over tiles: over the batch, the heads or the rows."""
+        """Add to a sum over tiles: over the batch, the heads, the rows or the columns."""
         b, h, rows, columns = tensor.shape
-        part = self.run.totals[tensor.name][self.batch if b > 1 else 0, self.head if h > 1 else 0]
-        if rows == 1:
-            value = value.sum(axis=0, keepdims=True)
-        else:
-            part = part[self.start : self.stop]
-        if columns > 1:
-            part = part[:, : self.columns]
-        part += value if columns > 1 else value.sum(axis=1, keepdims=True)
+        part = self.run.totals[tensor.name][
+            slice(self.batch.start, self.batch.stop) if b > 1 else _ALL,
+            slice(self.heads.start, self.heads.stop) if h > 1 else _ALL,
+            slice(self.rows.start, self.rows.stop) if rows > 1 else _ALL,
+            slice(self.columns.start, self.columns.stop) if columns > 1 else _ALL,
+        ]
+        summed = tuple(axis for axis, length in enumerate(tensor.shape) if length == 1)
+        part += value.sum(axis=summed, keepdims=True) if summed else value
 
     def add_to_largest(self, tensor: Tensor, value: Array) -> None:
         """Take the largest magnitude of all tiles."""
@@ -231,85 +353,153 @@ class Tile:
         return tensor.role == "output" or tensor.name not in self.last_reads
 
     def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
-        """The memory of a tensor, to store the result of a step; None if a later step reads it or it is cached.
+        """The memory of a tensor, to store the result of a step; None if a later step reads it or it is not the tile's.
 
         Also None if the other operand of the step, and therefore the result, is larger.
         """
-        value = self.values.get(tensor.name)
-        if tensor.name not in self.last_reads or value is None or value.dtype != self.run.dtype:
+        name = tensor.name
+        if name not in self.last_reads or name in self.borrowed:
             return None
-        fits = other is None or other.role == "scalar" or np.broadcast_shapes(value.shape, self[other].shape) == value.shape
-        return value if fits else None
+        value = self.values.get(name)
+        if value is None or getattr(value, "dtype", None) != self.run.dtype:
+            return None
+        if other is not None and other.role != "scalar":
+            shape = self[other].shape
+            if shape != value.shape and np.broadcast_shapes(value.shape, shape) != value.shape:
+                return None
+        return value  # type: ignore[no-any-return]
 
-    def rows_of(self, tensor: Tensor) -> Array:
-        """The part of an array that the tile reads or writes: its rows, or all rows of a right operand."""
-        rows = slice(None) if tensor.name in self.run.whole or tensor.shape[2] == 1 else slice(self.start, self.stop)
-        if tensor.name in self.run.packed:
-            matrix = self._sequence(tensor)
-            if self.columns is None:
-                missing = [(0, full - n) for full, n in zip(tensor.shape[2:], matrix.shape, strict=True)]
-                matrix = self.run.xp.pad(matrix, missing)
-            return matrix[rows]
-        view = self.run.views[tensor.name]
-        if view.shape[2] == 1:  # a single row, broadcast
-            rows = slice(None)
-        b = self.batch if view.shape[0] > 1 else 0
-        head = self.head * view.shape[1] // self.run.heads  # as in head_of
-        return view[b, head][rows, : self.columns if tensor.shape[3] > 1 else None]  # type: ignore[no-any-return]
+    def part_of(self, tensor: Tensor, *, writes: bool = False, every_column: bool = False) -> Array:
+        """The part of an array that the tile reads or writes. Sums over rows, and what reads them, have all columns."""
+        name, run = tensor.name, self.run
+        row_axis, column_axis = run.analysis.axes[name]
+        if name in run.analysis.packed:
+            return self._sequence(tensor, writes=writes, every_column=every_column)
+        view: Array = run.views[name]
+        if self.is_whole:
+            return view
+        if every_column or (writes and name in run.later):
+            row_axis = column_axis = None
+        return view[
+            slice(self.batch.start, self.batch.stop) if view.shape[0] > 1 else _ALL,
+            self.heads_of(view),
+            self.part(row_axis, view.shape[2]),
+            self.part(column_axis, view.shape[3]),
+        ]
 
-    def _sequence(self, tensor: Tensor) -> Array:
-        """The part of a packed tensor that is the sequence of this batch entry, as far as the graph has positions."""
+    def _sequence(self, tensor: Tensor, *, writes: bool, every_column: bool) -> Array:
+        """The part of a packed tensor that is in the sequence of this batch entry, as far as the graph has positions.
+
+        What is read is padded with zeros if the tile goes beyond the sequence.
+        """
         assert tensor.ragged
         view = self.run.views[tensor.name]
-        matrix = view[0, self.head_of(view)]
-        axis = 1 if tensor.axes[3] == 2 else 0
-        offsets = self.run.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[2 + axis]
-        begin, end = int(offsets[self.batch]), int(offsets[self.batch + 1])
-        tokens = slice(begin, min(end, begin + tensor.shape[2 + axis]))
-        return matrix[:, tokens] if axis else matrix[tokens]  # type: ignore[no-any-return]
+        axis = 3 if tensor.axes[3] == 2 else 2
+        label = self.run.analysis.axes[tensor.name][axis - 2]
+        offsets = self.run.views[tensor.ragged.name][:, 0, 0, 0] // tensor.strides[axis]
+        begin, end = int(offsets[self.batch.start]), int(offsets[self.batch.start + 1])
+        wanted = self.rows if label == ROWS else range(tensor.shape[axis])
+        if label == COLUMNS:
+            wanted = range(self.all_columns) if every_column or (writes and tensor.name in self.run.later) else self.columns
+        end = min(end, begin + tensor.shape[axis])
+        tokens = slice(min(end, begin + wanted.start), min(end, begin + wanted.stop))
+        part = view[:, self.heads_of(view), :, tokens] if axis == 3 else view[:, self.heads_of(view), tokens]
+        missing = 0 if writes else len(wanted) - part.shape[axis]
+        if missing > 0:
+            part = self.run.xp.pad(part, [(0, missing if n == axis else 0) for n in range(4)])
+        return part  # type: ignore[no-any-return]
 
-    def head_of(self, view: Array) -> int:
-        """The head of a tensor with fewer heads, each of which serves a group of consecutive query heads."""
-        return self.head * int(view.shape[1]) // self.run.heads
+    def heads_of(self, view: Array) -> slice:
+        """The heads of a tensor, each of which serves a group of consecutive query heads."""
+        heads, every = view.shape[1], self.run.heads
+        if heads == 1 or len(self.heads) == every:
+            return _ALL
+        return slice(self.heads.start * heads // every, -(-self.heads.stop * heads // every))
+
+
+def _visible_columns(bounds: Sequence[Bound], rows: range, columns: range) -> range:
+    """The columns that some row attends to."""
+    for bound in bounds:
+        rows = bound.rows(rows)
+    for bound in bounds:
+        columns = bound.columns(rows, columns)
+    return columns
 
 
 def _read_on_host(node: Node) -> Iterator[Tensor]:
-    """The integers that the interpreter reads one by one."""
-    names = {Matmul: ("m", "n", "k"), PagedLoad: ("table", "lengths"), Softmax: ("rows",), Bernoulli: ("seed", "offset")}
+    """The integers of batch entries that the interpreter reads one by one."""
+    names = {Matmul: ("m", "n", "k"), PagedLoad: ("table", "lengths"), Softmax: ("rows",)}
     yield from (t for name in names.get(type(node), ()) if (t := getattr(node, name)) is not None)
-    yield from (t.ragged for t in (*node.inputs, *node.outputs) if t.ragged is not None)
+    yield from (t.ragged for t in (*node.inputs, *node.outputs) if t.ragged is not None and t.ragged.role == "input")
+
+
+def _seeds(node: Node) -> tuple[Tensor, ...]:
+    return (node.seed, node.offset) if isinstance(node, Bernoulli) else ()
+
+
+def _grouped(node: Node) -> tuple[Tensor, ...]:
+    """The tensor of a node whose heads serve groups."""
+    if isinstance(node, Matmul):
+        return (node.b,)
+    return (node.out,) if _sums_heads(node) else ()
+
+
+def _merged_steps(graph: Graph) -> tuple[dict[str, int], set[str]]:
+    """The names of :attr:`Analysis.grouped` and :attr:`Analysis.undivided`."""
+    readers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for t in node.inputs:
+            readers.setdefault(t.name, []).append(node)
+
+    def only(tensor: Tensor) -> Node | None:
+        nodes = readers.get(tensor.name, [])
+        unrounded = tensor.role == "virtual" and tensor.dtype == graph.compute_dtype
+        return nodes[0] if unrounded and len(nodes) == 1 else None
+
+    grouped: dict[str, int] = {}
+    undivided: set[str] = set()
+    for node in graph.nodes:
+        reader = only(node.out)
+        if isinstance(node, Matmul) and _sums_heads(reader) and reader.out.shape[2:] == node.out.shape[2:]:
+            grouped[node.out.name] = node.out.shape[1] // reader.out.shape[1]
+        if isinstance(node, Softmax) and node.scale is None and isinstance(reader, Matmul) and reader.a is node.out:
+            undivided.add(node.out.name)
+    return grouped, undivided
 
 
 class TileSize(NamedTuple):
-    """The largest tile of an evaluation on a GPU: queries of a head, of how many, and the bytes of all matrices at once."""
+    """The largest tile of an evaluation on a GPU: queries and heads, of how many, and the bytes of all matrices at once."""
 
     rows: int
     of: int
+    heads: int
+    of_heads: int
     nbytes: int
 
     def __str__(self) -> str:
-        part = f"tiles of {self.rows} of {self.of} queries of a head" if self.rows < self.of else "one head at a time"
+        heads = "all heads" if self.heads == self.of_heads else f"{self.heads} of {self.of_heads} heads"
+        part = f"tiles of {self.rows} of {self.of} queries of {heads}" if self.rows < self.of else f"{heads} at a time"
         return f"{part}, {self.nbytes / 1e6:.3g} MB at once"
 
 
 def tile_of(graph: Graph) -> TileSize:
     """The size of the tiles of a graph on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
-    right, (*_, of, width) = analysis.right_operands, analysis.shape
-    by_rows = analysis.by_rows
-    if by_rows and by_rows.products:
-        right, of = by_rows.right_operands | by_rows.products, by_rows.rows
-    rows = max(1, min(of, GPU_TILE_ELEMENTS // max(width, 1))) if by_rows else of
+    _, of_heads, of, columns = analysis.shape
+    rows, heads, entries = analysis.block(of, columns, on_gpu=True)
+    axes = analysis.axes
     alive: dict[str, int] = {}
     most = 0
     for node, last_reads in analysis.fused_steps:
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
-                alive[t.name] = itemsize * t.shape[3] * (t.shape[2] if t.name in right else min(rows, t.shape[2]))
+                lengths = (min(rows, n) if axis == ROWS else n for axis, n in zip(axes[t.name], t.shape[2:], strict=True))
+                alive[t.name] = itemsize * min(entries, t.shape[0]) * min(heads, t.shape[1]) * math.prod(lengths)
         most = max(most, sum(alive.values()))
-        for name in last_reads - right:
-            alive.pop(name, None)
-    return TileSize(rows, of, most)
+        for name in last_reads:
+            if name in analysis.later or ROWS in axes[name] or COLUMNS not in axes[name]:
+                alive.pop(name, None)
+    return TileSize(rows, of, heads, of_heads, most)
 
 
 def _is_packed(tensor: Tensor) -> bool:
@@ -345,61 +535,16 @@ def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
     return first.m, first.n
 
 
+def _sums_heads(node: Node | None) -> bool:
+    return isinstance(node, Reduction) and not (node.amax or node.negative or _sums_over_tiles(node))
+
+
 def _sums_over_tiles(node: Node) -> bool:
     """Whether a node sums over tiles, so that its result is complete only after the last tile."""
     if not isinstance(node, Reduction) or node.amax or node.out.role != "output":
         return False
     (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))
-
-
-class SummedRows(NamedTuple):
-    """How a graph is computed one block of queries at a time: products with a transposed block are summed over the blocks.
-
-    Attributes:
-        right_operands: the right operands of the other products, of which every tile reads all rows.
-        products: the products that are summed, such as ``dV = P^T dO``.
-        later: the results of the nodes that read these sums. They are computed with the last tile of a head.
-    """
-
-    right_operands: set[str]
-    products: frozenset[str]
-    later: frozenset[str]
-    rows: int
-
-    @classmethod
-    def of(cls, graph: Graph) -> SummedRows | None:
-        """How blocks of rows of a graph are computed; None if a step needs the rows of all tiles at once.
-
-        A matmul mixes only the rows of its right operand. So every right operand must be an input, rows of pages, or a
-        transpose of such, that no step reads by rows.
-        """
-        matmuls = [node for node in graph.nodes if isinstance(node, Matmul)]
-        every = {node.b.name for node in matmuls}
-        transposed = {node.out.name: node for node in graph.nodes if isinstance(node, Transpose) and node.x.name not in every}
-        summed = [node for node in matmuls if node.a.name in transposed]
-        products = {node.out.name for node in summed}
-        right = {node.b.name for node in matmuls if node not in summed}
-        later: set[str] = set()
-        for node in graph.nodes:
-            read = {t.name for t in node.inputs}
-            if read & (products | later):
-                if any(t.shape[2] > 1 and t.name not in products | later for t in node.inputs):
-                    return None
-                later |= {t.name for t in node.outputs}
-        for node in graph.nodes:
-            of_all = isinstance(node, PagedLoad) or (isinstance(node, Transpose) and node.x.name in right)
-            product = isinstance(node, Matmul) and node not in summed
-            by_rows = [t.name for t in node.inputs if not (of_all or (product and t.name == node.inputs[1].name))]
-            if right.intersection(by_rows) or (not of_all and right.intersection(t.name for t in node.outputs)):
-                return None
-            if not isinstance(node, Matmul) and transposed.keys() & set(by_rows):
-                return None
-            of_group = isinstance(node, Reduction) and not _sums_over_tiles(node) and node.out.shape[3] > 1
-            if of_group and node.out.name not in later:
-                return None
-        rows = {node.x.shape[2] for node in transposed.values()} or {0}
-        return cls(right, frozenset(products), frozenset(later), rows.pop()) if len(rows) == 1 else None
 
 
 def _last_reads(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:

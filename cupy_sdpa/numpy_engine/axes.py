@@ -1,0 +1,91 @@
+"""Which axes of the tensors of a graph are the rows and the columns of its scores: the axes along which tiles are blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..graph.nodes import Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor, Transpose
+
+#: The axes of the scores, the first product of a graph: queries and keys.
+ROWS, COLUMNS = "rows", "columns"
+#: What the last two axes of a tensor are: rows or columns of the scores, or None if a tile has all of them.
+MatrixAxes = tuple[str | None, str | None]
+
+
+def matrix_axes(graph: Graph) -> dict[str, MatrixAxes]:
+    """The last two axes of every tensor, by name."""
+    first = next((node.out for node in graph.nodes if isinstance(node, Matmul)), None)
+    equal: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def of(axis: tuple[str, int]) -> tuple[str, int]:
+        while axis in equal:
+            axis = equal[axis]
+        return axis
+
+    for node in graph.nodes:
+        for one, other in _equal_axes(node):
+            if of(one) != of(other):
+                equal[of(one)] = of(other)
+    names = {of((first.name, axis)): label for axis, label in ((3, COLUMNS), (2, ROWS))} if first else {}
+
+    def label(tensor: Tensor, axis: int) -> str | None:
+        return names.get(of((tensor.name, axis)))
+
+    return {tensor.name: (label(tensor, 2), label(tensor, 3)) for tensor in graph.tensors}
+
+
+def _equal_axes(node: Node) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """The axes of the tensors of a node that have the same positions."""
+    out = node.out.name
+    if isinstance(node, Matmul):
+        yield (node.a.name, 2), (out, 2)
+        yield (node.b.name, 3), (out, 3)
+        yield (node.a.name, 3), (node.b.name, 2)
+    elif isinstance(node, Transpose):
+        yield (node.x.name, 2), (out, 3)
+        yield (node.x.name, 3), (out, 2)
+    elif not isinstance(node, PagedLoad):
+        for tensor in (*node.inputs, *node.outputs):
+            broadcast = 1 if tensor.role in ("input", "scalar", "constant") else 0  # axes of this length
+            for axis in (2, 3):
+                if tensor.shape[axis] == node.out.shape[axis] > broadcast:
+                    yield (tensor.name, axis), (out, axis)
+
+
+class RowBlocks(NamedTuple):
+    """How a graph is computed one block of rows at a time: products that sum over rows are added up.
+
+    Attributes:
+        summed: the products that are summed over the blocks, such as ``dV = P^T dO``.
+        later: these, and the results of the nodes that read them. They are complete with the last block.
+    """
+
+    summed: frozenset[str]
+    later: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: Graph, axes: dict[str, MatrixAxes]) -> RowBlocks | None:
+        """How blocks of rows of a graph are computed; None if a step needs all rows at once."""
+        summed: set[str] = set()
+        later: set[str] = set()
+        for node in graph.nodes:
+            if any(axes[t.name][1] == ROWS for t in _with_all_columns(node)):
+                return None
+            if later.intersection(t.name for t in node.inputs):
+                if any(t.name not in later and axes[t.name] != (None, None) for t in node.inputs):
+                    return None
+                later |= {t.name for t in node.outputs}
+            if isinstance(node, Matmul) and axes[node.a.name][1] == ROWS:
+                summed.add(node.out.name)
+                later.add(node.out.name)
+        return cls(frozenset(summed), frozenset(later))
+
+
+def _with_all_columns(node: Node) -> tuple[Tensor, ...]:
+    """The tensors of which a node needs every column."""
+    if isinstance(node, Matmul):
+        return (node.b,)
+    if isinstance(node, Softmax) or (isinstance(node, Reduction) and node.out.shape[3] == 1):
+        return (node.inputs[0],)
+    return ()

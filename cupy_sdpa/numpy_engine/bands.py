@@ -1,0 +1,198 @@
+"""Bands: the conditions of a graph on positions, from which the columns follow that the rows of a tile attend to.
+
+A causal mask, a window, lengths and many mask functions compare positions, as in ``i + Skv - Sq >= j``. Columns where no row
+of a tile satisfies the conditions have the weight 0, and are not computed. Where all rows satisfy one, nothing is masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..graph.nodes import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor
+from .axes import COLUMNS, ROWS, MatrixAxes
+
+
+class Linear(NamedTuple):
+    """``row i + column j + number + sum(lengths)`` of the positions i and j, with the lengths by name and sign."""
+
+    row: int
+    column: int
+    number: int
+    lengths: tuple[tuple[str, int], ...] = ()
+
+    def plus(self, other: Linear, sign: int = 1) -> Linear:
+        """The sum or the difference."""
+        lengths = dict(self.lengths)
+        for name, times in other.lengths:
+            lengths[name] = lengths.get(name, 0) + sign * times
+        rest = tuple((name, times) for name, times in lengths.items() if times)
+        return Linear(self.row + sign * other.row, self.column + sign * other.column, self.number + sign * other.number, rest)
+
+
+class Bound(NamedTuple):
+    """The condition ``row i + column j <= most``, with coefficients -1, 0 or 1 and numbers for the lengths."""
+
+    row: int
+    column: int
+    most: int
+
+    def columns(self, rows: range, columns: range, *, every: bool = False) -> range:
+        """The columns where some row, or ``every`` row, satisfies the condition."""
+        if not rows:
+            return columns if every else columns[:0]
+        ends = (self.row * rows[0], self.row * rows[-1])
+        most = self.most - (max(ends) if every else min(ends))
+        if self.column == 0:
+            return columns if most >= 0 else columns[:0]
+        if self.column > 0:
+            return range(columns.start, max(columns.start, min(columns.stop, most + 1)))
+        return range(min(columns.stop, max(columns.start, -most)), columns.stop)
+
+    def rows(self, rows: range) -> range:
+        """The rows that satisfy a condition on rows alone."""
+        if self.column or not self.row:
+            return rows
+        return Bound(0, self.row, self.most).columns(range(1), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Masked(Node):
+    """``out = x`` where all conditions hold, each ``<= 0``, else -inf: a selection whose conditions have no array."""
+
+    x: Tensor
+    conditions: tuple[Linear, ...]
+    operands = ("x",)
+
+
+class Bands:
+    """The conditions of a graph: of every selection of -inf, and ``visible``, which hold where a weight is not 0."""
+
+    def __init__(self, graph: Graph, axes: Mapping[str, MatrixAxes], lengths: Collection[str]) -> None:
+        self._axes, self._lengths = axes, lengths
+        self._nodes = {t.name: node for node in graph.nodes for t in node.outputs}
+        self._linear: dict[str, Linear | None] = {}
+        self.selections = {
+            node.out.name: conditions
+            for node in graph.nodes
+            if _selects_infinity(node) and (conditions := self._conditions(node.t)) is not None
+        }
+        self.visible = tuple(dict.fromkeys(self._visible(graph)))
+
+    def _visible(self, graph: Graph) -> Iterator[Linear]:
+        """The conditions of the selections before the weights; none if a result has a number for every row and column."""
+        if any(self._axes[t.name] == (ROWS, COLUMNS) and not _is_sum(self._nodes[t.name]) for t in graph.by_role("output")):
+            return
+        weights = [node for node in graph.nodes if isinstance(node, Softmax) or node.out.name == "P"]
+        for node in weights[:1]:
+            name = node.inputs[0].name
+            while (found := self._nodes.get(name)) and (_selects_infinity(found) or _subtracts(found)):
+                yield from self.selections.get(name, ())
+                name = found.inputs[0].name
+
+    def _conditions(self, tensor: Tensor | None) -> tuple[Linear, ...] | None:
+        """The conditions ``<= 0`` of a boolean tensor, all of which hold; None if it has others."""
+        node = self._nodes.get(tensor.name) if tensor else None
+        if not isinstance(node, Pointwise) or node.b is None:
+            return None
+        if node.mode == "logical_and":
+            first, second = self._conditions(node.x), self._conditions(node.b)
+            return None if first is None or second is None else first + second
+        if node.mode == "cmp_neq" and node.b.value == 0 and node.x.dtype == "bool":
+            return self._conditions(node.x)
+        x, b = self._positions(node.x), self._positions(node.b)
+        if x is None or b is None:
+            return None
+        strictly = Linear(0, 0, int(node.mode in ("cmp_lt", "cmp_gt")))
+        less, more = x.plus(b, -1).plus(strictly), b.plus(x, -1).plus(strictly)
+        found = {"cmp_le": (less,), "cmp_lt": (less,), "cmp_ge": (more,), "cmp_gt": (more,), "cmp_eq": (less, more)}
+        conditions = found.get(node.mode)
+        if conditions is None or abs(less.row) > 1 or abs(less.column) > 1 or less.row * less.column > 0:
+            return None
+        return conditions
+
+    def _positions(self, tensor: Tensor) -> Linear | None:
+        """The value of a tensor as a sum of positions and lengths; None if it is none."""
+        if tensor.name not in self._linear:
+            self._linear[tensor.name] = self._sum(tensor)
+        return self._linear[tensor.name]
+
+    def _sum(self, tensor: Tensor) -> Linear | None:
+        if tensor.role == "scalar":
+            return None if tensor.value is None or tensor.value % 1 else Linear(0, 0, int(tensor.value))
+        if tensor.name in self._lengths:
+            return Linear(0, 0, 0, ((tensor.name, 1),))
+        node = self._nodes.get(tensor.name)
+        if not isinstance(node, Pointwise):
+            return None
+        if node.mode == "gen_index" and node.axis in (2, 3):
+            axis = self._axes[node.x.name][node.axis - 2]
+            return Linear(int(axis == ROWS), int(axis == COLUMNS), 0) if axis else None
+        if node.mode in ("add", "sub") and node.b is not None:
+            x, b = self._positions(node.x), self._positions(node.b)
+            return None if x is None or b is None else x.plus(b, 1 if node.mode == "add" else -1)
+        return None
+
+
+def masked(node: Node, bands: Bands) -> Node:
+    """A selection by conditions on positions as a :class:`Masked`; any other node unchanged."""
+    conditions = bands.selections.get(node.out.name)
+    return node if conditions is None else Masked(node.formula, node.out, node.inputs[0], conditions)
+
+
+def _selects_infinity(node: Node) -> bool:
+    return isinstance(node, Pointwise) and node.mode == "binary_select" and node.b is not None and node.b.value == -math.inf
+
+
+def _subtracts(node: Node) -> bool:
+    """True if a node subtracts the log-sum-exp of the rows: -inf remains, or becomes NaN that a later selection replaces."""
+    return isinstance(node, Pointwise) and node.mode == "sub" and node.b is not None and node.b.name == "stats"
+
+
+def _is_sum(node: Node) -> bool:
+    return isinstance(node, Reduction)
+
+
+def _is_scalar(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.role == "scalar"
+
+
+def without_unread(nodes: list[Node]) -> list[Node]:
+    """The nodes without those that compute what nothing reads."""
+    read: set[str] = set()
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if any(t.role == "output" or t.name in read for t in node.outputs):
+            kept.append(node)
+            read |= {t.name for t in node.inputs}
+    return kept[::-1]
+
+
+def scaled_operands(nodes: list[Node], compute_dtype: str) -> list[Node]:
+    """The nodes with ``(scale a) b`` instead of ``scale (a b)``: a has fewer elements than the product, if b is wide.
+
+    A scale that may be 0 is excluded, since ``(-0 a) b`` is 0 and ``-0 (a b)`` is -0: a second factor follows it.
+    """
+    readers: dict[str, list[Node]] = {}
+    for node in nodes:
+        for t in node.inputs:
+            readers.setdefault(t.name, []).append(node)
+    result: list[Node] = []
+    scaled: set[str] = set()
+    for node in nodes:
+        product = node.out
+        (reader, *more) = readers.get(product.name, [node])
+        by_scale = isinstance(reader, Pointwise) and reader.mode == "mul" and _is_scalar(reader.b)
+        unrounded = product.dtype == reader.out.dtype == compute_dtype and product.role == reader.out.role == "virtual"
+        more += [n for n in readers.get(reader.out.name, []) if isinstance(n, Pointwise) and n.mode == "mul" and _is_scalar(n.b)]
+        if isinstance(node, Matmul) and isinstance(reader, Pointwise) and reader.b and by_scale and unrounded and not more:
+            name = f"{reader.b} · {node.a}"
+            a = Tensor(name, node.a.shape, compute_dtype, "virtual")
+            result.append(Pointwise(name, a, "mul", node.a, reader.b))
+            result.append(Matmul(node.formula, reader.out, a, node.b, node.m, node.n, node.k))
+            scaled.add(reader.out.name)
+        elif node.out.name not in scaled:
+            result.append(node)
+    return result
