@@ -155,10 +155,6 @@ def _is_sum(node: Node) -> bool:
     return isinstance(node, Reduction)
 
 
-def _is_scalar(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.role == "scalar"
-
-
 def without_unread(nodes: list[Node]) -> list[Node]:
     """The nodes without those that compute what nothing reads."""
     read: set[str] = set()
@@ -170,29 +166,30 @@ def without_unread(nodes: list[Node]) -> list[Node]:
     return kept[::-1]
 
 
-def scaled_operands(nodes: list[Node], compute_dtype: str) -> list[Node]:
-    """The nodes with ``(scale a) b`` instead of ``scale (a b)``: a has fewer elements than the product, if b is wide.
+def scaled_products(nodes: list[Node], compute_dtype: str) -> tuple[list[Node], dict[str, Tensor]]:
+    """The nodes without the steps ``scale S`` of products S, and the scales by the names of the products.
 
-    A scale that may be 0 is excluded, since ``(-0 a) b`` is 0 and ``-0 (a b)`` is -0: a second factor follows it.
+    ``(scale a) b`` is computed in their place: a has fewer elements than the product, if b is wide. A scale that may be 0 is
+    excluded, since ``(-0 a) b`` is 0 and ``-0 (a b)`` is -0: a second factor follows it.
     """
     readers: dict[str, list[Node]] = {}
     for node in nodes:
         for t in node.inputs:
             readers.setdefault(t.name, []).append(node)
+
+    def scale_after(node: Node) -> Pointwise | None:
+        (reader, *more) = readers.get(node.out.name, [node])
+        unrounded = node.out.dtype == reader.out.dtype == compute_dtype and node.out.role == reader.out.role == "virtual"
+        is_scale = isinstance(reader, Pointwise) and reader.mode == "mul" and reader.b and reader.b.role == "scalar"
+        return reader if isinstance(reader, Pointwise) and is_scale and unrounded and not more else None
+
     result: list[Node] = []
-    scaled: set[str] = set()
+    scales: dict[str, Tensor] = {}
     for node in nodes:
-        product = node.out
-        (reader, *more) = readers.get(product.name, [node])
-        by_scale = isinstance(reader, Pointwise) and reader.mode == "mul" and _is_scalar(reader.b)
-        unrounded = product.dtype == reader.out.dtype == compute_dtype and product.role == reader.out.role == "virtual"
-        more += [n for n in readers.get(reader.out.name, []) if isinstance(n, Pointwise) and n.mode == "mul" and _is_scalar(n.b)]
-        if isinstance(node, Matmul) and isinstance(reader, Pointwise) and reader.b and by_scale and unrounded and not more:
-            name = f"{reader.b} · {node.a}"
-            a = Tensor(name, node.a.shape, compute_dtype, "virtual")
-            result.append(Pointwise(name, a, "mul", node.a, reader.b))
-            result.append(Matmul(node.formula, reader.out, a, node.b, node.m, node.n, node.k))
-            scaled.add(reader.out.name)
-        elif node.out.name not in scaled:
+        scale = scale_after(node) if isinstance(node, Matmul) else None
+        if isinstance(node, Matmul) and scale and scale.b and not scale_after(scale):
+            result.append(Matmul(node.formula, scale.out, node.a, node.b, node.m, node.n, node.k))
+            scales[scale.out.name] = scale.b
+        elif node.out.name not in scales:
             result.append(node)
-    return result
+    return result, scales

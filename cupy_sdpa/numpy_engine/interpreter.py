@@ -188,17 +188,22 @@ def _norms(matrix: Array, axis: int) -> Array:
 
 def _matmul(node: Matmul, tile: Tile) -> None:
     run, name = tile.run, node.out.name
+    analysis = run.analysis
     a, b = tile[node.a], tile[node.b]
-    row_axis, column_axis, summed_axis = run.analysis.products[name]
-    lengths = {None: None, ROWS: len(tile.rows), COLUMNS: len(tile.columns)}
-    rows, terms = lengths[row_axis], lengths[summed_axis]
-    shape = (len(tile.batch), len(tile.heads), a.shape[2] if rows is None else rows, a.shape[3] if terms is None else terms)
-    if a.shape != shape:  # a score function that does not read the score
-        a = run.xp.broadcast_to(a, shape)
+    row_axis, column_axis, summed_axis = analysis.products[name]
+    if name in analysis.narrow:
+        rows, terms = (
+            {ROWS: len(tile.rows), COLUMNS: len(tile.columns)}.get(axis, full)
+            for axis, full in ((row_axis, a.shape[2]), (summed_axis, a.shape[3]))
+        )
+        a = run.xp.broadcast_to(a, (len(tile.batch), len(tile.heads), rows, terms))
     if node.k is not None:
         length = max(0, tile.number(node.k) - tile.start(summed_axis))
         a, b = a[..., :length], b[..., :length, :]
-    group = run.analysis.grouped.get(name)
+    scale = analysis.scales.get(name) if run.xp is np else None
+    if scale is not None:
+        a = np.multiply(a, run.scalars[scale.name], dtype=run.dtype, order="C")
+    group = analysis.grouped.get(name)
     out = _product(a, b) if group is None else _sum_of_products(a, b, group)
     if node.m is not None:
         out[:, :, max(0, tile.number(node.m) - tile.start(row_axis)) :] = 0

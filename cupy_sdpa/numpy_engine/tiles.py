@@ -18,7 +18,7 @@ from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
 from .axes import COLUMNS, ROWS, RowBlocks, matrix_axes
-from .bands import Bands, Bound, Linear, masked, scaled_operands, without_unread
+from .bands import Bands, Bound, Linear, masked, scaled_products, without_unread
 from .fusion import fuse
 
 if TYPE_CHECKING:
@@ -68,12 +68,15 @@ class Analysis:
         products: the axes of every product by the name of its result: rows, columns, and what is summed over.
         grouped: the products of every head that only a sum over groups of heads reads, with the heads of a group: the product
             is this sum.
+        narrow: the products whose left operand does not depend on the scores: it is a row, a column, or the same in all heads.
         undivided: the softmax weights that only a product reads: the product is divided by the sums of rows in their place.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
         sums: the shapes of the sums over tiles, by the name of the result.
         lengths: the lengths of each batch entry, if only these are computed.
         by_entry: whether a tile has one batch entry, because entries have lengths of their own.
         blocks: how a block of rows is computed without the other rows; None if it is not.
+        scales: the factors of products, by the names of their results.
+        direct: the inputs that are read without a conversion.
         visible: the conditions on positions that hold where a weight is not 0.
         shape: batch, heads, rows and columns of the scores; ``group``: the heads that are computed together.
     """
@@ -95,11 +98,9 @@ class Analysis:
         self.bands = Bands(graph, self.axes, host)
         self.visible = self.bands.visible if self.blocks else ()
         self._graph = graph
-        rewritten = scaled_operands(without_unread([masked(node, self.bands) for node in nodes]), graph.compute_dtype)
+        kept = without_unread([masked(node, self.bands) for node in nodes])
+        rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
         self.steps = _last_reads(rewritten)
-        for node in rewritten:
-            if isinstance(node, Pointwise) and node.out.name not in self.axes:
-                self.axes[node.out.name] = self.axes[node.x.name]
         self.products = {
             node.out.name: (self.axes[node.a.name][0], self.axes[node.b.name][1], self.axes[node.b.name][0])
             for node in (*nodes, *rewritten)
@@ -109,6 +110,9 @@ class Analysis:
         self.shape: tuple[int, ...] = tuple(map(max, zip(*scores, strict=True)))
         self.group = math.lcm(1, *(self.shape[1] // t.shape[1] for node in nodes for t in _grouped(node)))
         self.grouped, self.undivided = _merged_steps(graph)
+        self.narrow = _narrow_products(graph)
+        inputs = (t.name for t in graph.by_role("input") if t.dtype == graph.compute_dtype)
+        self.direct = [name for name in inputs if name not in self.packed]
         self._places: dict[tuple[bool, int], list[Place]] = {}
 
     @functools.cached_property
@@ -201,6 +205,7 @@ class Evaluation:
             self.scalars[t.name] = scalars[t.name] if t.value is None else t.value
         self.dtype_name = "float64" if exact else graph.compute_dtype
         self.dtype = _DTYPES[self.dtype_name]
+        self.direct = () if exact and graph.compute_dtype != "float64" else analysis.direct
         self.totals: dict[str, Array] = {}
         for name, shape in analysis.sums.items():
             self.totals[name] = self.xp.zeros(shape, self.dtype)
@@ -239,7 +244,7 @@ class Tile:
         batch, heads, rows, columns, all_rows, all_columns, last, is_whole: see :class:`Place`.
         cache: the values of the tensors without rows, the same for all tiles of the heads.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
-        borrowed: the tensors whose memory is not the tile's, such as a view of the caller's array.
+        borrowed: the results that are views of other tensors.
         divisors: the sums of rows of the softmax weights that are not divided by them, by name.
         last_reads: the tensors that no later node reads; their memory may be reused.
     """
@@ -253,6 +258,9 @@ class Tile:
         self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns, self.last, self.is_whole = place
         self.run, self.cache = run, cache
         self.values: dict[str, Any] = {**run.scalars}
+        if self.is_whole:
+            for name in run.direct:
+                self.values[name] = run.views[name]
         self.borrowed: set[str] = set()
         self.divisors: dict[str, Array] = {}
         self.last_reads: frozenset[str] = frozenset()
@@ -265,24 +273,16 @@ class Tile:
     def _read(self, tensor: Tensor) -> Any:
         """Read an input; tensors without rows that are converted are read once for all tiles of the heads."""
         name, run = tensor.name, self.run
-        if self.is_whole and tensor.dtype == run.dtype_name and name not in run.analysis.packed:
-            value = self.values[name] = run.views[name]
-            self.borrowed.add(name)
-            return value
         row_axis, column_axis = run.analysis.axes[name]
         kept = ROWS not in (row_axis, column_axis) and (tensor.dtype != run.dtype_name or name in run.analysis.packed)
         value = self.cache.get(name) if kept else None
         if value is None:
-            part = value = run.xp.asarray(self.part_of(tensor, every_column=kept))
+            value = run.xp.asarray(self.part_of(tensor, every_column=kept))
             if value.dtype.kind != "b":
                 value = value.astype(np.int64 if value.dtype.kind == "i" else run.dtype, copy=False)
-            if kept:
-                self.cache[name] = value
-            elif value is part:
-                self.borrowed.add(name)
         if kept:
+            self.cache[name] = value
             value = value[..., self.part(row_axis, value.shape[2]), self.part(column_axis, value.shape[3])]
-            self.borrowed.add(name)
         self.values[name] = value
         return value
 
@@ -358,7 +358,7 @@ class Tile:
         Also None if the other operand of the step, and therefore the result, is larger.
         """
         name = tensor.name
-        if name not in self.last_reads or name in self.borrowed:
+        if name not in self.last_reads or name in self.borrowed or tensor.role == "input":
             return None
         value = self.values.get(name)
         if value is None or getattr(value, "dtype", None) != self.run.dtype:
@@ -442,6 +442,24 @@ def _grouped(node: Node) -> tuple[Tensor, ...]:
     if isinstance(node, Matmul):
         return (node.b,)
     return (node.out,) if _sums_heads(node) else ()
+
+
+def _narrow_products(graph: Graph) -> set[str]:
+    """The names of :attr:`Analysis.narrow`: a score function may compute with positions and captured arrays alone."""
+    wide = {t.name for t in graph.by_role("input")}
+    narrow: set[str] = set()
+    for node in graph.nodes:
+        if isinstance(node, Matmul):
+            wide.add(node.out.name)
+            if node.a.name not in wide:
+                narrow.add(node.out.name)
+        elif isinstance(node, Pointwise):
+            read = () if node.mode == "gen_index" else node.inputs
+            if any(t.name in wide and t.role not in ("input", "scalar") for t in read):
+                wide.add(node.out.name)
+        elif any(t.name in wide for t in node.inputs[:1]):
+            wide.add(node.out.name)
+    return narrow
 
 
 def _merged_steps(graph: Graph) -> tuple[dict[str, int], set[str]]:
@@ -552,7 +570,7 @@ def _last_reads(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
     read: set[str] = set()
     steps: list[tuple[Node, frozenset[str]]] = []
     for node in reversed(nodes):
-        names = {t.name for t in (*node.inputs, *node.outputs)}
+        names = {t.name for t in (*node.inputs, *node.outputs) if t.role != "scalar"}
         steps.append((node, frozenset(names - read)))
         read |= names
     return steps[::-1]
