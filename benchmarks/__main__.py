@@ -11,7 +11,8 @@ from cupy_sdpa.cli.main import exit_status
 
 #: The description of each command. The module of its name has ``main(words) -> int``.
 COMMANDS = {
-    "compare": "presets against PyTorch, cudnn-frontend, FlexAttention, JAX; CPU engine",
+    "compare": "presets against PyTorch, cudnn-frontend, FlexAttention, JAX",
+    "cpu": "the CPU engine against plain numpy and PyTorch; needs no GPU",
     "host_options": "host time of every option, alone and in a mix, against PyTorch",
     "sparse": "block masks against FlexAttention",
     "decode": "decoding with paged keys and values against PyTorch and FlashInfer",

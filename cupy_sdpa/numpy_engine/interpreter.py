@@ -33,7 +33,7 @@ from ..score_fn.modes import CONDITIONS, MODES
 from .axes import COLUMNS, ROWS
 from .bands import Masked
 from .fusion import Fused, exponentials, log_sum_exp, normalized
-from .tiles import Evaluation, Tile
+from .tiles import Evaluation, Tile, analyze
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -97,9 +97,9 @@ class RowCheck:
 
     def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool) -> None:
         self.sinks, self.keep, self.whole = sinks, 1 - dropout, whole
-        self.tensors = {tensor.name: tensor for tensor in graph.by_role("input")}
-        #: The sums of the rows of P of the current tile, which rows are in the sequence, and the tolerance.
-        self.sums, self.exists, self.tolerance = np.zeros(0), np.zeros(0, bool), np.zeros(0)
+        self.tensors = analyze(graph).inputs
+        #: The sums of the rows of P of the current tile.
+        self.sums = np.zeros(0)
 
     def __call__(self, node: Node, tile: Tile) -> None:
         """Check a tile when its P or its dS was computed."""
@@ -110,27 +110,33 @@ class RowCheck:
             self.check_out(tile)
 
     def check_stats(self, tile: Tile) -> None:
-        """Check the sums of the rows of P."""
-        p, stats = tile.values["P"], self.read(tile, "stats")[..., 0]
-        rows, columns = p.shape[2], tile.all_columns
-        self.sums = np.add.reduce(p, axis=-1)
-        self.exists = np.arange(tile.rows.start, tile.rows.start + rows) < self.length(tile, "seq_lens_q", tile.all_rows)
-        finite = np.isfinite(stats)
-        size = np.abs(np.where(finite, stats, 0)) + math.log(columns + 2)
-        products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
-        head_dim = self.tensors["q"].shape[3]
-        self.tolerance = _UNIT * (8 * size + columns + 2 * (head_dim + 8) * products)
-        total = self.sums
+        """Check the sums of the rows of P: at first with the part of the tolerance that is the same for all rows."""
+        p = tile.values["P"]
+        self.sums = total = np.add.reduce(p, axis=-1)
         if self.sinks is not None:
-            total = self.sums + np.exp(self.sinks[tile.heads.start : tile.heads.stop, None] - stats)
-        expected = np.where(finite, 1.0, 0.0)
+            total = total + np.exp(self.sinks[tile.heads.start : tile.heads.stop, None] - self.read(tile, "stats")[..., 0])
+        excess, least = total - 1, _UNIT * (8 * math.log(tile.all_columns + 2) + tile.all_columns)
+        if not ((np.abs(excess) if self.whole else excess) < least).all():
+            self.check_every_total(tile, total)
+
+    def check_every_total(self, tile: Tile, total: Array) -> None:
+        """Check the sums of the rows of P with the tolerance of each row."""
+        stats = self.read(tile, "stats")[..., 0]
+        expected = np.where(np.isfinite(stats), 1.0, 0.0)
         excess = total - expected if not self.whole else np.abs(total - expected)
         remedy = f"pass the stats that the forward call returned for the same q, k and options. {_CHANGED}"
         text = "exp(score - stats) of the keys must add up to {1:g} and adds up to {0:.6g}"
-        self.refuse("stats", tile, excess, np.expm1(self.tolerance), (total, expected), f"{text}: {remedy}")
+        self.refuse("stats", tile, excess, np.expm1(self.tolerance(tile)), (total, expected), f"{text}: {remedy}")
+
+    def tolerance(self, tile: Tile) -> Array:
+        """The tolerance of the scores of each row."""
+        stats = self.read(tile, "stats")[..., 0]
+        size = np.abs(np.where(np.isfinite(stats), stats, 0)) + math.log(tile.all_columns + 2)
+        products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
+        return _UNIT * (8 * size + tile.all_columns + 2 * (self.tensors["q"].shape[3] + 8) * products)
 
     def check_out(self, tile: Tile) -> None:
-        """Check the sums of the rows of dS."""
+        """Check the sums of the rows of dS: at first without the parts of the tolerance that depend on the scores and out."""
         dout, out = self.read(tile, "dout"), self.read(tile, "out")
         d = self.keep * np.einsum("bhij,bhij->bhi", dout, out)
         found = np.add.reduce(tile.values["P∘(dP−D)"], axis=-1) + d * self.sums  # the sums of the rows of P o dP
@@ -138,21 +144,26 @@ class RowCheck:
         unit, subnormal = units.get(self.tensors["out"].dtype, (_UNIT, 2.0**-150))
         columns, head_dim = tile.all_columns, dout.shape[-1]
         # weights below the smallest normal float16 are rounded by up to 2^-25
-        errors = 2 * unit + columns * 2.0**-25 + 2 * np.expm1(self.tolerance) + _UNIT * (head_dim + columns)
-        values = self.largest(tile, "v") * errors
-        tolerance = _norms(dout, -1) * (values + unit * _norms(out, -1)) + subnormal * np.abs(dout).sum(axis=-1)
+        least = 2 * unit + columns * 2.0**-25 + _UNIT * (head_dim + columns)
+        values = self.largest(tile, "v")
+        if (np.square(found - d) < np.einsum("bhij,bhij->bhi", dout, dout) * np.square(values * least)).all():
+            return
+        errors = least + 2 * np.expm1(self.tolerance(tile))
+        tolerance = _norms(dout, -1) * (values * errors + unit * _norms(out, -1)) + subnormal * np.abs(dout).sum(axis=-1)
         remedy = f"pass the out that the forward call returned for the same q, k, v and options. {_CHANGED}"
         text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
         self.refuse("out", tile, np.abs(found - d), tolerance, (found, d), f"{text}: {remedy}")
 
     def refuse(self, name: str, tile: Tile, error: Array, tolerance: Array, values: tuple[Array, Array], text: str) -> None:
         """Raise ValueError if an error of a row of the sequence exceeds its tolerance; NaN does not."""
-        wrong = self.exists & (error > tolerance)
+        rows = np.arange(tile.rows.start, tile.rows.start + error.shape[2])
+        exists = rows < self.length(tile, "seq_lens_q", tile.all_rows)
+        wrong = exists & (error > tolerance)
         if wrong.any():
             entry, head, row = (int(n) for n in np.argwhere(wrong)[0])
             place = f"query {tile.rows[row]}, head {tile.heads[head]} and batch entry {tile.batch[entry]}"
             numbers = text.format(*(x[entry, head, row] for x in values))
-            count = f"{int(wrong[entry, head].sum())} of {int(self.exists.sum())} rows of this head are wrong"
+            count = f"{int(wrong[entry, head].sum())} of {int(exists.sum())} rows of this head are wrong"
             raise ValueError(f"{name} is of another call: at {place} {numbers} ({count})")
 
     def read(self, tile: Tile, name: str) -> Array:
@@ -182,7 +193,8 @@ _UNIT = 2.0**-23
 
 def _norms(matrix: Array, axis: int) -> Array:
     """The Euclidean norms of the rows or columns of a matrix; 0 of those that are not finite."""
-    norms = np.sqrt(np.einsum("...ij,...ij->...i" if axis == -1 else "...ij,...ij->...j", matrix, matrix, dtype=np.float64))
+    rows = (matrix if axis == -1 else matrix.swapaxes(-1, -2)).astype(np.float64)
+    norms = np.sqrt(np.einsum("...i,...i->...", rows, rows))
     return np.where(np.isfinite(norms), norms, 0)
 
 

@@ -76,7 +76,7 @@ class Analysis:
         by_entry: whether a tile has one batch entry, because entries have lengths of their own.
         blocks: how a block of rows is computed without the other rows; None if it is not.
         scales: the factors of products, by the names of their results.
-        direct: the inputs that are read without a conversion.
+        inputs: the inputs by name; ``direct``: those that are read without a conversion.
         visible: the conditions on positions that hold where a weight is not 0.
         shape: batch, heads, rows and columns of the scores; ``group``: the heads that are computed together.
     """
@@ -111,8 +111,8 @@ class Analysis:
         self.group = math.lcm(1, *(self.shape[1] // t.shape[1] for node in nodes for t in _grouped(node)))
         self.grouped, self.undivided = _merged_steps(graph)
         self.narrow = _narrow_products(graph)
-        inputs = (t.name for t in graph.by_role("input") if t.dtype == graph.compute_dtype)
-        self.direct = [name for name in inputs if name not in self.packed]
+        self.inputs = {t.name: t for t in graph.by_role("input")}
+        self.direct = [n for n, t in self.inputs.items() if t.dtype == graph.compute_dtype and n not in self.packed]
         self._places: dict[tuple[bool, int], list[Place]] = {}
 
     @functools.cached_property
