@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from cupy_sdpa.cli import machine
 from cupy_sdpa.cli.console import CommandError, one_line, positive
 
-from . import cpu, device, presets, runner, timing
+from . import device, presets, runner, timing
 from .contenders.contender import Call, Contender, Inputs, Timer, UnavailableError
 from .contenders.ours import Ours
 from .contenders.registry import PEERS, select, unavailable
@@ -43,7 +43,6 @@ processes with different presets fill its cache faster.
 examples:
   python -m benchmarks compare --list
   python -m benchmarks compare out.csv --presets llama-8b decode
-  python -m benchmarks compare --cpu                             needs no GPU
   python -m benchmarks tables speed out.csv                      as a table
   python -m benchmarks tables figures out.csv --folder pictures
 """
@@ -217,14 +216,11 @@ def add_ratios(rows: list[Row], preset: Preset, rates: Rates) -> list[Row]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all cases; or of the CPU engine and plain numpy.
+    """The rows of all cases.
 
     Raises:
         CommandError: there is no such preset or peer, or the GPU cannot be used.
     """
-    if given.cpu:
-        yield from map(complete, cpu.rows(given.rounds or cpu.ROUNDS))
-        return
     settings = Settings(presets.select(given.presets), given.directions, select(given.peers), given.rounds or timing.ROUNDS)
     if given.list:
         _list()
@@ -232,7 +228,7 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
     for peer in settings.peers:
         unavailable(peer)  # imports peers before cuDNN is loaded, so that all use the same library
     if obstacles := machine.obstacles():
-        raise CommandError(f"compare cannot run here: {obstacles[0]}; --cpu runs the part that needs no GPU")
+        raise CommandError(f"compare cannot run here: {obstacles[0]}; `python -m benchmarks cpu` needs no GPU")
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     versions, rates = device.all_versions(), Rates(*device.matmul_tflops(), device.copy_gbs())
     for preset, direction in settings.cases:
@@ -252,7 +248,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     names = ", ".join(presets.DIRECTIONS)
     parser.epilog = _EPILOG
-    parser.add_argument("--cpu", action="store_true", help="time the CPU engine against plain numpy only")
     parser.add_argument("--list", action="store_true", help="list presets, directions and peers, and which peers are available")
     parser.add_argument("--presets", nargs="+", metavar="NAME", help="names or prefixes of presets (default: all)")
     parser.add_argument(
@@ -260,13 +255,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"{names} (default: all)",
     )  # fmt: skip
     parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"{', '.join(PEERS)} (default: all; no name: none)")
-    default = f"rounds (default {timing.ROUNDS}, with --cpu {cpu.ROUNDS})"
-    parser.add_argument("--rounds", type=positive, metavar="N", help=default)
+    parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds (default {timing.ROUNDS})")
 
 
 def main(words: Sequence[str]) -> int:
     """Run ``compare``; returns 1 if one of our own calls failed."""
     return runner.run(
-        "compare", __doc__, words, rows, add_options, needs_gpu=lambda given: not (given.cpu or given.list), shown=SHOWN,
+        "compare", __doc__, words, rows, add_options, needs_gpu=lambda given: not given.list, shown=SHOWN,
         failed=lambda row: bool(row["left_out"]) and row["way"] == Ours.name,
     )  # fmt: skip

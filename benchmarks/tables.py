@@ -308,8 +308,30 @@ def parallel() -> Iterator[str]:
         yield f"| {problem} | {direction} | {' | '.join(found.get(column, '') for column in columns)} |"
 
 
+def cpu(path: str = "cpu_engine.csv") -> Iterator[str]:
+    """The lines of the table of ``cpu``."""
+    rows = read(path)
+    by_case: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["pass"]] = row
+    yield (
+        f"Microseconds with float32 and {rows[0]['threads'] or 'all'} thread of {rows[0]['cpu']}, numpy {rows[0]['numpy']}, by "
+        "`python -m benchmarks cpu`, and our time divided by that of plain numpy, one matrix product per key/value head, and "
+        "of PyTorch where it was installed. In the backward pass both compute the softmax weights again.\n"
+    )
+    yield "| case | forward | of numpy | of PyTorch | backward | of numpy | of PyTorch |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, passes in by_case.items():
+        cells = [
+            passes[direction][column] if direction in passes else ""
+            for direction in PASSES
+            for column in ("ours_us", "of_numpy", "of_torch")
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 TABLES = {
-    "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
+    "cpu": cpu, "plans": plans, "decode": decode, "speed": speed, "host_options": host_options, "jvp": jvp, "sparse": sparse,
     "fp8": fp8, "fp8_errors": fp8_errors, "parallel": parallel,
 }  # fmt: skip
 

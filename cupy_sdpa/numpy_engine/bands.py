@@ -77,7 +77,7 @@ class Bands:
         self.selections = {
             node.out.name: conditions
             for node in graph.nodes
-            if _selects_infinity(node) and (conditions := self._conditions(node.t)) is not None
+            if isinstance(node, Pointwise) and _selects_infinity(node) and (conditions := self._conditions(node.t)) is not None
         }
         self.visible = tuple(dict.fromkeys(self._visible(graph)))
 

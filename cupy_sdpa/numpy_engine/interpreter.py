@@ -30,6 +30,7 @@ from ..graph.nodes import (
 from ..problem.tensor_spec import rounded
 from ..runtime.interpreted_array import erf, philox
 from ..score_fn.modes import CONDITIONS, MODES
+from . import buffers
 from .axes import COLUMNS, ROWS
 from .bands import Masked
 from .fusion import Fused, exponentials, log_sum_exp, normalized
@@ -133,7 +134,7 @@ class RowCheck:
         stats = self.read(tile, "stats")[..., 0]
         size = np.abs(np.where(np.isfinite(stats), stats, 0)) + math.log(tile.all_columns + 2)
         products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
-        return _UNIT * (8 * size + tile.all_columns + 2 * (self.tensors["q"].shape[3] + 8) * products)
+        return _UNIT * (8 * size + tile.all_columns + 2 * (self.tensors["q"].shape[3] + 8) * products)  # type: ignore[no-any-return]
 
     def check_out(self, tile: Tile) -> None:
         """Check the sums of the rows of dS: at first without the parts of the tolerance that depend on the scores and out."""
@@ -205,7 +206,7 @@ def _matmul(node: Matmul, tile: Tile) -> None:
     row_axis, column_axis, summed_axis = analysis.products[name]
     if name in analysis.narrow:
         rows, terms = (
-            {ROWS: len(tile.rows), COLUMNS: len(tile.columns)}.get(axis, full)
+            len(tile.rows) if axis == ROWS else len(tile.columns) if axis == COLUMNS else full
             for axis, full in ((row_axis, a.shape[2]), (summed_axis, a.shape[3]))
         )
         a = run.xp.broadcast_to(a, (len(tile.batch), len(tile.heads), rows, terms))
@@ -235,10 +236,14 @@ def _product(a: Array, b: Array) -> Array:
     shared = b.shape[1]
     if heads != shared:
         a = a.reshape(batch, shared, heads // shared * rows, terms)
-    if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
-        out = np.ascontiguousarray((b.swapaxes(-1, -2) @ a.swapaxes(-1, -2)).swapaxes(-1, -2))
-    else:
+    if type(a) is not np.ndarray:
         out = a @ b
+    else:
+        out = buffers.empty((*a.shape[:3], b.shape[3]), a.dtype)
+        if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
+            out[...] = (b.swapaxes(-1, -2) @ a.swapaxes(-1, -2)).swapaxes(-1, -2)
+        else:
+            np.matmul(a, b, out=out)
     return out if heads == shared else out.reshape(batch, heads, rows, b.shape[3])
 
 
@@ -251,7 +256,7 @@ def _sum_of_products(a: Array, b: Array, group: int) -> Array:
     """The sum of ``a b`` over each group of heads: one product of the rows of all its heads. ``a`` is a transposed matrix."""
     batch, heads, columns, rows = a.shape
     left = a.swapaxes(-1, -2).reshape(batch, heads // group, group * rows, columns).swapaxes(-1, -2)
-    return left @ b.reshape(batch, heads // group, group * rows, b.shape[3])  # type: ignore[no-any-return]
+    return left @ b.reshape(batch, heads // group, group * rows, b.shape[3])
 
 
 def _paged_load(node: PagedLoad, tile: Tile) -> None:
@@ -287,7 +292,8 @@ def _softmax(node: Softmax, tile: Tile) -> None:
         if sink is not None:
             top = np.maximum(top, sink)
         # p = exp(x - m)
-        p = np.subtract(x, top, out=tile.reusable(node.x))
+        p = tile.reusable(node.x)
+        p = np.subtract(x, top, out=buffers.empty(x.shape, run.dtype) if p is None else p)
         np.exp(p, out=p)
         # l = sum(p), with the sink
         total = np.add.reduce(p, axis=-1, keepdims=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, 
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
+from . import buffers
 from .axes import COLUMNS, ROWS, RowBlocks, matrix_axes
 from .bands import Bands, Bound, Linear, masked, scaled_products, without_unread
 from .fusion import fuse
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-#: The environment variable with the bytes of a tile of scores on the CPU, in float32.
-TILE_BYTES = "CUPY_SDPA_TILE_BYTES"
-#: Elements of one tile of scores on the CPU: 1 MiB in float32, so that a tile and its copies fit into the caches of a laptop.
-TILE_ELEMENTS = int(os.environ.get(TILE_BYTES, 1 << 20)) // 4
+#: Elements of one tile of scores on the CPU.
+TILE_ELEMENTS = buffers.NBYTES // 4
 #: The same on a GPU: 64 MiB in float32. Smaller tiles launch more kernels: with a quarter both passes of 16384 queries take 3
 #: times as long on an H200; with twice as many elements they take 7 % less.
 GPU_TILE_ELEMENTS = 1 << 24
@@ -133,9 +131,7 @@ class Analysis:
             self._places[on_gpu, elements] = found
         return found
 
-    def places_of(
-        self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool
-    ) -> Iterator[Place]:
+    def places_of(self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool) -> Iterator[Place]:
         """The places of the tiles of some batch entries, in the order of heads and rows."""
         heads = self.shape[1]
         step, tile_heads, _ = self.block(rows, columns, on_gpu=on_gpu)
@@ -153,7 +149,7 @@ class Analysis:
         elements, fine = (GPU_TILE_ELEMENTS, GPU_MASKED_ROWS) if on_gpu else (TILE_ELEMENTS, MASKED_ROWS)
         of_row = max(1, columns) * self.group
         step = max(1, min(rows, elements // of_row)) if self.blocks else max(1, rows)
-        if any(condition.row for condition in self.visible):
+        if any(condition.row and condition.column for condition in self.visible):
             step = min(step, max(fine, -(-rows // 8)))
         groups = max(1, min(heads // self.group, elements // (of_row * step)))
         entries = 1
@@ -312,7 +308,10 @@ class Tile:
             if tensor.name in self.last_reads:  # no later step reads it
                 return
         if not run.exact and tensor.dtype != run.dtype_name and value.dtype == run.dtype:
-            value = rounded(value, tensor.dtype).astype(run.dtype)
+            if tensor.name in self.borrowed or run.xp is not np:
+                value = rounded(value, tensor.dtype).astype(run.dtype)
+            else:
+                value[...] = rounded(value, tensor.dtype)
         self.values[tensor.name] = value
 
     def add_to_rows(self, tensor: Tensor, value: Array) -> None:
@@ -407,7 +406,7 @@ class Tile:
         missing = 0 if writes else len(wanted) - part.shape[axis]
         if missing > 0:
             part = self.run.xp.pad(part, [(0, missing if n == axis else 0) for n in range(4)])
-        return part  # type: ignore[no-any-return]
+        return part
 
     def heads_of(self, view: Array) -> slice:
         """The heads of a tensor, each of which serves a group of consecutive query heads."""
@@ -478,7 +477,7 @@ def _merged_steps(graph: Graph) -> tuple[dict[str, int], set[str]]:
     undivided: set[str] = set()
     for node in graph.nodes:
         reader = only(node.out)
-        if isinstance(node, Matmul) and _sums_heads(reader) and reader.out.shape[2:] == node.out.shape[2:]:
+        if isinstance(node, Matmul) and reader and _sums_heads(reader) and reader.out.shape[2:] == node.out.shape[2:]:
             grouped[node.out.name] = node.out.shape[1] // reader.out.shape[1]
         if isinstance(node, Softmax) and node.scale is None and isinstance(reader, Matmul) and reader.a is node.out:
             undivided.add(node.out.name)

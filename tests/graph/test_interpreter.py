@@ -111,6 +111,46 @@ def test_long_attention_fits_a_laptop():
     assert peak < 64e6
 
 
+def test_long_gradients_fit_a_laptop():
+    """4096 queries and keys, two heads: the gradients take a fraction of the 134 MB of the scores."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, 2, 4096, 1), np.float32)) for _ in range(4))
+    out, stats = attention(q, k, v, return_stats=True)
+    tracemalloc.start()
+    try:
+        attention_backward(dout, q, k, v, out, stats)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 24e6
+
+
+#: Options with which the first 64 of 1024 queries attend to none of the keys after the first 512.
+EXCLUDED = {
+    "causal": {"causal": True},
+    "window": {"window": (100, 50)},
+    "bottom right": {"window": (None, 0, "bottom_right")},
+    "lengths": {"seq_lens_q": np.array([1024], np.int32), "seq_lens_kv": np.array([500], np.int32)},
+    "function": {"mask_mod": lambda b, h, i, j: (i >= j) & (j + 300 > i)},
+}
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_excluded_keys_are_not_computed(name):
+    """NaN in keys and values that no query of a tile attends to changes nothing, in both passes: nothing reads them there."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, 1024, 1), np.float32)) for _ in range(4))
+    options = EXCLUDED[name]
+    want, stats = attention(q, k, v, return_stats=True, **options)
+    gradients = attention_backward(dout, q, k, v, want, stats, **options)
+    for x in (k, v):
+        x[:, :, 512:] = np.nan
+    out, stats = attention(q, k, v, return_stats=True, **options)
+    np.testing.assert_array_equal(out[:, :, :64], want[:, :, :64])
+    dq = attention_backward(dout, q, k, v, out, stats, **options)[0]
+    np.testing.assert_array_equal(dq[:, :, :64], gradients[0][:, :, :64])
+
+
 def test_packed_sequences_cost_their_own_lengths():
     """Ten positions with a maximum length of 4000 need no memory for 4000 keys in either pass."""
     x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 1, 10), np.float32))

@@ -5,13 +5,14 @@ import importlib.util
 import math
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from command_line import run as run_command
 from tiers import missing
 
-from benchmarks import compare, cpu, device, figures, presets, runner, table, timing
+from benchmarks import compare, cpu, device, figures, presets, runner, table, tables, timing
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.contenders import contender, registry
 from benchmarks.presets import PRESETS, Preset
@@ -195,32 +196,36 @@ def test_the_table(tmp_path):
 # the CPU
 
 
+@pytest.fixture
+def small_cases(monkeypatch):
+    """Cases of few positions, one of each kind."""
+    few = [replace(case, sizes=(*(min(n, 128) for n in case.sizes[:2]), *case.sizes[2:])) for case in cpu.cases()]
+    kinds = {
+        (case.name.split(",")[0], *case.options): case for case in few if not case.lengths and "block_mask" not in case.options
+    }
+    packed = cpu.Case("packed", (40, 40, 4, 2, 16, 1), lengths=(10, 30))
+    monkeypatch.setattr(cpu, "cases", lambda: iter([*kinds.values(), packed]))
+
+
 @pytest.mark.parametrize(("factor", "said"), [(2.0, "differ by"), (np.nan, "differ by nan")])
-def test_a_wrong_comparison_is_not_timed(factor, said, monkeypatch):
+def test_a_wrong_comparison_is_not_timed(factor, said, small_cases, monkeypatch):
     """Different results, or NaN, are an error."""
-    right = cpu.plain_backward
-    monkeypatch.setattr(cpu, "plain_backward", lambda *arrays: [factor * x for x in right(*arrays)])
-    with pytest.raises(Exception, match=said):
-        list(cpu.rows(1, (8, 2, 16, 1)))
+    right = cpu.Contenders.ours
+    monkeypatch.setattr(cpu.Contenders, "ours", lambda self: [factor * x for x in right(self)])
+    assert said in run("cpu --rounds 1").err
+
+
+def test_the_table_of_the_cpu(small_cases, folder):
+    """Every case and pass is timed, with the results of plain numpy; the table has a row for each."""
+    done = run("cpu x.csv --rounds 1")
+    assert done.status == 0, done.err
+    rows = [*cpu.cases()]
+    lines = [*tables.cpu(str(folder / "x.csv"))]
+    assert len(lines) == len(rows) + 4
+    assert len(done.lines) == sum(len(case.passes) for case in rows)
 
 
 # the commands
-
-
-def test_on_the_cpu(folder, monkeypatch):
-    """Prints a line for each contender and direction, and writes a file with all columns."""
-    monkeypatch.setattr(cpu, "rows", functools.partial(cpu.rows, shape=(8, 2, 16, 1)))
-    done = run("compare x.csv --cpu --rounds 2")
-    assert done.status == 0
-    wanted = [(direction, name) for direction in ("forward", "backward") for name in ("ours", "numpy")]
-    for line, (direction, name) in zip(done.lines, wanted, strict=True):
-        assert line.startswith(f"preset cpu-2-heads-16, direction {direction}, way {name}, ms ")
-        assert ("ours_over_it" in line) == (name == "numpy")
-        assert "share" not in line  # nothing that only a GPU has
-    rows = table.read_csv("x.csv")
-    assert [(row["direction"], row["way"]) for row in rows] == wanted
-    assert all(tuple(row) == table.COLUMNS and row["rounds"] == 2 for row in rows)
-    assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +242,14 @@ def test_without_results_the_file_is_as_before(failure, status, before, folder, 
     monkeypatch.setattr(cpu, "rows", fail)
     if before:
         (folder / "x.csv").write_bytes(before)
-    done = run("compare x.csv --cpu")
+    done = run("cpu x.csv")
     assert (done.status, done.err.count("\n")) == (status, 1)
     assert [path.read_bytes() for path in folder.iterdir()] == ([before] if before else [])
 
 
 #: Command lines, and the end of the last line on stderr.
 WRONG = {
-    "compare none/x.csv --cpu": "cannot write none/x.csv: No such file or directory",
+    "cpu none/x.csv": "cannot write none/x.csv: No such file or directory",
     "tables speed none.csv": "none.csv: No such file or directory",
     "tables speed text.csv": "text.csv is not a CSV file of compare: it has no column preset",
     "tables speed bytes.csv": "bytes.csv is not a CSV file of compare: .*",
