@@ -265,7 +265,10 @@ def rows(given: argparse.Namespace) -> Iterator[runner.Row]:
             yield {
                 "case": case.name,
                 "pass": direction,
-                **{f"{name}_us": f"{times[name]:.4g}" if name in times else "" for name in ("ours", "numpy", "torch")},
+                **{
+                    f"{name}_us": f"{times[name]:.{0 if times[name] >= 100 else 1}f}" if name in times else ""
+                    for name in ("ours", "numpy", "torch")
+                },
                 "of_numpy": f"{times['ours'] / times['numpy']:.2f}",
                 "of_torch": f"{times['ours'] / times['torch']:.2f}" if "torch" in times else "",
                 "threads": os.environ.get("OPENBLAS_NUM_THREADS", ""),
