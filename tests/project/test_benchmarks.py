@@ -221,7 +221,7 @@ def test_the_table_of_the_cpu(small_cases, folder):
     assert done.status == 0, done.err
     rows = [*cpu.cases()]
     lines = [*tables.cpu(str(folder / "x.csv"))]
-    assert len(lines) == len(rows) + 4
+    assert len(lines) == len(rows) + 3
     assert len(done.lines) == sum(len(case.passes) for case in rows)
 
 
@@ -278,11 +278,10 @@ WITH_GPU = {"saved": "--problems problems.jsonl", "fp8": "--decode"}
 
 @with_gpu
 def test_without_a_gpu_the_reason_is_one_line():
-    """Every command says that it needs a GPU, or which library it lacks; compare also names --cpu."""
-    for name in COMMANDS.keys() - {"tables"}:
+    """Every command says that it needs a GPU, or which library it lacks."""
+    for name in COMMANDS.keys() - {"cpu", "tables"}:
         said = run(f"{name} {WITH_GPU.get(name, '')}").complaint
         assert re.fullmatch(rf"{name}.* needs a GPU \(no GPU: .*\).*|{name} needs \w+, which is not installed", said)
-        assert name != "compare" or "--cpu" in said
 
 
 # figures
