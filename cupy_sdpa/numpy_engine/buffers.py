@@ -21,8 +21,16 @@ TILE_BYTES = "CUPY_SDPA_TILE_BYTES"
 NBYTES = int(os.environ.get(TILE_BYTES, 1 << 20))
 #: The largest number of buffers of a thread, none of which is larger than two tiles. Smaller arrays than this are not kept.
 COUNT, SMALLEST = 6, 1 << 16
-#: The references to a buffer that no array uses: those of the list, of the loop and of the call of ``getrefcount``.
-_UNUSED = 3
+
+
+def _references_of_unused() -> int:
+    """The references to a buffer that no array uses, counted as in :func:`empty`: they depend on the version of Python."""
+    for buffer in [np.empty(1, np.uint8)]:
+        return sys.getrefcount(buffer)
+    raise AssertionError
+
+
+_UNUSED = _references_of_unused()
 
 
 class _Buffers(threading.local):

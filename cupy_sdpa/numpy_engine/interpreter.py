@@ -222,8 +222,11 @@ def _matmul(node: Matmul, tile: Tile) -> None:
         out[:, :, max(0, tile.number(node.m) - tile.start(row_axis)) :] = 0
     if node.n is not None:
         out[..., max(0, tile.number(node.n) - tile.start(column_axis)) :] = 0
-    if node.a.name in tile.divisors:
-        out = _divided(out, tile.divisors[node.a.name], run.xp)
+    if (total := tile.divisors.get(node.a.name)) is not None:
+        if np.isfinite(out).all():
+            out = _divided(out, total, run.xp)
+        else:  # a sum may be too large though the quotient is not
+            out = _product(_divided(a.copy(), total, run.xp), b)
     if summed_axis == ROWS and name in run.later:
         tile.add_to_rows(node.out, out)
     else:
@@ -318,8 +321,8 @@ def _softmax(node: Softmax, tile: Tile) -> None:
         tile[node.max] = np.where(total == 0, -np.inf, top).astype(run.dtype) if xp is np else top
     if node.sum_exp is not None:
         tile[node.sum_exp] = total
-    # p = p / l, in this step or after the product that reads p
-    if node.out.name in run.analysis.undivided:
+    # p = p / l, in this step or, with numpy, after the product that reads p
+    if xp is np and node.out.name in run.analysis.undivided:
         tile.divisors[node.out.name] = total
     else:
         p = _divided(p, total, xp)

@@ -1,5 +1,6 @@
 """The CPU engine: its rules are complete, tiles have no effect on results, memory is bounded."""
 
+import itertools
 import tracemalloc
 
 import ml_dtypes
@@ -16,10 +17,11 @@ from cupy_sdpa.cudnn_engine import lowering
 from cupy_sdpa.graph import nodes
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Builder, Node, Tensor, row_major
-from cupy_sdpa.numpy_engine import tiles
+from cupy_sdpa.numpy_engine import buffers, tiles
 from cupy_sdpa.numpy_engine.bands import Masked
 from cupy_sdpa.numpy_engine.fusion import Fused
 from cupy_sdpa.numpy_engine.interpreter import POINTWISE, RULES, evaluate
+from cupy_sdpa.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.score_fn.modes import MODES
 
 
@@ -243,3 +245,22 @@ def test_every_rule_of_derivatives_is_tested():
         used |= {step.mode for step in program.steps} if program else set()
     unused = {mode for mode in set(MODES) - used if mode[:4] != "cmp_"}  # functions have no identity
     assert unused <= {"identity"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_near_the_largest_number(dtype):
+    """Their mean is finite, though the sum of products with the weights before the division is not."""
+    q, k, v = (np.zeros((8, 2, n, 1), np.float32, order="F") for n in (5, 300, 300))
+    v[...] = 3e38
+    arrays = [x.astype(numpy_dtype(dtype), order="F") for x in (q, k, v)]
+    out = attention(*arrays, causal="bottom_right").astype(np.float64)
+    np.testing.assert_allclose(out, 3e38, rtol=2**-8)
+
+
+def test_tiles_do_not_share_memory():
+    """Memory is used again only after the array that had it no longer exists."""
+    size = buffers.NBYTES
+    kept = [buffers.empty((1, 1, 1, size // 4), np.dtype(np.float32)) for _ in range(buffers.COUNT + 2)]
+    assert not any(np.shares_memory(x, y) for x, y in itertools.combinations(kept, 2))
+    address = kept.pop(0).ctypes.data
+    assert buffers.empty((size // 8,), np.dtype(np.float64)).ctypes.data == address
