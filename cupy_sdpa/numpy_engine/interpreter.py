@@ -223,10 +223,10 @@ def _matmul(node: Matmul, tile: Tile) -> None:
     if node.n is not None:
         out[..., max(0, tile.number(node.n) - tile.start(column_axis)) :] = 0
     if (total := tile.divisors.get(node.a.name)) is not None:
-        if np.isfinite(out).all():
-            out = _divided(out, total, run.xp)
-        else:  # a sum may be too large though the quotient is not
-            out = _product(_divided(a.copy(), total, run.xp), b)
+        finite = np.isfinite(out).all(axis=-1, keepdims=True)
+        out = _divided(out, total, run.xp)
+        if not finite.all():  # a sum may be too large though the quotient is not
+            np.copyto(out, _product(_divided(a.copy(), total, run.xp), b), where=~finite)
     if summed_axis == ROWS and name in run.later:
         tile.add_to_rows(node.out, out)
     else:
