@@ -113,6 +113,15 @@ def treed(parents=(-1, 0, 0, 2), **changed):
     return make
 
 
+def reset_within_a_step(x):
+    """The lengths of a cache that is reset twice, first with an announced step."""
+    cache = KVCache(8, 2, pages=4, batch=3, dtype="float32", numpy=x.xp is np)
+    cache.begin_step([3, 2, 0])
+    for _ in range(2):
+        cache.reset()
+    return cache.host_lengths
+
+
 def after(path, *, sequence=0, pages=6, change=lambda cache: None):
     """A cache that keeps a path of a draft of 4 tokens."""
 
@@ -155,6 +164,20 @@ ROWS += [
     row("KVCache.keep", "after the next step began", after([0], change=lambda cache: cache.begin_step(1)), RuntimeError, "a step is announced", "before keep()"),
     row("KVCache.keep", "more shared pages than free ones", after([0, 2], pages=2, change=lambda cache: cache.fork(0, 2)), OutOfPages,
         "1 pages that sequence 0 shares, but 0 of 2 are free", "release"),
+    row("KVCache.reorder", "a sequence that the cache lacks", after([], change=lambda cache: cache.reorder([0, 3, 1])), ValueError, "order[1] is 3",
+        "from 0 to 2", "release(1)"),
+    row("KVCache.reorder", "-1 for a sequence that ends", after([], change=lambda cache: cache.reorder([0, 1, -1])), ValueError, "order[2] is -1", "release(2)"),
+    row("KVCache.reorder", "an order of some sequences", after([], change=lambda cache: cache.reorder([1, 0])), ValueError, "order has shape (2,)", "3 numbers"),
+    row("KVCache.reorder", "fractions", after([], change=lambda cache: cache.reorder([0.0, 1.0, 2.0])), TypeError, "order is [0.0", "integers"),
+    row("KVCache.reorder", "an order of CuPy", lambda x: after([], change=lambda cache: cache.reorder(x.xp.zeros(3, "i4")))(x), TypeError,
+        "order is a CuPy array", "order.get()", engine="fake"),
+    row("KVCache.reorder", "within a step", after([], change=lambda cache: (cache.begin_step(1), cache.reorder([0, 0, 0]))), RuntimeError,
+        "a step is announced", "before reorder()"),
+    row("KVCache.swap", "a sequence that the cache lacks", after([], change=lambda cache: cache.swap(0, 3)), ValueError, "sequence is 3", "from 0 to 2"),
+    row("KVCache.swap", "within a step", after([], change=lambda cache: (cache.begin_step(1), cache.swap(0, 1))), RuntimeError, "before swap()"),
+    row("KVCache.reset", "twice, and within a step", lambda x: reset_within_a_step(x), lambda x: np.zeros(3, int)),
+    row("KVCache.view", "lengths of other queries after padding was appended", lambda x: after([], change=lambda cache: attention(
+        x.q[:, :, :4], **cache.view(seq_lens_q=np.float32([1, 2, 0]))))(x), TypeError, "seq_lens_q is float32"),
     row("cu_seqlens_with_gaps", "a first start below 0", lambda x: cu_seqlens_with_gaps([-3, 5], [4, 5]), ValueError, "starts begins with -3",
         "0 or more"),
     row("cu_seqlens_with_gaps", "an end beyond int32", lambda x: cu_seqlens_with_gaps([3, 2**31 - 1], [4, 5]), ValueError,

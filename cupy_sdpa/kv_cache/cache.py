@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _html
 from .._typing import Array, Layout
 from ..boundary.layouts import check_layout, from_own, other_layout, to_own
 from ..boundary.options import read_flag, read_positive
@@ -16,8 +18,9 @@ from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_rope
 from ..runtime import cupy_runtime
-from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_path, tokens_of
+from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_order, read_path, tokens_of
 from .fp8_pages import Fp8Pages
+from .picture import picture
 from .state import CacheState
 
 if TYPE_CHECKING:
@@ -164,6 +167,9 @@ class KVCache(CacheState):
             f"{used} of {self.pages} pages, {self.layers} layer{'s' * (self.layers > 1)}>"
         )
 
+    def _repr_html_(self) -> str:
+        return _html.with_title(repr(self)[1:-1], picture(self._pages))
+
     @property
     def free_pages(self) -> int:
         """The number of free pages."""
@@ -185,30 +191,35 @@ class KVCache(CacheState):
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer, self.layout)
 
-    def view(self, layer: int = 0) -> dict[str, Any]:
+    def view(self, layer: int = 0, *, seq_lens_q: Array | EllipsisType | None = ...) -> dict[str, Any]:
         """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
 
         :func:`cupy_sdpa.apply_rope` and :func:`cupy_sdpa.tree_mask` take the same dictionary.
+
+        Args:
+            layer: the layer.
+            seq_lens_q: for other queries than those of the last append: their lengths, as for :func:`cupy_sdpa.attention`; or
+                None for the newest tokens of every sequence. Pass them here, because Python raises TypeError if a call gets
+                ``seq_lens_q=`` twice. By default the dictionary describes the queries of the last append.
 
         Returns:
             A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
             ``lengths``; and of ``layout``, if the cache has one.
 
-            The queries are those of the last append. After one of packed arrays the dictionary also has ``cu_seqlens_q`` and
-            ``max_seqlen_q``: pass packed queries. If some of S tokens were padding, it has ``seq_lens_q``, the counts, and
-            ``max_seqlen_q``, the largest count: pass as many queries or more. It also has them in the capture of an append
-            with S > 1, as the counts may differ in every launch; ``max_seqlen_q`` is then S, or T if the arrays are packed.
-            Otherwise it has no lengths, and any number of queries are the newest
-            tokens of every sequence.
+            By default the queries are those of the last append. After one of packed arrays the dictionary also has
+            ``cu_seqlens_q`` and ``max_seqlen_q``: pass packed queries. If some of S tokens were padding, it has
+            ``seq_lens_q``, the counts, and ``max_seqlen_q``, the largest count: pass as many queries or more. It also has them
+            in the capture of an append with S > 1, as the counts may differ in every launch; ``max_seqlen_q`` is then S, or T
+            if the arrays are packed. Otherwise it has no lengths, and any number of queries are the newest tokens of every
+            sequence.
 
             The arrays are at constant addresses, and follow later appends. But make a new dictionary after every append, as
-            the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``. For
-            other queries, replace what differs: ``cache.view(layer) | {"seq_lens_q": None, "max_seqlen_q": None}``.
+            the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
 
         Raises:
             TypeError, ValueError: the cache has no such layer.
-            RuntimeError: the last append had padding, and tokens were removed or a sequence was forked since; or a step with
-                padding is announced and not appended. It is then unknown which queries are padding.
+            RuntimeError: the last append had padding, and tokens were removed, or sequences forked or reordered since; or a
+                step with padding is announced and not appended. It is then unknown which queries are padding.
 
         >>> import cupy_sdpa
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
@@ -217,7 +228,7 @@ class KVCache(CacheState):
         >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
         (8, 2, 3, 2)
         """
-        queries = self._of_queries()
+        queries = self._of_queries() if seq_lens_q is ... else {} if seq_lens_q is None else {"seq_lens_q": seq_lens_q}
         layout = self.layout and ("thd" if "cu_seqlens_q" in queries else self.layout)
         k, v = (self._arrays(layers, side, layer, layout) for side, layers in enumerate((self._keys, self._values)))
         of_layout = {} if layout is None else {"layout": layout}
@@ -238,22 +249,13 @@ class KVCache(CacheState):
         if full == 1 or (step.counts == full).all():
             return {}
         self._check_appended("view()")
-        if step.changed and ((step.counts > 0) & (step.counts < full) & (step.present > 0)).any():
+        if step.changed and ((step.added > 0) & (step.added < full) & (step.present > 0)).any():
             raise RuntimeError(
-                f"the last append had counts {step.counts.tolist()}, and tokens were removed or a sequence was forked since: "
-                "it is unknown which queries are padding; call view() before, or pass keys(), values(), table and lengths with "
-                "your own seq_lens_q="
+                f"the last append had counts {step.counts.tolist()}, and tokens were removed, or sequences forked or reordered "
+                "since: it is unknown which queries are padding; call view() before, or pass view(seq_lens_q=) the lengths of "
+                "your queries"
             )
         return {} if step.changed else {"seq_lens_q": counts, "max_seqlen_q": most}
-
-    def _check_appended(self, name: str) -> None:
-        """Check that the lengths on the device include the announced tokens; ``name`` is what reads them."""
-        step = self._step
-        if 0 in step.missing - self._captured:
-            raise RuntimeError(
-                f"a step with counts {step.counts.tolist()} is announced and not appended; append its layer 0 before {name}, "
-                "or call cancel_step()"
-            )
 
     def _arrays(self, layers: list[Any], side: int, layer: int, layout: str | None) -> Any:
         pages = layers[index(layer, self.layers, "layer")]
@@ -406,26 +408,6 @@ class KVCache(CacheState):
             "in every step, or release() all sequences"
         )
 
-    def _check_layer(self, layer: int, capturing: bool) -> bool:
-        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
-        missing = self._step.missing
-        if layer in missing:
-            if layer and not capturing and 0 in missing - self._captured:
-                raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
-            return True
-        if capturing:
-            raise RuntimeError(
-                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
-            )
-        if layer and missing - self._captured:
-            raise RuntimeError(
-                f"layer {layer} of this step is appended already; layers {sorted(missing)} are not: pass layer= of one of them"
-            )
-        if layer:
-            raise RuntimeError(f"layer {layer} is appended, but no step has begun; append layer 0 first")
-        self._check_no_step("the next append of layer 0")
-        return False
-
     def cancel_step(self) -> None:
         """Remove the tokens of a step that is announced, or of which some layers are not appended.
 
@@ -440,13 +422,11 @@ class KVCache(CacheState):
         ([0, 0], 4)
         """
         self._recover()
-        step, lengths = self._step, self._pages.lengths
         if self._capturing():
             raise RuntimeError("the stream is being captured; call cancel_step() before the capture begins")
-        if not step.missing:
+        if not self._step.missing:
             raise RuntimeError("every layer of the last step is appended; truncate() removes tokens")
-        before = lengths - step.counts
-        self._set(self._pages.shorten(before), self._lengths_of(before if 0 in step.missing else lengths))
+        self._set(self._pages.shorten(self._pages.lengths - self._step.counts), self._device_lengths())
 
     def fork(self, source: int, target: int) -> None:
         """Make an empty sequence a copy of another. They share pages; no keys or values are copied before one of them grows.
@@ -468,6 +448,72 @@ class KVCache(CacheState):
         if length := int(self._pages.lengths[target]):
             raise ValueError(f"the target, sequence {target}, has {length} tokens; call release({target}) first")
         self._set(self._pages.fork(source, target), [(self._starts[1] + target, 0)])
+
+    def reorder(self, order: Sequence[int] | NDArray[Any]) -> None:
+        """Let each sequence continue another one, as the hypotheses of a beam search do.
+
+        Sequence b becomes a copy of what sequence ``order[b]`` was. Sequences that continue the same one share its pages. No
+        keys or values are copied now; the next step copies only the last page of such sequences, if it is partially filled.
+        The pages of sequences that no other continues are free.
+
+        Args:
+            order: for each of the B sequences the one that it continues, numbers on the host; a sequence may occur several
+                times, or not at all.
+
+        Raises:
+            TypeError, ValueError: the order is not B numbers of sequences.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=8, batch=3, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 66), np.float32, order="F")
+        >>> cache.append(tokens, tokens, counts=[40, 20, 6])
+        >>> cache.reorder([0, 0, 1])
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([40, 40, 20], 3)
+        """
+        self._reorder(read_order(order, self.batch), "reorder()")
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two sequences; no keys or values are copied.
+
+        Raises:
+            TypeError, ValueError: a sequence is not in the batch.
+            RuntimeError: a layer of the present step is not appended, or the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
+        >>> cache.append(tokens, tokens, counts=[20, 0])
+        >>> cache.swap(0, 1)
+        >>> cache.host_lengths.tolist()
+        [0, 20]
+        """
+        one, other = (index(b, self.batch, "sequence") for b in (one, other))
+        order = list(range(self.batch))
+        order[one], order[other] = other, one
+        self._reorder(order, "swap()")
+
+    def _reorder(self, order: list[int], name: str) -> None:
+        self._recover()
+        self._check_no_step(name)
+        if order != list(range(self.batch)):
+            self._set(self._pages.reorder(order), self._lengths_of(self._pages.lengths), order=order)
+
+    def reset(self) -> None:
+        """Remove all tokens of all sequences, also those of an incomplete step. Scales of an FP8 cache remain.
+
+        Raises:
+            RuntimeError: the stream is being captured.
+
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache.begin_step(20)
+        >>> cache.reset()
+        >>> cache.host_lengths.tolist(), cache.free_pages
+        ([0, 0], 4)
+        """
+        self._recover()
+        if self._capturing():
+            raise RuntimeError("the stream is being captured; call reset() before the capture begins")
+        self._set(self._pages.shorten(np.zeros(self.batch, np.int64)), self._device_lengths())
 
     def truncate(self, sequence: int, length: int) -> None:
         """Shorten a sequence and free the pages beyond its new length.
@@ -530,16 +576,3 @@ class KVCache(CacheState):
     def shared_prefix(self) -> int:
         """The number of tokens at the start that all sequences with tokens share through the same full pages."""
         return self._pages.shared_prefix()
-
-    def _check_no_step(self, name: str) -> None:
-        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
-        if self._capturing():
-            raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
-        missing = self._step.missing - self._captured
-        if 0 in missing:
-            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}, or call cancel_step()")
-        if missing:
-            raise RuntimeError(
-                f"layers {sorted(missing)} of this step are not appended; append them (layer=) before {name}, or call "
-                "cancel_step()"
-            )

@@ -65,6 +65,25 @@ def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -
     return kept
 
 
+def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
+    """The sequence that each one continues, B numbers."""
+    if cupy_runtime.is_array(order):
+        raise TypeError("order is a CuPy array; pass host numbers, for example order.get()")
+    array = np.asarray(order)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"order is {order!r}; it must be integers: the sequence that each one continues")
+    if array.shape != (batch,):
+        raise ValueError(f"order has shape {array.shape}; pass {batch} numbers, the sequence that each continues")
+    sources: list[int] = array.tolist()
+    for b, source in enumerate(sources):
+        if not 0 <= source < batch:
+            raise ValueError(
+                f"order[{b}] is {source}; the cache has {batch} sequences, from 0 to {batch - 1}: pass {b} to keep a sequence, "
+                f"and call release({b}) to remove it"
+            )
+    return sources
+
+
 @functools.lru_cache(maxsize=64)
 def uniform(count: int, batch: int) -> NDArray[np.int64]:
     """The same count for every sequence; the same array for the same numbers."""

@@ -71,6 +71,11 @@ class Fp8Pages:
         """The means of the pages of all layers, ``(Dv, 1, Hkv, pages, layers)`` in Fortran order, as pages of one token."""
         return self._means.T
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the scales and the means."""
+        return int(self._factors.nbytes + self._means.nbytes)
+
     def _means_of(self, layer: int) -> Any:
         """The means of the pages of a layer, ``(Dv, Hkv, pages)``."""
         return self._means[layer, :, :, 0].T

@@ -85,8 +85,10 @@ class Pages:
         """The entries of the table that a change modifies."""
         found = []
         for b, pages in change.by_sequence.items():
-            first = max(0, min(len(self.by_sequence[b]), len(pages)) - 1)  # the last common page may be a copy
-            both = itertools.zip_longest(self.by_sequence[b][first:], pages[first:], fillvalue=0)
+            before = self.by_sequence[b]
+            first = max(0, min(len(before), len(pages)) - 1)  # the last common page may be a copy
+            first = first if before[:first] == pages[:first] else 0
+            both = itertools.zip_longest(before[first:], pages[first:], fillvalue=0)
             found += [Entry(b, place, new) for place, (old, new) in enumerate(both, first) if new != old]
         return found
 
@@ -146,6 +148,21 @@ class Pages:
         lengths[target] = room[source] = room[target] = self.lengths[source]
         owners = {page: self.owners[page] + 1 for page in pages}
         return Change(lengths, room, {target: list(pages)}, owners, len(self.free), [])
+
+    def reorder(self, order: list[int]) -> Change:
+        """Make sequence b an owner of the pages of sequence ``order[b]`` instead of its own; pages without owners are free."""
+        by_sequence = {b: list(self.by_sequence[source]) for b, source in enumerate(order) if b != source}
+        owners: dict[int, int] = {}
+        for b, pages in by_sequence.items():
+            for before, after in itertools.zip_longest(self.by_sequence[b], pages):
+                if before != after:
+                    for page, more in ((before, -1), (after, 1)):
+                        if page is not None:
+                            owners[page] = owners.get(page, self.owners[page]) + more
+        lengths, uses = self.lengths[order], np.bincount(order, minlength=len(order))
+        room = np.where(uses[order] > 1, lengths, self.room[order])
+        freed = [page for page, number in owners.items() if not number]
+        return Change(lengths, room, by_sequence, owners, len(self.free), freed)
 
     def shorten(self, lengths: NDArray[np.int64]) -> Change:
         """Give sequences the lengths, which are at most the present ones, and free the pages without owners.

@@ -31,15 +31,17 @@ class Step(NamedTuple):
 
     Attributes:
         counts: the new tokens of each sequence, as on the device; not to be modified.
+        added: the tokens that the step added to what each sequence is now: the counts, unless sequences were reordered.
         present: those of them that no call has removed; not to be modified.
         needed: :func:`tokens_of` the counts.
         missing: the layers that are not appended; in a graph they may be.
         tokens: S of the arrays of layer 0, or T if they are packed; None before its append.
         packed: whether the arrays of layer 0 are packed.
-        changed: whether tokens were removed, or sequences forked, since.
+        changed: whether tokens were removed, or sequences forked or reordered, since.
     """
 
     counts: NDArray[np.int64]
+    added: NDArray[np.int64]
     present: NDArray[np.int64]
     needed: tuple[int, int]
     missing: frozenset[int]
@@ -87,7 +89,8 @@ class CacheState:
         #: Where the table, the lengths, the counts, the numbers of the kernel and the offsets begin in the state array.
         self._starts = np.cumsum([0, *(-(-size // _UNIT) * _UNIT for size in sizes)]).tolist()
         self._state = self._zeros((self._starts[-1],), np.dtype(np.int32))
-        self._step = Step(uniform(0, self.batch), uniform(0, self.batch), (0, 0), frozenset())
+        nothing = uniform(0, self.batch)
+        self._step = Step(nothing, nothing, nothing, (0, 0), frozenset())
         self._every = frozenset(range(self.layers))
         #: The layers whose append was captured.
         self._captured: frozenset[int] = frozenset()
@@ -103,6 +106,12 @@ class CacheState:
         array = cupy_runtime.empty(shape, dtype)
         memory.clear(array, 0)
         return array
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays of the cache: pages, the page table and lengths, and the scales and means of FP8 pages."""
+        of_fp8 = self._fp8.nbytes if self._fp8 else 0
+        return int(sum(x.nbytes for x in (*self._storage, self._state)) + of_fp8)
 
     @property
     def _of_pages(self) -> list[Any]:
@@ -162,11 +171,11 @@ class CacheState:
         """The change of the host that begins a step, the step, and the work of the device."""
         change, copies = self._pages.extend(counts)
         before, updates = self._step, self._entries(change)
-        step = Step(counts, counts, before.needed, self._every)
+        step = Step(counts, counts, counts, before.needed, self._every)
         if counts is not before.counts:
             both = zip(self._counts_of(counts), self._counts_of(before.counts), strict=True)
             updates += [new for new, old in both if new != old]
-            step = Step(counts, counts, tokens_of(counts), self._every)
+            step = Step(counts, counts, counts, tokens_of(counts), self._every)
 
         def work() -> None:
             if copies:
@@ -185,6 +194,11 @@ class CacheState:
         """Lengths as places and values of the state array."""
         return list(enumerate(lengths.tolist(), self._starts[1]))
 
+    def _device_lengths(self) -> list[tuple[int, int]]:
+        """The lengths on the device, which the append of layer 0 advances, as places and values of the state array."""
+        step, lengths = self._step, self._pages.lengths
+        return self._lengths_of(lengths - step.counts if 0 in step.missing else lengths)
+
     def _entries(self, change: Change) -> list[tuple[int, int]]:
         """The new entries of the table as places and values of the state array."""
         return self._places(self._pages.entries(change))
@@ -198,10 +212,12 @@ class CacheState:
         before: list[tuple[int, int]],
         copies: Sequence[Entry] = (),
         moved: Sequence[tuple[int, int]] = (),
+        order: Sequence[int] | None = None,
     ) -> None:
         """Change lengths and pages between two steps; ``before`` are the lengths on the device that change.
 
         ``copies`` are the new entries of pages that are copied, and ``moved`` tokens move, as pairs of rows (from, to).
+        ``order`` is the sequence that each one continues; None if tokens are removed.
         """
         lengths = [(place, int(change.lengths[place - self._starts[1]])) for place, _ in before]
         updates = lengths + self._entries(change) + self._places(copies)
@@ -221,10 +237,14 @@ class CacheState:
             if moved:
                 cache_kernels.write_rows(self._storage, saved, targets, count)
 
-        present = self._step.present
-        present = np.clip(present - (self._pages.lengths - change.lengths), 0, present)
-        step = self._step._replace(missing=frozenset(), present=present, changed=True)
-        self._perform(change, step, work, before, restore, self._pages.rest(change.lengths, self._pages.lengths, change))
+        added, present, removed = self._step.added, self._step.present, []
+        if order is None:
+            removed = self._pages.rest(change.lengths, self._pages.lengths, change)
+            present = np.clip(present - (self._pages.lengths - change.lengths), 0, present)
+        else:
+            added, present = added[order], present[order]
+        step = self._step._replace(missing=frozenset(), added=added, present=present, changed=True)
+        self._perform(change, step, work, before, restore, removed)
 
     def _perform(
         self,
@@ -293,3 +313,45 @@ class CacheState:
 
     def _capturing(self) -> bool:
         return not self._numpy and cupy_runtime.capturing()
+
+    def _check_appended(self, name: str) -> None:
+        """Check that the lengths on the device include the announced tokens; ``name`` is what reads them."""
+        step = self._step
+        if 0 in step.missing - self._captured:
+            raise RuntimeError(
+                f"a step with counts {step.counts.tolist()} is announced and not appended; append its layer 0 before {name}, "
+                "or call cancel_step()"
+            )
+
+    def _check_layer(self, layer: int, capturing: bool) -> bool:
+        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
+        missing = self._step.missing
+        if layer in missing:
+            if layer and not capturing and 0 in missing - self._captured:
+                raise RuntimeError(f"layer {layer} is appended, but layer 0 of this step is not; append layer 0 first")
+            return True
+        if capturing:
+            raise RuntimeError(
+                "the stream is being captured and no step is announced; call begin_step() before the capture begins"
+            )
+        if layer and missing - self._captured:
+            raise RuntimeError(
+                f"layer {layer} of this step is appended already; layers {sorted(missing)} are not: pass layer= of one of them"
+            )
+        if layer:
+            raise RuntimeError(f"layer {layer} is appended, but no step has begun; append layer 0 first")
+        self._check_no_step("the next append of layer 0")
+        return False
+
+    def _check_no_step(self, name: str) -> None:
+        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
+        if self._capturing():
+            raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
+        missing = self._step.missing - self._captured
+        if 0 in missing:
+            raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}, or call cancel_step()")
+        if missing:
+            raise RuntimeError(
+                f"layers {sorted(missing)} of this step are not appended; append them (layer=) before {name}, or call "
+                "cancel_step()"
+            )

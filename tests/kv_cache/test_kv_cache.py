@@ -236,3 +236,104 @@ def test_a_sequence_does_not_depend_on_the_batch(sizes, engine):
     for others, place in (([0, 40, 3], 0), ([7, 0, 50], 1), ([0], 0), ([9, 30, 0, 2, 5], 2)):
         for one, other in zip(first, decoded(engine, sizes, steps, others, place), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+# Beams
+
+
+def beam_search(engine, orders, page_size, step):
+    """Attention of hypotheses that continue each other, and of each alone; ``step`` appends a token of each and attends to all."""
+    rng, count = np.random.default_rng(0), len(orders[0])
+    cache = new(engine, 8, 2, pages=60, batch=count, page_size=page_size, dtype=str(engine.dtype))
+    prompt = rng.standard_normal((8, 2, 5, count)).astype(engine.dtype)
+    cache.append(*[engine.put(np.asfortranarray(prompt))] * 2)
+    hypotheses = [[prompt[:, :, i, b] for i in range(5)] for b in range(count)]
+    for order in orders:
+        x = rng.standard_normal((8, 2, 1, count)).astype(engine.dtype)
+        out = engine.get(step(cache, engine.put(np.asfortranarray(x))))
+        for b, own in enumerate(hypotheses):
+            own.append(x[:, :, 0, b])
+            keys = np.asfortranarray(np.stack(own, axis=2)[..., None].astype("f4"))
+            alone = attention(np.asfortranarray(x[..., b : b + 1].astype("f4")), keys, keys)
+            np.testing.assert_allclose(out[..., b].astype("f4"), alone[..., 0], atol=2 * engine.tolerance)
+        cache.reorder(order)
+        hypotheses = [list(hypotheses[source]) for source in order]
+    return cache
+
+
+ORDERS = [[0, 0, 0, 0], [1, 1, 0, 2], [3, 2, 1, 0], [2, 2, 2, 3], [0, 1, 2, 3], [0, 1, 1, 1], [3, 3, 0, 0], [1, 0, 3, 3]]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_beams(page_size, engine):
+    """Each hypothesis attends to its own tokens alone, and shares the pages of earlier ones."""
+
+    def step(cache, x):
+        cache.append(x, x)
+        return attention(x, **cache.view())
+
+    cache = beam_search(engine, ORDERS, page_size, step)
+    tokens = 5 + len(ORDERS)
+    assert cache.pages - cache.free_pages < 4 * -(-tokens // page_size) or page_size > tokens
+    cache.reorder([0] * 4)
+    assert cache.pages - cache.free_pages == -(-tokens // page_size)
+
+
+@ON_A_GPU
+def test_beams_in_a_captured_step(engine):
+    """A captured step follows the order, as it reads the table at a constant address."""
+    xp, kept = engine.xp, {}
+
+    def step(cache, x):
+        if not kept:
+            kept["x"] = x.copy(order="F")
+            cache.begin_step(0)
+            compute(cache)
+            cache.begin_step(0)
+            stream.begin_capture()
+            kept["out"] = compute(cache)
+            kept["graph"] = stream.end_capture()
+        kept["x"][...] = x
+        cache.begin_step(1)
+        kept["graph"].launch(stream)
+        return kept["out"]
+
+    def compute(cache):
+        cache.append(kept["x"], kept["x"])
+        return attention(kept["x"], **cache.view() | {"page_table": cache.full_table})
+
+    xp.cuda.Device().synchronize()
+    with xp.cuda.Stream(non_blocking=True) as stream:
+        beam_search(engine, ORDERS[:4], 4, step)
+    engine.forget_plans(kept=False)
+
+
+# Size and picture
+
+
+def test_bytes(engine):
+    """The bytes of all arrays: pages of keys and values, the state, and the scales and means of FP8 values."""
+    sizes = {"pages": 6, "batch": 2, "page_size": 8, "layers": 3}
+    cache = new(engine, 16, 2, head_dim_v=32, **sizes)
+    pages = sum(x.nbytes for layer in range(3) for x in (cache.keys(layer), cache.values(layer)))
+    assert pages == 6 * 8 * 3 * 2 * (16 + 32) * 2
+    assert pages < cache.nbytes < pages + 4096
+    in_fp8 = new(engine, 16, 2, head_dim_v=32, **sizes, dtype="float8_e4m3fn")
+    means = 6 * 2 * 32 * 3 * 4
+    assert pages // 2 + means < in_fp8.nbytes < pages // 2 + means + 4096
+
+
+def test_a_picture(engine):
+    """A rectangle for each page of a sequence and for each free page; shared pages have another color; long rows are cut."""
+    cache = new(engine, 8, 1, pages=90, batch=40, page_size=2)
+    x = ones(engine, 8, 1, 7)
+    cache.append(x, x, counts=[6, 1, *[0] * 38])
+    html = cache._repr_html_()
+    assert "2 of 40 sequences" in html
+    assert (html.count("#4c78a8"), html.count("#f58518")) == (4, 0)
+    assert 'width="0.45" fill="#4c78a8"' in html  # half of a page
+    for words in ("0: 6 tokens", "1: 1 token<", "8 more sequences", "86 free", "+22"):
+        assert words in html
+    cache.fork(0, 2)
+    html = cache._repr_html_()
+    assert (html.count("#4c78a8"), html.count("#f58518")) == (1, 6)

@@ -222,7 +222,8 @@ class Model:
     def operate(self):
         """One random operation, allowed or refused."""
         cache, rng = self.cache, self.rng
-        kind = rng.choice(["step", "step", "step", "fork", "fork", "truncate", "release", "cancelled", "keep", "keep"])
+        kinds = ["step"] * 4 + ["fork", "keep", "reorder"] * 2 + ["truncate", "release", "cancelled", "swap"]
+        kind = rng.choice(kinds) if rng.integers(16) else "reset"
         b = int(rng.integers(cache.batch))
         if kind in ("step", "cancelled"):
             form = rng.choice(["dense", "packed"])
@@ -237,6 +238,14 @@ class Model:
                 return
             self.tokens[b] = list(self.tokens[source])
             cache.fork(source, b)
+        elif kind in ("reorder", "swap"):
+            self.reorder(swap=kind == "swap")
+        elif kind == "reset":
+            if rng.integers(2) and self.pages_needed(counts := [0] * (cache.batch - 1) + [1]) <= cache.free_pages:
+                with contextlib.suppress(ValueError):  # the sequence has its maximum length
+                    cache.begin_step(counts)
+            cache.reset()
+            self.tokens = [[] for _ in self.tokens]
         elif kind == "keep":
             self.keep(b, int(rng.integers(1, 6)))
         else:
@@ -247,6 +256,21 @@ class Model:
             else:
                 self.tokens[b] = []
                 cache.release(b)
+
+    def reorder(self, *, swap):
+        """Let each sequence continue another one: nothing is copied, and the pages of others are free."""
+        cache, rng = self.cache, self.rng
+        self.refused(ValueError, rf"order\[0\] is {cache.batch}", cache.reorder, [cache.batch, *range(1, cache.batch)])
+        order, columns = np.arange(cache.batch), self.columns()
+        if swap:
+            one, other = rng.integers(cache.batch, size=2)
+            order[[one, other]] = order[[other, one]]
+            cache.swap(one, other)
+        else:
+            order = rng.permutation(cache.batch) if rng.integers(3) == 0 else rng.integers(cache.batch, size=cache.batch)
+            cache.reorder(order)
+        self.tokens = [list(self.tokens[source]) for source in order]
+        assert self.columns() == [columns[source] for source in order]
 
     def keep(self, b, count):
         """Append a draft to a sequence, perhaps share it, and keep a random path; twice."""
@@ -261,6 +285,11 @@ class Model:
             cache.fork(b, empty[0])
             self.tokens[empty[0]] = list(self.tokens[b])
         self.refused(ValueError, rf"path contains {count}, .* has {count} tokens", cache.keep, b, [count])
+        if rng.integers(3) == 0:  # the tokens of the last step follow their sequence
+            other = int(rng.integers(cache.batch))
+            cache.swap(b, other)
+            self.tokens[b], self.tokens[other] = self.tokens[other], self.tokens[b]
+            b = other
         for _ in range(2):
             self.keep_path(b, before, np.flatnonzero(rng.integers(3, size=len(self.tokens[b]) - before)).tolist())
 
@@ -405,6 +434,9 @@ CHANGES = {
         lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[2, 2, 4]), lambda e, c, x: c.append(x, x, layer=1)
     ),
     "fork": (lambda e, c, r: append(e, c, r, [1, 0, 0]), lambda e, c, x: c.fork(0, 2)),
+    "reorder": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.reorder([2, 0, 0])),
+    "reset": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.reset()),
+    "reset of a step": (lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[1, 3, 4]), lambda e, c, x: c.reset()),
     "truncate": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.truncate(0, 3)),
     "keep": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.keep(0, [0, 2, 3, 5, 7])),
     "keep of a shared draft": (

@@ -63,6 +63,20 @@ class Machine:
             if rng.integers(3) == 0:
                 self.fork(b)
             self.clean(b, counts[b])
+        if rng.integers(3) == 0:
+            self.reorder()
+
+    def reorder(self):
+        """Let the sequences continue each other, or exchange two; rarely remove all."""
+        cache, rng = self.cache, self.rng
+        if rng.integers(5) == 0:
+            cache.reset()
+            self.finite = [[], [], []]
+            return
+        order = rng.integers(cache.batch, size=cache.batch).tolist()
+        cache.reorder(order)
+        cache.swap(0, 2)
+        self.finite = [list(self.finite[order[b]]) for b in (2, 1, 0)]
 
     def fork(self, b):
         """Share a sequence: what one of two owners removes is still a part of the other."""

@@ -157,14 +157,32 @@ def test_other_queries_raise(engine, ragged):
         apply_rope(last, Rope(16), **cache.view())
     newest = {"seq_lens_q": None, "max_seqlen_q": None}
     given = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
-    found = attention(last, **cache.view() | newest, causal="bottom_right")
-    np.testing.assert_array_equal(engine.get(found), engine.get(attention(last, cache.keys(), cache.values(), **given)))
+    wanted = engine.get(attention(last, cache.keys(), cache.values(), **given))
+    for view in (cache.view() | newest, cache.view(seq_lens_q=None)):
+        np.testing.assert_array_equal(engine.get(attention(last, **view, causal="bottom_right")), wanted)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_lengths_of_other_queries(removed, engine, ragged):
+    """``view(seq_lens_q=)`` replaces the lengths of a padded append, also after tokens were removed."""
+    cache, q = ragged
+    if removed:
+        cache.truncate(0, 8)
+    own, given = engine.put(np.int32([2, 3, 0])), {"page_table": cache.table, "seq_lens_kv": cache.lengths}
+    q = q[:, :, :3]
+    wanted = attention(q, cache.keys(), cache.values(), **given, seq_lens_q=own, causal="bottom_right")
+    view = cache.view(seq_lens_q=own)
+    np.testing.assert_array_equal(engine.get(attention(q, **view, causal="bottom_right")), engine.get(wanted))
+    rotated = apply_rope(q, Rope(16), end=cache.lengths, seq_lens=own)
+    np.testing.assert_array_equal(engine.get(apply_rope(q, Rope(16), **view)), engine.get(rotated))
 
 
 CHANGES = {
     "truncate": lambda c: c.truncate(0, 8),
     "keep": lambda c: c.keep(1, [0, 2]),
     "fork": lambda c: c.fork(1, 2),
+    "reorder": lambda c: c.reorder([1, 2, 1]),
+    "swap": lambda c: c.swap(0, 1),
 }
 
 
