@@ -5,7 +5,7 @@
 ============  ========================================================================================================
 attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, widen, weight_sums
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
-inference     KVCache, Rope, apply_rope, shared_prefix_attention, merge
+inference     KVCache, Rope, apply_rope, tree_depths, shared_prefix_attention, merge
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
 plans         explain (Report), explain_function, prepare (Prepared), get_plan_cache; store: plans on disk
 problems      problem (Problem), jvp_problems, weight_sums_problems: to plan ahead of time
@@ -50,6 +50,7 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "tree_depths",
     "tree_mask",
     "weight_sums",
     "weight_sums_problems",
@@ -74,7 +75,7 @@ _NAMES = {
     "replay.call_report": ("Report",),
     "rope": ("Rope", "apply_rope"),
     "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
-    "tree": ("tree_mask",),
+    "tree": ("tree_depths", "tree_mask"),
     "vjp": ("Pullback", "attention_vjp"),
     "weights": ("weight_sums", "weight_sums_problems"),
 }
@@ -110,7 +111,7 @@ if TYPE_CHECKING:
     from .replay.call_report import Report as Report
     from .rope import Rope, apply_rope
     from .sequences import cu_seqlens_with_gaps, page_table_from_lists
-    from .tree import tree_mask
+    from .tree import tree_depths, tree_mask
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
     from .weights import weight_sums, weight_sums_problems

@@ -169,7 +169,10 @@ def read_rope(rope: Any, head_dim: int) -> Any:
 @other_names(
     {
         "pass start=, the position of the first token of each sequence, a number or int32 (B,); or end=": (
-            "input_positions offset offsets pos position position_ids positions seqlen_offset seqlen_offsets"
+            "offset offsets seqlen_offset seqlen_offsets"
+        ),
+        "pass positions=, the position of every token, int32 (S,), (S, B) or packed (T,)": (
+            "input_positions pos position position_ids"
         ),
         "pass it to Rope, as base=, frequencies= or interleaved=": "base frequencies inv_freq interleave interleaved theta",
         "pass rope=, a cupy_sdpa.Rope": "cos cos_sin_cache freqs freqs_cis rotary sin",
@@ -184,6 +187,7 @@ def apply_rope(
     end: Array | None = None,
     seq_lens: Array | None = None,
     cu_seqlens: Array | None = None,
+    positions: Array | None = None,
     layout: Layout | None = None,
     k: Any = None,
     v: Any = None,
@@ -196,9 +200,10 @@ def apply_rope(
     """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
 
     The positions of a sequence count from ``start``, or up to ``end``, which is the alignment of
-    ``attention(..., causal="bottom_right")``. After the append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())``
-    gives queries the positions of the appended tokens; nothing is read by the host, so that the call can be captured in a CUDA
-    graph. Its kernel is compiled by the first call for a dtype, which must be before the capture.
+    ``attention(..., causal="bottom_right")``; or ``positions`` lists them, as for a tree of drafts (:func:`tree_depths`). After
+    the append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())`` gives queries the positions of the appended
+    tokens; nothing is read by the host, so that the call can be captured in a CUDA graph. Its kernel is compiled by the first
+    call for a dtype, which must be before the capture.
 
     Args:
         x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens``; float16, bfloat16, float32 or float64, with unit
@@ -209,7 +214,10 @@ def apply_rope(
         seq_lens: int32 ``(B,)``, with ``end`` the number of tokens of each sequence of a dense array; as ``seq_lens_q`` of
             :func:`attention`. Default None: S.
         cu_seqlens: int32 or int64 ``(B+1,)``, where each packed sequence begins; as ``cu_seqlens_q`` of :func:`attention`.
-        layout: the order of x's axes, as for :func:`attention`. Default None: the shapes above.
+        positions: int32 ``(S,)``, ``(S, B)``, or ``(T,)`` for packed arrays: the position of every token. ``start``, ``end``,
+            ``seq_lens`` and ``cu_seqlens`` are then not passed, and what ``**cache.view()`` passes is not used.
+        layout: the order of x's axes, as for :func:`attention`; with one in C order ``positions`` may be ``(B, S)``. Default
+            None: the shapes above.
         seq_lens_kv, seq_lens_q, cu_seqlens_q: ``end``, ``seq_lens`` and ``cu_seqlens``, as ``**cache.view()`` passes them.
         max_seqlen_q: the maximum of ``seq_lens_q``, which must be at most S.
         k, v, page_table: not used, so that ``**cache.view()`` can be passed.
@@ -220,7 +228,7 @@ def apply_rope(
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU values that are no lengths or offsets
-            of x; or ``start`` and ``end`` are both passed.
+            of x; or two of ``start``, ``end`` and ``positions`` are passed.
 
     Source: Su et al. 2021, "RoFormer", section 3.2.
 
@@ -236,16 +244,23 @@ def apply_rope(
     True
     """
     check_layout(layout)
-    end = _either("end", end, "seq_lens_kv", seq_lens_kv)
-    seq_lens = _either("seq_lens", seq_lens, "seq_lens_q", seq_lens_q)
-    cu_seqlens = _either("cu_seqlens", cu_seqlens, "cu_seqlens_q", cu_seqlens_q)
+    if positions is None:
+        end = _either("end", end, "seq_lens_kv", seq_lens_kv)
+        seq_lens = _either("seq_lens", seq_lens, "seq_lens_q", seq_lens_q)
+        cu_seqlens = _either("cu_seqlens", cu_seqlens, "cu_seqlens_q", cu_seqlens_q)
+    else:
+        max_seqlen_q = None
+        for name, value in (("start", start), ("end", end), ("seq_lens", seq_lens), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                raise ValueError(f"positions and {name} are both passed; positions are of all tokens: omit {name}=")
     if other := other_layout({"layout": layout}):
         given: dict[str, Any] = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
-        own = apply_rope(to_own("q", x, other), rope, **given, max_seqlen_q=max_seqlen_q)
-        return from_own("q", own, other)  # type: ignore[no-any-return]
+        own = to_own("q", x, other)
+        given["positions"] = in_own_axes(positions)
+        return from_own("q", apply_rope(own, rope, **given, max_seqlen_q=max_seqlen_q), other)  # type: ignore[no-any-return]
     end, seq_lens, cu_seqlens = as_int32("end", end), as_int32("seq_lens", seq_lens), as_int32("cu_seqlens", cu_seqlens)
-    start = as_int32("start", start)
-    given = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
+    start, positions = as_int32("start", start), as_int32("positions", positions)
+    given = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens, "positions": positions}
     if start is not None and end is not None:
         raise ValueError("start and end are both passed; positions count from start, or up to end: pass one of them")
     if seq_lens is not None and cu_seqlens is not None:
@@ -267,16 +282,16 @@ def apply_rope(
             "last append, or end=cache.lengths for the newest tokens of every sequence"
         )
     record = read_rope(rope, x.shape[0])
-    positions: tuple[Any, ...] = (given["start"], end, seq_lens, cu_seqlens)
+    places: tuple[Any, ...] = (given["start"], end, seq_lens, cu_seqlens)
     if not on_gpu:
         if seq_lens is not None:
             check_counts("seq_lens", seq_lens, x.shape[2])
         if cu_seqlens is not None:
             check_offsets("cu_seqlens", cu_seqlens, x.shape[2])
     with cupy_runtime.device_context(x):
-        dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in positions]
+        dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in places]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
-        kernels.apply(x, out, record, kernels.Positions(first, *dense), spec.dtype)
+        kernels.apply(x, out, record, kernels.Positions(first, *dense)._replace(listed=positions), spec.dtype)
     return out  # type: ignore[no-any-return]
 
 
@@ -291,14 +306,17 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
     """Check the arrays of :func:`apply_rope`."""
     if spec.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
-    packed = "cu_seqlens" in others
-    if len(spec.shape) != (3 if packed else 4):
+    packed, listed = "cu_seqlens" in others, others.get("positions")
+    if len(spec.shape) not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
         raise ValueError(
-            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens=: "
+            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens= or positions=: "
             f"cu_seqlens is {'passed' if packed else 'None'}"
         )
     if obstacle := stride_obstacle(spec):
         raise ValueError(obstacle)
+    if listed is not None:
+        _check_positions(listed, spec.shape)
+        return
     batch = spec.shape[-1]
     if packed:
         offsets = others["cu_seqlens"]
@@ -310,3 +328,24 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
     for name, other in others.items():
         if name != "cu_seqlens":
             check_spec(spec_of(name, other), Expected(name, (batch,), "int32", "(B,)"))
+
+
+def in_own_axes(positions: Any) -> Any:
+    """Positions ``(B, S)``, beside arrays in C order, as ``(S, B)``."""
+    positions = as_int32("positions", positions)
+    return getattr(positions, "T", positions)
+
+
+def read_positions(positions: Any, x: Any, *, reverse: bool) -> Any:
+    """The positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
+    found = in_own_axes(positions) if reverse else as_int32("positions", positions)
+    arrays_on_gpu({"k": x, "positions": read_array("positions", found)})
+    _check_positions(found, x.shape)
+    return found
+
+
+def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
+    """Check the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``."""
+    wanted = shape[2:] if positions.ndim == 2 else shape[2:3]
+    legend = "(T,), the position of every token" if len(shape) == 3 else "(S,) or (S, B), the position of every token"
+    check_spec(spec_of("positions", positions), Expected("positions", wanted, "int32", legend))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Any
@@ -11,10 +13,10 @@ import numpy as np
 from ._typing import Array
 from .boundary.argument import as_int32, check_arrays, read_array
 from .boundary.cache_lengths import cache_of
-from .boundary.layouts import in_own_layout, other_layout
+from .boundary.layouts import check_layout, in_own_layout, other_layout, takes_default
 from .errors import in_words
 from .fp8.array import Fp8Array
-from .kernels.tree_kernel import MAX_TOKENS, Intervals, fill_intervals
+from .kernels.tree_kernel import MAX_TOKENS, Intervals, fill_depths, fill_intervals
 from .problem.tensor_spec import Expected
 from .runtime import cupy_runtime
 from .zoo import tree
@@ -31,7 +33,7 @@ def tree_mask(
     max_seqlen_q: int | None = None,
     cu_seqlens_q: Any = None,
     layout: str | None = None,
-) -> dict[str, Any]:
+) -> _TreeMask:
     r"""Make the mask of a tree of draft tokens, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
 
     The tree consists of the newest Sq tokens of each sequence, whose keys are the last ones within its length. Query i
@@ -63,6 +65,7 @@ def tree_mask(
     Returns:
         A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
         ``tensors``, and ``seq_lens_q`` if it is passed without ``max_seqlen_q``. Other functions and ``tensors`` can be added.
+        Its attribute ``depths`` are those of :func:`tree_depths`, in the memory of k.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape; or on the host parents do not form a tree.
@@ -102,9 +105,9 @@ def tree_mask(
     wanted = [Expected("page_table", (keys // max(shape[2], 1), batch), "int32", "(P, B)")]
     wanted += [Expected(name, (batch,), "int32", "(B,)") for name in ("seq_lens_kv", "seq_lens_q")]
     check_arrays(wanted, {"k": like, "page_table": page_table, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q})
-    on_gpu = cupy_runtime.is_array(like)
+    on_gpu, reverse = cupy_runtime.is_array(like), other_layout({"layout": layout}) is not None
     with cupy_runtime.device_context(like):
-        trees = _parents(parents, batch, on_gpu, reverse=other_layout({"layout": layout}) is not None)
+        trees = _parents(parents, batch, on_gpu, reverse=reverse)
         if max_seqlen_q is not None and max_seqlen_q > trees.shape[0]:
             raise ValueError(
                 f"max_seqlen_q is {max_seqlen_q}, the tokens of the last append, but the tree has {trees.shape[0]}: make the "
@@ -116,15 +119,28 @@ def tree_mask(
     tensors = {f"tree_{name}": x for name, x in found._asdict().items()}
     more = {} if seq_lens_q is None or max_seqlen_q is not None else {"seq_lens_q": seq_lens_q}
     mask = {"mask_mod": tree, "tensors": tensors, **more}
-    return mask if cache is None else _MaskOfCache(mask, cache)
+    return _TreeMask(mask, cache, functools.partial(_depths, trees, reverse=reverse))
 
 
-class _MaskOfCache(dict[str, Any]):
-    """A mask for the present lengths of a cache. A call that takes it as ``**mask`` reads its keys: they are compared then."""
+class _TreeMask(dict[str, Any]):
+    """The options of :func:`tree_mask`. A call that takes them as ``**mask`` reads the keys.
 
-    def __init__(self, mask: dict[str, Any], cache: Any) -> None:
+    The lengths of a cache are compared then: they must be those for which the mask was made.
+
+    Attributes:
+        depths: the number of ancestors of each token, int32 ``(Sq, B)``, or ``(Sq, 1)`` of one tree for all sequences.
+    """
+
+    def __init__(self, mask: dict[str, Any], cache: Any, depths: Callable[[], Any]) -> None:
         super().__init__(mask)
-        self._cache, self._lengths = weakref.ref(cache), cache.host_lengths
+        self._depths = depths
+        self._cache: Callable[[], Any] = (lambda: None) if cache is None else weakref.ref(cache)
+        self._lengths: Any = None if cache is None else cache.host_lengths
+
+    @functools.cached_property
+    def depths(self) -> Any:
+        """See :func:`tree_depths`."""
+        return self._depths()
 
     def __iter__(self) -> Iterator[str]:  # without it ** would not call keys()
         return iter(self.keys())
@@ -142,13 +158,56 @@ class _MaskOfCache(dict[str, Any]):
         return dict, ([*self.items()],)
 
 
-def _parents(given: Any, batch: int, on_gpu: bool, *, reverse: bool) -> Any:
-    """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are."""
+@takes_default
+def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) -> Any:
+    """Count the ancestors of each token of a tree of drafts: its position for a rotation, after the last accepted token.
+
+    :func:`tree_mask` needs the keys of the draft; the rotation of these keys, before, needs the depths alone. Positions are
+    the lengths before the append, plus the depths.
+
+    Args:
+        parents, layout: as for :func:`tree_mask`.
+
+    Returns:
+        int32 ``(Sq, B)``, or ``(Sq, 1)`` of one tree for all sequences; with a layout in C order ``(B, Sq)`` or ``(1, Sq)``. A
+        CuPy array if the parents are one, else a numpy array. ``tree_mask(...).depths`` has the same numbers, beside the keys.
+
+    Raises:
+        TypeError, ValueError: parents have the wrong type, dtype or shape; or on the host they do not form a tree.
+
+    >>> tree_depths([-1, 0, 0, 2]).T
+    array([[0, 1, 1, 2]], dtype=int32)
+    >>> import cupy_sdpa
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+    >>> q, k = (np.ones((8, heads, 4, 2), np.float32, order="F") for heads in (4, 2))
+    >>> rope, positions = cupy_sdpa.Rope(8), cache.lengths + tree_depths([-1, 0, 0, 2])
+    >>> cache.append(k, k, rope=rope, positions=positions)
+    >>> rotated = cupy_sdpa.apply_rope(q, rope, positions=positions)
+    """
+    check_layout(layout)
+    on_device = cupy_runtime.is_array(parents)
+    reverse = other_layout({"layout": layout}) is not None
+    with cupy_runtime.device_context(parents) if on_device else contextlib.nullcontext():
+        return _depths(_parents(parents, None, on_device, reverse=reverse), reverse=reverse)
+
+
+def _depths(parents: Any, *, reverse: bool) -> Any:
+    """The depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
+    with cupy_runtime.device_context(parents):
+        found = cupy_runtime.new_result(parents, parents.shape, np.dtype(np.int32))
+        fill_depths(parents, found)
+    return found.T if reverse else found
+
+
+def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> Any:
+    """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
     on_device = cupy_runtime.is_array(given)
     if on_device and not on_gpu:
         raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")
     array = given if on_device else np.asarray(given)
     array = array.T if reverse else array
+    if batch is None:
+        batch = array.shape[-1] if array.ndim > (2 if array.dtype == bool else 1) else 1
     if array.dtype == bool:
         if on_device:
             raise TypeError("parents is a bool CuPy array; pass it as a numpy array, or pass the parents of the tokens")

@@ -19,6 +19,7 @@ from cupy_sdpa import (
     fp8,
     page_table_from_lists,
     shared_prefix_attention,
+    tree_depths,
     tree_mask,
     weight_sums,
     weight_sums_problems,
@@ -27,10 +28,10 @@ from cupy_sdpa import (
 TOKENS = np.ones((8, 2, 3, 2), np.float32, order="F")
 
 
-def appended(rope, **options):
+def appended(rope, positions=None, **options):
     """An append that rotates keys."""
     cache = KVCache(8, 2, **{"pages": 4, "batch": 2, "dtype": "float32", "numpy": True} | options)
-    return cache.append(TOKENS, TOKENS, rope=rope)
+    return cache.append(TOKENS, TOKENS, rope=rope, positions=positions)
 
 
 def rotation(*given, **options):
@@ -62,7 +63,21 @@ ROWS = [
     row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
     row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
     row("apply_rope", "start and end", applied(start=3, end=lambda x: x.lengths), ValueError, "start and end are both passed", "one of them"),
-    row("apply_rope", "positions of other libraries", applied(positions=3), TypeError, "no parameter positions", "pass start="),
+    row("apply_rope", "positions of other libraries", applied(position_ids=3), TypeError, "no parameter position_ids", "pass positions="),
+    row("apply_rope", "an offset of other libraries", applied(offset=3), TypeError, "no parameter offset", "pass start="),
+    row("apply_rope", "one number as positions", applied(positions=3), TypeError, "positions is an int"),
+    row("apply_rope", "positions of the sequences", applied(positions=np.zeros(3, "i4")), ValueError, "positions has shape (3,)", "(6,)", "(S,) or (S, B)"),
+    row("apply_rope", "positions (B, S)", applied(positions=np.zeros((3, 6), "i4")), ValueError, "positions has shape (3, 6)", "(6, 3)"),
+    row("apply_rope", "positions in float32", applied(positions=np.zeros((6, 3), "f4")), TypeError, "positions is float32", "int32"),
+    row("apply_rope", "positions and a start", applied(positions=np.zeros(6, "i4"), start=3), ValueError, "positions and start are both passed", "omit start="),
+    row("apply_rope", "positions of numpy with CuPy queries", lambda x: apply_rope(x.q, Rope(8), positions=np.zeros(6, "i4")), TypeError, "arrays are mixed",
+        engine="fake"),
+    row("KVCache.append", "positions without a rotation", lambda x: appended(None, positions=np.zeros(1, "i4")), ValueError, "without rope=", "omit positions="),
+    row("KVCache.append", "positions of other tokens", lambda x: appended(Rope(8), positions=np.zeros(7, "i4")), ValueError, "positions has shape (7,)"),
+    row("tree_depths", "a parent after its child", lambda x: tree_depths([-1, 2, 0]), ValueError, "the parent of token 1 is 2", "parents come first"),
+    row("tree_depths", "parents in float", lambda x: tree_depths([0.5, 1]), TypeError, "parents is a list of float64", "integers"),
+    row("tree_depths", "int64 parents on the device", lambda x: tree_depths(x.xp.zeros(3, "i8")), TypeError, "int32", engine="fake"),
+    row("tree_depths", "an unknown layout", lambda x: tree_depths([-1, 0], layout="bs"), ValueError, "layout is 'bs'"),
     row("apply_rope", "a rotation of other libraries", lambda x: apply_rope(x.q, cos=x.q, sin=x.q), TypeError, "no parameter", "pass rope="),
     row("apply_rope", "ends and a view", applied(end=lambda x: x.lengths, seq_lens_kv=lambda x: x.lengths), ValueError,
         "end and seq_lens_kv are both passed", "one of them"),

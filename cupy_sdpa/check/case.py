@@ -104,7 +104,8 @@ class Cache(NamedTuple):
         lengths: the kind of lengths of the keys.
         steps: the number of appends.
         event: ``"truncate"``: tokens are appended and removed before the last append; ``"release"``: the sequences had other
-            tokens before; ``"fork"``: every sequence begins as a copy of sequence 0; ``""``: none of these.
+            tokens before; ``"fork"``: every sequence begins as a copy of sequence 0; ``"beams"``: the same by ``reorder``;
+            ``""``: none of these.
         packed: whether new tokens are packed.
         rope: the form of a rotation of queries and keys, ``"half"`` or ``"interleaved"``; ``""`` for none.
         rope_dim: the number of channels that are rotated.
@@ -117,6 +118,11 @@ class Cache(NamedTuple):
     packed: bool
     rope: str = ""
     rope_dim: int = 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether every sequence begins as a copy of sequence 0."""
+        return self.event in ("fork", "beams")
 
 
 class Dropout(NamedTuple):

@@ -100,7 +100,7 @@ def build(case: Case, index: int) -> Data:
     rng = np.random.default_rng([case.seed, index])
     _add_lengths(data, index)
     data.arrays |= {name: _position_array(data, rng, name) for name in ("q", "k", "v", "dout")}
-    if case.cache and case.cache.event == "fork":
+    if case.cache and case.cache.shares:
         for b, length in enumerate(forked_lengths(data.lengths[1])):
             for name in "kv":
                 data.arrays[name][:, :, :length, b] = data.arrays[name][:, :, :length, 0]

@@ -255,7 +255,7 @@ def _cache(sampler: Sampler) -> Any:
     sizes["skv"], sizes["b"] = min(sizes["skv"], 20 * page), max(sizes["b"], 1)
     for name in ("d", "dv", "hkv", "hq"):
         sizes[name] = max(sizes[name], 1)
-    event = sampler.pick("", "truncate", "release", "fork", "fork")
+    event = sampler.pick("", "truncate", "release", "fork", "beams")
     lengths, steps, packed = _lengths(sampler), sampler.pick(1, 2, 3, 5), sampler.chance(0.5)
     rope = sampler.pick("", "half", "interleaved") if sizes["d"] > 1 else ""
     rope_dim = 2 * (1 + sampler.integer(min(sizes["d"], 256) // 2 - 1)) if rope else 0

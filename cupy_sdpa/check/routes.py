@@ -199,14 +199,34 @@ def turned_back(x: Any, rope: Any, positions: Any) -> Any:
     return out
 
 
+def _positions(case: Case, data: Data) -> tuple[Any, Any]:
+    """The positions of the queries ``(Sq, B)`` and of the keys ``(Skv, B)``: their places, or those in a tree."""
+    assert case.cache
+    queries, keys = data.lengths
+    first = keys.astype(np.int64) - (case.sq if queries is None else queries)
+    depths, of_keys = np.arange(case.sq)[:, None], np.arange(case.skv)[:, None] + np.zeros(case.b, np.int64)
+    if data.parents is not None and not case.cache.shares:  # sequences that share keys share their positions
+        depths = cupy_sdpa.tree_depths(data.parents).astype(np.int64)
+        for b, start in enumerate(first):
+            place = np.arange(max(start, 0), keys[b])
+            of_keys[place, b] = start + depths[place - start, min(b, depths.shape[1] - 1)]
+    return depths + first, of_keys
+
+
+def _lists_positions(case: Case, data: Data) -> bool:
+    """Whether positions are passed token by token."""
+    return case.cache is not None and (data.parents is not None or case.cache.steps % 2 == 0)
+
+
 def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
     """The queries of a case, rotated by :func:`cupy_sdpa.apply_rope` from others."""
     rope = rotation(case)
     if not rope:
         return q
-    queries, keys = data.lengths
-    first = keys.astype(np.int64) - (case.sq if queries is None else queries)
-    before = xp.asarray(turned_back(data.arrays["q"], rope, np.arange(case.sq)[:, None] + first))
+    queries, (positions, _) = data.lengths[0], _positions(case, data)
+    before = xp.asarray(turned_back(data.arrays["q"], rope, positions))
+    if _lists_positions(case, data):
+        return cupy_sdpa.apply_rope(before, rope, positions=xp.asarray(positions.astype(np.int32)))
     return cupy_sdpa.apply_rope(before, rope, end=cache.lengths, seq_lens=None if queries is None else xp.asarray(queries))
 
 
@@ -217,28 +237,33 @@ def filled_cache(case: Case, data: Data, xp: Any) -> Any:
     rope = rotation(case)
     rng, lengths = np.random.default_rng([case.seed, _CACHE_STREAM]), data.lengths[1].astype(np.int64)
     k, v = (data.arrays[name] for name in "kv")
+    _, positions = _positions(case, data)
     if rope:
-        k = turned_back(k, rope, np.arange(case.skv)[:, None])
+        k = turned_back(k, rope, positions)
     pages = case.b * (-(-2 * max(case.skv, 1) // page) + 1)
     cache = cupy_sdpa.KVCache(
         case.d, case.hkv, pages=pages, batch=case.b, page_size=page, head_dim_v=case.dv, dtype=case.dtype, layers=2,
         numpy=xp is np,
     )  # fmt: skip
 
+    def tokens_of(array: Any, begins: Any, ends: Any) -> Any:
+        """Tokens of an array ``(..., S, B)``, packed or padded with NaN."""
+        parts = [array[:, :, begin:end, b] for b, (begin, end) in enumerate(zip(begins, ends, strict=True))]
+        if packed:
+            return np.concatenate(parts, axis=2)
+        padding = np.nan if array.dtype.kind != "i" else -7
+        tokens = np.full((*array.shape[:2], (ends - begins).max(), case.b), padding, array.dtype)
+        for b, part in enumerate(parts):
+            tokens[:, :, : part.shape[2], b] = part
+        return tokens
+
     def append(begins: Any, ends: Any, arrays: tuple[Any, Any]) -> None:
-        counts = ends - begins
+        counts, places = ends - begins, tokens_of(positions[None, None].astype(np.int32), begins, ends)[0, 0]
+        listed = xp.asarray(places) if rope and _lists_positions(case, data) else None
         for layer in (0, 1):
-            found = []
-            for array in arrays:
-                parts = [array[:, :, begin:end, b] for b, (begin, end) in enumerate(zip(begins, ends, strict=True))]
-                if packed:
-                    tokens = np.concatenate(parts, axis=2)
-                else:
-                    tokens = np.full((*array.shape[:2], counts.max(), case.b), np.nan, array.dtype)
-                    for b, part in enumerate(parts):
-                        tokens[:, :, : counts[b], b] = part
-                found.append(xp.asarray(np.asfortranarray(tokens if layer else -tokens)))
-            cache.append(found[0], found[1], layer, counts=counts.tolist(), rope=rope)
+            tokens = (tokens_of(x, begins, ends) for x in arrays)
+            found = [xp.asarray(np.asfortranarray(x if layer else -x)) for x in tokens]
+            cache.append(found[0], found[1], layer, counts=counts.tolist(), rope=rope, positions=listed)
 
     def add_others(most: int) -> None:
         ends = rng.integers(0, most + 1, case.b)
@@ -247,15 +272,20 @@ def filled_cache(case: Case, data: Data, xp: Any) -> Any:
 
     if event == "release":
         add_others(case.skv)
-        for b in range(case.b):
+        for b in range(case.b if steps % 2 else 0):
             cache.release(b)
+        cache.reset()
     begins = np.zeros(case.b, np.int64)
-    if event == "fork":
+    if case.cache.shares:
         shared = forked_lengths(lengths)
         begins[0] = shared.max()
         append(np.zeros_like(begins), begins, (k, v))
+        if event == "beams":
+            cache.swap(0, case.b - 1)
+            cache.reorder([case.b - 1] * case.b)
         for b in range(1, case.b):
-            cache.fork(0, b)
+            if event == "fork":
+                cache.fork(0, b)
             cache.truncate(b, int(shared[b]))
         begins = np.where(np.arange(case.b) == 0, begins, shared)
     for step in range(steps):

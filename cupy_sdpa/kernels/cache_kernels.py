@@ -16,7 +16,7 @@ from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import PACK, ROTATION, TYPES
 from ..runtime.memory import UNITS
 from .fp8_kernels import rotated_values
-from .rope_kernel import ROPE, SHARED_TURNS, rotated, types_of
+from .rope_kernel import ROPE, SHARED_TURNS, rotated, steps_of, types_of
 
 
 class State(NamedTuple):
@@ -214,7 +214,11 @@ _SIDE = Struct(
     "tokens pages unit row head_stride token_stride batch_stride "
     f"{' '.join(Factors._fields)} own_d own_head own_token own_batch",
 )
-_ARGUMENTS = Struct("Arguments", f"{' '.join(State._fields)} width page_size heads tokens packed advance", sides=(_SIDE, 2))
+_ARGUMENTS = Struct(
+    "Arguments",
+    f"{' '.join(State._fields)} width page_size heads tokens packed advance listed listed_token listed_batch",
+    sides=(_SIDE, 2),
+)
 #: The threads of a block; and the elements of a row that a thread converts to FP8, which are as many bytes.
 _THREADS, _UNIT = 256, 8
 
@@ -228,6 +232,7 @@ def append(
     *,
     advance: bool,
     rotation: Any = None,
+    positions: Any = None,
     factors: Sequence[Factors] = (Factors(), Factors()),
     dtype: str = "",
 ) -> None:
@@ -245,17 +250,20 @@ def append(
         state: the arrays that give the place of each token.
         advance: whether the lengths are those before the step and become those after it; otherwise they are those after it.
         rotation: of the keys by their positions, from :func:`.rope_kernel.record`; or None.
+        positions: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token for the rotation; None for the
+            places in the sequences.
         factors, dtype: of FP8 pages.
     """
     if not cupy_runtime.is_array(keys):
-        _append_on_numpy(k, v, keys, values, state, advance=advance, rotation=rotation, factors=factors, dtype=dtype)
+        of_keys = rotation, positions
+        _append_on_numpy(k, v, keys, values, state, advance=advance, of_keys=of_keys, factors=factors, dtype=dtype)
         return
     batch = state.lengths.size
     sides = [_side(x, pages, own, dtype) for x, pages, own in zip((k, v), (keys, values), factors, strict=True)]
     lanes = min(32, 1 << (max(side[3] for side in sides) - 1).bit_length())
     per_block = _THREADS // lanes
     blocks = -(-(k.shape[2] + keys.shape[2]) * k.shape[1] // (4 * per_block))
-    numbers = state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance
+    numbers = state.table.shape[0], keys.shape[2], *k.shape[1:3], k.ndim == 3, advance, positions, *steps_of(positions)
     given: list[Any] = [_ARGUMENTS(*state, *numbers, sides)]
     if rotation is not None:
         given.append(rotation)
@@ -280,10 +288,11 @@ def _append_on_numpy(
     state: State,
     *,
     advance: bool,
-    rotation: Any,
+    of_keys: tuple[Any, Any],
     factors: Sequence[Factors],
     dtype: str,
 ) -> None:
+    rotation, positions = of_keys
     for b, (count, first) in enumerate(zip(state.counts.tolist(), state.starts[:-1].tolist(), strict=True)):
         begin = int(state.lengths[b]) - (0 if advance else count)
         for x, pages, of_side in zip((k, v), (keys, values), factors, strict=True):
@@ -292,7 +301,9 @@ def _append_on_numpy(
                 y if y is None else y[:, :, first : first + count] if y.ndim == 3 else y[:, :, :count, b] for y in (x, own)
             )
             if rotation is not None and pages is keys:
-                new = rotated(new, rotation, np.arange(begin, begin + count))
+                listed = None if positions is None else positions if positions.ndim == 1 else positions[:, b]
+                places = np.arange(begin, begin + count) if listed is None else listed[first if k.ndim == 3 else 0 :][:count]
+                new = rotated(new, rotation, places)
             table = state.table[:, b]
             if dtype and count:
                 new = _elements(new, own, table[0], of_side, dtype)
@@ -349,9 +360,11 @@ def _rotate_code(dtype: str) -> str:
     return f"""{of.header}{ROPE}
         struct Rotate {{
             static constexpr bool together = false;
+            const Arguments& a;
             const Rope& rope;
             const unsigned long long* turns;
-            __device__ void operator()(char* to, const char* from, int position, int, int, int bytes) const {{
+            __device__ void operator()(char* to, const char* from, int position, int, int token, int bytes) const {{
+                if (from && a.listed) position = ((const int*)a.listed)[token * a.listed_token + blockIdx.y * a.listed_batch];
                 {of.name}* const row = ({of.name}*)to;
                 const int dim = bytes / sizeof({of.name});
                 if (from) rotate_row<{real}>(rope, turns, position, (const {of.name}*)from, row, dim);
@@ -414,7 +427,7 @@ def _append_kernel(source: str, dtype: str) -> str:
         write = "WRITE((Convert{a, s, *(const float*)s.scale, s.descale ? *(const float*)s.descale : 1}));"
     elif source:
         code += f"\n{_rotate_code(source)}"
-        write = f"{SHARED_TURNS} if (!blockIdx.z) WRITE((Rotate{{rope, turns}})); else {write}"
+        write = f"{SHARED_TURNS} if (!blockIdx.z) WRITE((Rotate{{a, rope, turns}})); else {write}"
     return f"""{_ARGUMENTS}
 {code}
         #define WRITE(write) write_rows(a, s, begin, count, first, write)

@@ -102,13 +102,14 @@ def rotated(x: Any, record: Any, positions: Any) -> Any:
 
 
 class Positions(NamedTuple):
-    """The positions of tokens: those of sequence b count from ``first + start[b]``, or up to ``end[b]``.
+    """The positions of tokens: those of sequence b count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
 
     Attributes:
         first: a number.
         start, end: int32 ``(B,)``, or None.
         lengths: int32 ``(B,)``, the number of tokens of each sequence of a dense array; None for all.
         offsets: int32 or int64 ``(B + 1,)``, where each sequence of a packed array begins; None for dense arrays.
+        listed: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token, in place of all others; or None.
     """
 
     first: int
@@ -116,13 +117,14 @@ class Positions(NamedTuple):
     end: Any = None
     lengths: Any = None
     offsets: Any = None
+    listed: Any = None
 
 
 #: The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements.
 _NUMBERS = Struct(
     "Numbers",
     "x out first start end lengths offsets long_offsets dim heads tokens batch rows x_head x_token x_batch out_head out_token "
-    "out_batch",
+    "out_batch listed listed_token listed_batch",
 )
 
 
@@ -131,14 +133,14 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
     if not cupy_runtime.is_array(x):
         out[...] = rotated(x, rotation, _on_numpy(x.shape, positions))
         return
-    _, start, end, lengths, offsets = positions
-    batch = x.shape[3] if x.ndim == 4 else offsets.size - 1
+    _, start, end, lengths, offsets, listed = positions
+    batch = x.shape[3] if x.ndim == 4 else 1 if offsets is None else offsets.size - 1
     rows = math.prod(x.shape[1:])
     if not x.size:
         return
     numbers = _NUMBERS(
         x, out, positions.first, start, end, lengths, offsets, offsets is not None and offsets.itemsize == 8, *x.shape[:3],
-        batch, rows, *_steps(x), *_steps(out),
+        batch, rows, *_steps(x), *_steps(out), listed, *steps_of(listed),
     )  # fmt: skip
     lanes = min(32, 1 << (x.shape[0] // 2 - 1).bit_length())
     per_block = 256 // lanes
@@ -147,7 +149,9 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
 
 def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
     """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
-    first, start, end, lengths, offsets = positions
+    first, start, end, lengths, offsets, listed = positions
+    if listed is not None:
+        return listed[:, None] if listed.ndim < len(shape) - 2 else listed
     token = np.arange(shape[2])
     if offsets is None:
         base = np.full(shape[3], first) if start is None else start.astype(np.int64)
@@ -166,6 +170,12 @@ def _steps(x: Any) -> tuple[int, int, int]:
     """The strides in elements along heads, tokens and batch."""
     head, token, batch = (*(stride // x.itemsize for stride in x.strides[1:]), 0)[:3]
     return head, token, batch
+
+
+def steps_of(listed: Any) -> tuple[int, int]:
+    """The strides of listed positions in elements along tokens and batch."""
+    token, batch = (*(() if listed is None else [stride // 4 for stride in listed.strides]), 0, 0)[:2]
+    return token, batch
 
 
 @cuda_kernel
@@ -192,8 +202,10 @@ def _apply_kernel(dtype: str) -> str:
                 }} else if (n.lengths) count = ((const int*)n.lengths)[b];
                 const long long first =
                     n.end ? ((const int*)n.end)[b] - count : n.start ? ((const int*)n.start)[b] : n.first;
+                long long position = first + token - begin;
+                if (n.listed) position = ((const int*)n.listed)[token * n.listed_token + entry * n.listed_batch];
                 rotate_row<{real}>(
-                    rope, turns, first + token - begin,
+                    rope, turns, position,
                     ({of.name}*)n.x + head * n.x_head + token * n.x_token + entry * n.x_batch,
                     ({of.name}*)n.out + head * n.out_head + token * n.out_token + entry * n.out_batch, n.dim);
             }}

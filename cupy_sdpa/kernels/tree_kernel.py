@@ -1,4 +1,4 @@
-"""Number the tokens of trees, and give every key the range of numbers of its descendants: a CUDA kernel, and numpy arrays."""
+"""Number the tokens of trees, find their depths, and the range of numbers of each key's descendants; also on numpy arrays."""
 
 from __future__ import annotations
 
@@ -100,3 +100,27 @@ def _intervals_kernel(room: int) -> str:
                 last[b + (long long)i * batch] = earlier ? tokens : of_tree ? own[token] + size[token] - 1 : -1;
             }}
         }}"""
+
+
+def fill_depths(parents: Any, depths: Any) -> None:
+    """Write the number of ancestors of each token, int32 ``(Sq, B)`` in Fortran order like the parents; one launch."""
+    tokens, trees = parents.shape
+    if cupy_runtime.is_array(depths):
+        _depths_kernel()((max(1, -(-trees // 32)),), (32,), (parents, depths, np.int32(tokens), np.int32(trees)))
+        return
+    depths[...] = 0
+    for i in range(tokens):
+        child = parents[i] >= 0
+        depths[i, child] = depths[parents[i, child], np.flatnonzero(child)] + 1
+
+
+@cuda_kernel
+def _depths_kernel() -> str:
+    """The kernel of :func:`fill_depths`; a thread computes the depths of a tree."""
+    return """extern "C" __global__ void cupy_sdpa_tree_depths(const int* parents, int* depths, int tokens, int trees) {
+            const int tree = blockIdx.x * blockDim.x + threadIdx.x;
+            if (tree >= trees) return;
+            const int* const parent = parents + (long long)tree * tokens;
+            int* const depth = depths + (long long)tree * tokens;
+            for (int i = 0; i < tokens; ++i) depth[i] = parent[i] >= 0 && parent[i] < i ? depth[parent[i]] + 1 : 0;
+        }"""

@@ -16,7 +16,7 @@ from ..boundary.options import read_flag, read_positive
 from ..kernels import cache_kernels
 from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
-from ..rope import Rope, read_rope
+from ..rope import Rope, read_positions, read_rope
 from ..runtime import cupy_runtime
 from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_order, read_path, tokens_of
 from .fp8_pages import Fp8Pages
@@ -152,13 +152,15 @@ class KVCache(CacheState):
         nothing = (self._zeros((dim, self.heads_kv, 0, self.batch), self.dtype) for dim in (self.head_dim, self.head_dim_v))
         self._write(next(nothing), next(nothing), 0)
 
-    def _write(self, k: Any, v: Any, layer: int, rotation: Any = None, *, may_begin: bool = True) -> None:
+    def _write(
+        self, k: Any, v: Any, layer: int, rotation: Any = None, positions: Any = None, *, may_begin: bool = True
+    ) -> None:
         """Enqueue the kernel that writes tokens of a layer, and rotates their keys; ``may_begin`` as for FP8 pages."""
         pages = self._keys[layer], self._values[layer]
         if self._fp8:
             self._fp8.append(k, v, pages, layer, self._parts, advance=not layer, may_begin=may_begin)
         else:
-            cache_kernels.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation)
+            cache_kernels.append(k, v, *pages, self._parts, advance=not layer, rotation=rotation, positions=positions)
 
     def __repr__(self) -> str:
         lengths, used = self._pages.lengths, self.pages - self.free_pages
@@ -293,6 +295,7 @@ class KVCache(CacheState):
         *,
         counts: int | Sequence[int] | NDArray[Any] | None = None,
         rope: Rope | None = None,
+        positions: Array | None = None,
     ) -> None:
         """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
 
@@ -307,7 +310,10 @@ class KVCache(CacheState):
                 every sequence; packed arrays need counts.
             rope: rotates the keys by their positions in the cache while they are written;
                 ``apply_rope(q, rope, **cache.view(layer))`` then rotates the queries. Not for FP8 caches. Default None: keys
-                are written unchanged, also after rotated ones: rotate the keys of a tree of drafts by their positions before.
+                are written unchanged, also after rotated ones.
+            positions: with ``rope``, the position of every token instead of its place in the cache, for example in a tree of
+                drafts (:func:`cupy_sdpa.tree_depths`): int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``; with a layout
+                ``(B, S)``. Those of padding are not used.
 
         Raises:
             TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; ``rope`` is not that of
@@ -336,6 +342,12 @@ class KVCache(CacheState):
                 "start=...), and append them without rope="
             )
         rotation = None if rope is None else read_rope(rope, self.head_dim)
+        if positions is not None:
+            if rope is None:
+                raise ValueError(
+                    "positions are passed without rope=, so no key is rotated by them: pass rope=, or omit positions="
+                )
+            positions = read_positions(positions, k, reverse=self.layout is not None)
         self._recover()
         capturing, step = self._capturing(), self._step
         begun = self._check_layer(layer, capturing)
@@ -365,7 +377,7 @@ class KVCache(CacheState):
             if rope and not self._rope_compiled:
                 raise RuntimeError("the stream is being captured; append with rope= once before, to compile the kernel")
             with self._device():
-                self._write(k, v, layer, rotation)
+                self._write(k, v, layer, rotation, positions)
             self._captured |= {layer}
             if layer == 0:
                 self._captured_tokens = k.shape[2], k.ndim == 3
@@ -379,7 +391,7 @@ class KVCache(CacheState):
                 begin()
             if self._fp8 and self._fp8.unknown(layer) and given.any():
                 self._fp8.set_scales(k, v, layer, self._parts.counts)
-            self._write(k, v, layer, rotation, may_begin=may_begin)
+            self._write(k, v, layer, rotation, positions, may_begin=may_begin)
 
         before = self._pages.lengths - given if begun else self._pages.lengths
         may_begin = bool(((before == 0) & (given > 0)).any())

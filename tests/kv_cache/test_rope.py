@@ -38,6 +38,55 @@ def random_rope(rng, dim):
     return Rope(n, frequencies=frequencies, interleaved=bool(rng.integers(2)), factor=factor)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("seed", numbers(8, quick=2))
+def test_a_position_of_every_token(seed, dtype, engine):
+    """Positions of any strides, of one sequence for all or of each, dense or packed, of queries and of appended keys."""
+    rng, tokens, batch, size = np.random.default_rng(seed), 7, 3, 4
+    rope, counts, packed = random_rope(rng, 12), [7, 2, 5], bool(rng.integers(2))
+    shape = (13, 2, sum(counts)) if packed else (13, 2, tokens, batch)
+    x = rng.standard_normal(shape).astype(dtype)
+    positions = rng.integers(-9, 2000, (sum(counts),) if packed else (tokens, batch)).astype(np.int32)
+    shared = not packed and rng.integers(2)
+    positions = positions[:, 0] if shared else positions
+    listed = engine.put(np.repeat(positions, 2, axis=0))[::2]
+    given = engine.put(np.asfortranarray(x))
+    rotated = engine.get(apply_rope(given, rope, positions=listed))
+    of_batch = positions[:, None] if shared else positions
+    if packed:
+        wanted = turned(x, rope, positions)
+    else:
+        wanted = np.stack([turned(x[..., b], rope, of_batch[:, 0 if shared else b]) for b in range(batch)], axis=-1)
+    close(engine, rotated, wanted, dtype)
+    cache = KVCache(13, 2, pages=12, batch=batch, page_size=size, dtype=dtype, layers=2, numpy=not engine.on_cudnn)
+    for layer in range(2):
+        cache.append(given, given, layer, counts=counts, rope=rope, positions=listed)
+        table, keys, starts = engine.get(cache.table), engine.get(cache.keys(layer)), np.cumsum([0, *counts])
+        for b, count in enumerate(counts):
+            stored = keys[..., table[:, b]].transpose(0, 1, 3, 2).reshape(13, 2, -1)[..., :count]
+            own = wanted[..., starts[b] : starts[b + 1]] if packed else wanted[:, :, :count, b]
+            close(engine, engine.put(stored), own, dtype)
+
+
+def test_positions_in_a_layout(engine):
+    """Beside arrays in C order positions are (B, S); also as a list, and with what a view passes for a cache."""
+    q, rope = engine.normal(0, 8, 2, 5, 3), Rope(8)
+    positions = np.random.default_rng(0).integers(0, 99, (5, 3)).astype(np.int32)
+    wanted = engine.get(apply_rope(q, rope, positions=engine.put(positions)))
+    found = apply_rope(q.transpose(3, 2, 1, 0), rope, positions=engine.put(np.ascontiguousarray(positions.T)), layout="bshd")
+    np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
+    cache = KVCache(8, 2, pages=6, batch=3, page_size=4, dtype=str(engine.dtype), layout="bshd", numpy=not engine.on_cudnn)
+    k = q.transpose(3, 2, 1, 0)
+    listed = engine.put(np.ascontiguousarray(positions.T))
+    cache.append(k, k, counts=[5, 2, 0], rope=rope, positions=listed)
+    found = apply_rope(k, rope, positions=listed, **cache.view())
+    np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
+    stored = engine.get(cache.keys())[int(engine.get(cache.table)[0, 0])]
+    np.testing.assert_array_equal(stored.transpose(2, 1, 0), wanted[:, :, :4, 0])
+    if not engine.on_cudnn:
+        np.testing.assert_array_equal(apply_rope(q, rope, positions=positions.tolist()), wanted)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("seed", numbers(8, quick=1))
 def test_random_rotations(seed, dtype, engine):

@@ -6,7 +6,7 @@ from engines import numbers
 from planner import plan_problem
 
 import cupy_sdpa
-from cupy_sdpa import attention, explain, tree_mask, zoo
+from cupy_sdpa import KVCache, Rope, apply_rope, attention, explain, tree_depths, tree_mask, zoo
 from cupy_sdpa.check.draw import GPUS
 
 
@@ -81,6 +81,65 @@ def test_a_layout_in_c_order(engine):
         np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
 
 
+@pytest.mark.parametrize("form", ["list", "array", "device", "mask", "bshd"])
+def test_depths(form, engine):
+    """The number of ancestors of each token, of parents in every form; those of the mask are beside its keys."""
+    rng = np.random.default_rng(0)
+    for tokens, batch in ((1, 1), (7, 3), (40, 2), (0, 2)):
+        parents, visible = draw(rng, tokens, batch)
+        parents = parents.reshape(tokens, batch)
+        wanted, k = visible.sum(axis=0) - 1, engine.normal(0, 16, 2, 50, batch)
+        layout = {"layout": "bshd"} if form == "bshd" else {}
+        k = k.transpose(3, 2, 1, 0) if layout else k
+        wanted = wanted.T if layout else wanted
+        tree = {
+            "list": parents[:, 0].tolist(), "array": parents, "device": engine.put(parents), "mask": visible, "bshd": parents.T
+        }[form]  # fmt: skip
+        wanted = wanted[:, :1] if form == "list" else wanted
+        depths = tree_depths(tree, **layout)
+        assert type(depths) is (type(k) if form == "device" else np.ndarray)
+        of_mask = tree_mask(tree, k, **layout).depths
+        assert type(of_mask) is type(k)
+        for found in (depths, of_mask):
+            assert found.dtype == np.int32
+            np.testing.assert_array_equal(engine.get(found), wanted)
+
+
+def test_a_rotated_tree(engine):
+    """A tree in one step gives each token the result of its path alone, rotated; the accepted path is then a usual sequence."""
+    parents, path, rope = [-1, 0, 0, 1, 2, 4, 1], [0, 2, 4, 5], Rope(16)
+    q, k, v = (engine.normal(i, 16, heads, 5 + len(parents), 2) for i, heads in enumerate((4, 2, 2)))
+
+    def new():
+        cache = KVCache(16, 2, pages=16, batch=2, page_size=4, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
+        cache.append(k[:, :, :5], v[:, :, :5], counts=[5, 3], rope=rope)
+        return cache
+
+    def rows(x, tokens):
+        return engine.put(np.asfortranarray(engine.get(x)[:, :, [5 + token for token in tokens]]))
+
+    cache, draft = new(), [*range(len(parents))]
+    positions = cache.lengths + engine.put(tree_depths(parents))
+    cache.append(rows(k, draft), rows(v, draft), rope=rope, positions=positions)
+    mask, view = tree_mask(parents, **cache.view()), cache.view()
+    np.testing.assert_array_equal(engine.get(cache.lengths - len(parents) + mask.depths), engine.get(positions))
+    out = engine.get(attention(apply_rope(rows(q, draft), rope, positions=positions, **view), **view, **mask))
+    for token in draft:
+        ancestors = [token]
+        while parents[ancestors[0]] >= 0:
+            ancestors.insert(0, parents[ancestors[0]])
+        alone = new()
+        alone.append(rows(k, ancestors), rows(v, ancestors), rope=rope)
+        view = alone.view()
+        wanted = engine.get(attention(apply_rope(rows(q, [token]), rope, end=alone.lengths), **view))
+        np.testing.assert_allclose(out[:, :, token], wanted[:, :, 0], atol=2 * engine.tolerance)
+        if ancestors == path:
+            for b in range(2):
+                cache.keep(b, path)
+            kept = engine.get(attention(apply_rope(rows(q, [token]), rope, end=cache.lengths), **cache.view()))
+            np.testing.assert_allclose(kept, wanted, atol=engine.tolerance)
+
+
 def test_no_tokens(engine):
     """A draft without tokens: the mask has no tree."""
     q, k = engine.normal(0, 16, 4, 0, 2), engine.normal(1, 16, 2, 8, 2)
@@ -92,6 +151,7 @@ def test_parents_on_the_device_that_are_no_tree(engine):
     """A parent that is not an earlier token counts as -1 on the device, where the host does not read it."""
     k, bad, good = engine.normal(0, 16, 2, 20, 1), [-7, 1, 5, 2], [-1, -1, -1, 2]
     if engine.on_cudnn:
+        assert engine.get(tree_depths(engine.put(np.int32(bad)))).ravel().tolist() == [0, 0, 0, 1]
         one, other = (tree_mask(engine.put(np.int32(tree)), k)["tensors"] for tree in (bad, good))
         for name, x in one.items():
             np.testing.assert_array_equal(engine.get(x), engine.get(other[name]))
