@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_sdpa import KVCache, attention, tree_mask
+from cupy_sdpa import KVCache, apply_rope, attention, tree_depths, tree_mask
 
 from .gpt import GPT, Product, sum_of_products
 
@@ -86,20 +86,21 @@ class Decoder:
         ``GPT.forward``, options are those of ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
         attend to their ancestors.
         """
-        cache, xp = self.cache, self.model.xp
+        cache, rope, xp = self.cache, self.model.sizes.rope, self.model.xp
+        depths = tree.depths if tree else xp.arange(tokens.shape[0], dtype=np.int32)[:, None]
+        positions = cache.lengths + depths  # before the append
         # full_table has the same shape in every step: one plan, and the table that a captured graph needs
         table, mask = {"page_table": cache.full_table}, {"causal": "bottom_right"}
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             nonlocal mask
-            cache.append(k, v, layer)
+            cache.append(k, v, layer, rope=rope, positions=positions)
             if tree and layer == 0:
                 mask = tree_mask(tree.parents, **cache.view() | table)
+            q = apply_rope(q, rope, positions=positions)
             return attention(q, **cache.view(layer) | table, **mask, **options), None
 
-        depths = tree.depths if tree else xp.arange(tokens.shape[0], dtype=np.int32)
-        positions = cache.lengths + depths[:, None]  # before the append
-        return self.model.forward(tokens, positions, attend, product)[0]
+        return self.model.forward(tokens, attend, product)[0]
 
     def prefill(self, prompts: Mapping[int, Any], noise: Mapping[int, Any] | None = None) -> dict[int, int]:
         """Append prompts, in chunks.
@@ -153,27 +154,15 @@ class Decoder:
 
 
 class Tree(NamedTuple):
-    """A tree of tokens, int32 ``(S,)``.
+    """A tree of tokens.
 
     Attributes:
-        parents: for each token the index of its parent, or -1.
-        depths: the number of its ancestors.
+        parents: for each token the index of its parent, or -1, int32 ``(S,)``.
+        depths: the number of its ancestors, int32 ``(S, 1)``.
     """
 
     parents: Any
     depths: Any
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """The number of ancestors of each token.
-
-    >>> depths_of([-1, 0, 0, 2])
-    [0, 1, 1, 2]
-    """
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
 
 
 class Step:
@@ -197,7 +186,7 @@ class Step:
         self._decoder, self._graph = decoder, None
         self._tree: Tree | None = None
         if parents != tuple(range(-1, count - 1)):
-            self._tree = Tree(*(xp.asarray(np.array(x, np.int32)) for x in (parents, depths_of(parents))))
+            self._tree = Tree(xp.asarray(np.array(parents, np.int32)), xp.asarray(tree_depths(parents)))
         self._memory: list[Any] = []
         self.tokens = xp.zeros((count, batch), np.int32)
         self.chosen = xp.zeros((count, batch), np.int32)

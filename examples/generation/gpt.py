@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 import cupy_sdpa
-from cupy_sdpa import attention_vjp
+from cupy_sdpa import Rope, apply_rope, attention_vjp
 
 #: The opening of Alice's Adventures in Wonderland, the text of the package's demo.
 TEXT = Path(cupy_sdpa.__file__).parent / "cli" / "alice.txt"
 #: Weights and gradients by name.
 Arrays = dict[str, Any]
-#: Attention of a layer: from the layer's number, q, k and v to the output and the pullback.
+#: Attention of a layer: from the layer's number, q, k and v, which it rotates, to the output and the pullback.
 Attend = Callable[[int, Any, Any, Any], tuple[Any, Callable[[Any], tuple[Any, Any, Any]]]]
 #: A matrix product.
 Product = Callable[[Any, Any], Any]
@@ -57,6 +57,11 @@ class Sizes:
     def features(self) -> int:
         """F."""
         return self.heads * self.head_dim
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of queries and keys by their positions."""
+        return Rope(self.head_dim, base=200.0)
 
 
 @dataclass(frozen=True)
@@ -95,23 +100,19 @@ class GPT:
         """The text of tokens on the host."""
         return "".join(self.vocabulary[int(token)] for token in tokens)
 
-    def forward(
-        self, tokens: Any, positions: Any, attend: Attend, product: Product = operator.matmul
-    ) -> tuple[Any, Callable[[Any], Arrays]]:
+    def forward(self, tokens: Any, attend: Attend, product: Product = operator.matmul) -> tuple[Any, Callable[[Any], Arrays]]:
         """Logits of the next word at every position.
 
         Args:
             tokens: int32 ``(S, B)``.
-            positions: int32, the position of each token; of a shape that can be broadcast to ``(S, B)``.
-            attend: computes attention; it may read the keys of a cache.
+            attend: rotates queries and keys, and computes attention; it may read the keys of a cache.
             product: the matrix product, or :func:`sum_of_products`.
 
         Returns:
             ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to those of the weights.
         """
         w, xp, shape = self.weights, self.xp, (*tokens.shape,)
-        first = xp.take(w["token"].T, tokens.ravel(order="F"), axis=0).T  # (F, N) in Fortran order
-        x = first + self._places(positions, shape)
+        x = xp.take(w["token"].T, tokens.ravel(order="F"), axis=0).T  # (F, N) in Fortran order
         pullbacks = []
         for layer in range(self.sizes.layers):
             for part in (self._attention, self._perceptron):
@@ -130,18 +131,9 @@ class GPT:
                 gradients |= of_weights
             one_hot = xp.eye(len(self.vocabulary), dtype=dx.dtype)[tokens.ravel(order="F")]  # (N, C)
             gradients["token"] = dx @ one_hot
-            # the positions of training are 0 to S - 1
-            gradients["place"] = xp.zeros_like(w["place"])
-            gradients["place"][:, : shape[0]] = dx.reshape((-1, *shape), order="F").sum(axis=2)
             return gradients
 
         return logits.reshape((-1, *shape), order="F"), pullback_of_all
-
-    def _places(self, positions: Any, shape: tuple[int, ...]) -> Any:
-        """The embeddings of positions; those beyond the context are of padding."""
-        inside = self.xp.minimum(positions, self.sizes.context - 1)
-        inside = self.xp.broadcast_to(inside, shape).ravel(order="F")
-        return self.xp.take(self.weights["place"].T, inside, axis=0).T
 
     def _attention(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend, product: Product) -> tuple[Any, Any]:
         """The change of x by attention, ``(F, N)``; and the pullback to x and the weights."""
@@ -220,7 +212,7 @@ def initial(sizes: Sizes, vocabulary: list[str], dtype: Any, xp: Any = np, seed:
         return xp.asarray(np.float32(size) * rng.standard_normal((rows, columns), np.float32))
 
     small = (2 * sizes.layers * features) ** -0.5  # for the products that are added to x
-    weights = {"token": normal(features, len(vocabulary), 0.5), "place": xp.asarray(_sinusoids(features, sizes.context))}
+    weights = {"token": normal(features, len(vocabulary), 0.5)}
     for layer in range(sizes.layers):
         weights |= {
             f"{layer}.qkv": normal(3 * features, features, features**-0.5),
@@ -232,11 +224,20 @@ def initial(sizes: Sizes, vocabulary: list[str], dtype: Any, xp: Any = np, seed:
     return GPT(sizes, vocabulary, weights, np.dtype(dtype), xp)
 
 
-def _sinusoids(features: int, context: int) -> Any:
-    """The initial embeddings of positions: a query then finds the previous token after few steps of training."""
-    channel = np.arange(features)[:, None]
-    angles = np.arange(context) / 200.0 ** (channel // 2 * 2 / features)
-    return np.float32(0.7) * np.where(channel % 2, np.cos(angles), np.sin(angles)).astype(np.float32)
+def rotated_attention(rope: Rope) -> Attend:
+    """Causal attention of queries and keys that are rotated by their positions, from 0 to S - 1."""
+    back = rope.transposed()
+
+    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        out, pullback = attention_vjp(apply_rope(q, rope), apply_rope(k, rope), v, causal=True)
+
+        def pullback_of_all(dout: Any) -> tuple[Any, Any, Any]:
+            dq, dk, dv = pullback(dout)
+            return apply_rope(dq, back), apply_rope(dk, back), dv
+
+        return out, pullback_of_all
+
+    return attend
 
 
 def cross_entropy(logits: Any, wanted: Any, xp: Any) -> tuple[Any, Any]:
@@ -320,14 +321,9 @@ def train(
     model = untrained(passage, sizes=sizes, dtype=dtype, xp=xp, seed=training.seed)
     weights, losses = model.weights, []
     mean, square = ({name: xp.zeros_like(weight) for name, weight in weights.items()} for _ in range(2))
-    positions = xp.arange(sizes.context, dtype=np.int32)[:, None]
-
-    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-        return attention_vjp(q, k, v, causal=True)
-
     for step, pieces in enumerate(_pieces(model.encode(passage), sizes, training)):
         tokens, wanted = xp.asarray(pieces[:-1]), xp.asarray(pieces[1:])
-        logits, pullback = model.forward(tokens, positions[: len(tokens)], attend)
+        logits, pullback = model.forward(tokens, rotated_attention(sizes.rope))
         loss, dlogits = cross_entropy(logits, wanted, xp)
         rate = training.rate_of(step)
         for name, g in pullback(dlogits).items():

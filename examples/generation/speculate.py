@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .decoder import Decoder, depths_of
+from cupy_sdpa import tree_depths
+
+from .decoder import Decoder
 
 
 class Speculated(NamedTuple):
@@ -145,7 +147,7 @@ def speculate(
         noise: ``(count, C, B)``, added to the logits; by default the most likely tokens are taken.
     """
     parents = branches(width, proposals)
-    depths, size = depths_of(parents), len(parents)
+    depths, size = tree_depths(parents)[:, 0].tolist(), len(parents)
     step, xp, cache = decoder.tree_step(parents), decoder.model.xp, decoder.cache
     written = [[token] for token in first]
     accepted = proposed = steps = 0

@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from command_line import ROOT, python, run
 
-from cupy_sdpa import attention, attention_vjp
 from examples.generation.decoder import CHUNK, Decoder
-from examples.generation.gpt import GPT, Sizes, Training, cast, cross_entropy, initial, read_text, split, train
+from examples.generation.gpt import (
+    GPT,
+    Sizes,
+    Training,
+    cast,
+    cross_entropy,
+    initial,
+    read_text,
+    rotated_attention,
+    split,
+    train,
+)
 from examples.generation.serve import Request, gumbel, serve
 from examples.generation.speculate import NGrams, speculate
 
@@ -156,9 +166,7 @@ def test_gradients_of_generation():
 
     def passes(weights):
         model = GPT(small.sizes, small.vocabulary, weights, small.dtype, np)
-        logits, pullback = model.forward(
-            tokens[:-1], np.arange(6)[:, None], lambda layer, *qkv: attention_vjp(*qkv, causal=True)
-        )
+        logits, pullback = model.forward(tokens[:-1], rotated_attention(small.sizes.rope))
         loss, dlogits = cross_entropy(logits, tokens[1:], np)
         return loss, lambda: pullback(dlogits)
 
@@ -172,7 +180,7 @@ def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
     model = cast(model, dtype)
     length, batch = CHUNK + 12, 2
     tokens = np.stack([words[:length], words[300 : 300 + length]], axis=1)
-    full, _ = model.forward(tokens, np.arange(length)[:, None], lambda layer, *qkv: (attention(*qkv, causal=True), None))
+    full, _ = model.forward(tokens, rotated_attention(model.sizes.rope))
     decoder = Decoder(model, batch)
     found = []
     for start, end in ((0, CHUNK), (CHUNK, CHUNK + 5), *((i, i + 1) for i in range(CHUNK + 5, length))):
