@@ -3,7 +3,8 @@
 ``help(cupy_sdpa.attention)`` shows one function. The functions and classes are:
 
 ============  ========================================================================================================
-attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, widen, weight_sums
+attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, widen, weight_sums,
+              weight_entropy
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
 inference     KVCache, Rope, apply_rope, tree_depths, shared_prefix_attention, merge
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
@@ -52,6 +53,7 @@ __all__ = [
     "shared_prefix_attention",
     "tree_depths",
     "tree_mask",
+    "weight_entropy",
     "weight_sums",
     "weight_sums_problems",
     "widen",
@@ -77,7 +79,7 @@ _NAMES = {
     "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
     "tree": ("tree_depths", "tree_mask"),
     "vjp": ("Pullback", "attention_vjp"),
-    "weights": ("weight_sums", "weight_sums_problems"),
+    "weights": ("weight_entropy", "weight_sums", "weight_sums_problems"),
 }
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
@@ -114,7 +116,7 @@ if TYPE_CHECKING:
     from .tree import tree_depths, tree_mask
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
-    from .weights import weight_sums, weight_sums_problems
+    from .weights import weight_entropy, weight_sums, weight_sums_problems
 else:
     from . import problem
 

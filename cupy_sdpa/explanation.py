@@ -208,7 +208,8 @@ def explain_function(
 
     Args:
         function: :func:`cupy_sdpa.attention`, ``attention_backward``, ``attention_jvp``, ``weight_sums``,
-            :func:`cupy_sdpa.shared_prefix_attention` or :func:`cupy_sdpa.fp8.attention`, also in a ``functools.partial``.
+            ``weight_entropy``, :func:`cupy_sdpa.shared_prefix_attention` or :func:`cupy_sdpa.fp8.attention`, also in a
+            ``functools.partial``.
         arguments, options: its arguments.
         gpu, cudnn: as for :func:`explain`.
 

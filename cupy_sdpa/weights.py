@@ -1,4 +1,4 @@
-"""The weights of attention, summed over the queries for every key: attention with queries and keys in each other's place."""
+"""What the weights of attention are: their sums over the queries, for every key, and their entropy, for every query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .boundary.libraries import library_of
 from .boundary.options import Options, check_names, read_band, read_flag, read_scale, takes_options
 from .boundary.user_functions import FUNCTIONS, kept_options
 from .errors import Unsupported
-from .kernels.weights_kernel import exponentials, gathered, negated_rows
+from .kernels.weights_kernel import exponentials, gathered, negated_rows, row_entropies
 from .problem.problem import Problem, row_stats_dtype, row_stats_shape
 from .problem.view import View
 from .programs.block_mask_calls import dense_options
@@ -44,6 +44,13 @@ _REFUSED = {
     "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
 }
 
+#: The options that change scores by other numbers than the product of q and k, so that their mean is not known.
+_OTHER_SCORES = ("alibi_slopes", "bias", "score_mod", "softcap")
+_OF_ENTROPY = _REFUSED | dict.fromkeys(
+    _OTHER_SCORES,
+    "the mean score follows from the output with k as values only if scores are scale * q k: omit it. Pass masks as mask= or "
+    "mask_mod=",
+)
 #: The options that are not taken.
 _NOT_TAKEN = (*_REFUSED, "seed", "offset")
 
@@ -82,15 +89,18 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     array([1.8333, 0.8333, 0.3333], dtype=float32)
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
-    _refuse(options)
+    _refuse("weight_sums", options, _REFUSED)
+    _refuse_packed_queries(options)
     if "engine" in options:
         return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
-    others: dict[str, Any] = {name: x for name, x in options.items() if name == "layout" or name not in _REFUSED}
+    return results_of(_call((q, k), _taken("weight_sums", q, options), per_kv_head=per_kv_head))[0]
+
+
+def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call, without the values of others that are as good as none; q must be an array of numpy or CuPy."""
     if library_of(q) is not None:
-        raise TypeError(
-            "q is an array of another library; weight_sums takes numpy and CuPy arrays: share it with cupy.from_dlpack"
-        )
-    return results_of(_call((q, k), others, per_kv_head=per_kv_head))[0]
+        raise TypeError(f"q is an array of another library; {name} takes numpy and CuPy arrays: share it with cupy.from_dlpack")
+    return {option: x for option, x in options.items() if option == "layout" or option not in _REFUSED}
 
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
@@ -141,15 +151,87 @@ def weight_sums_problems(
     """
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
-    _refuse(own)
+    _refuse("weight_sums", own, _REFUSED)
+    _refuse_packed_queries(own)
     return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    """Check that there are only supported options."""
-    for name, remedy in _REFUSED.items():
-        if is_passed(name, options.get(name)) and (name != "layout" or other_layout(options)):
-            raise Unsupported(f"weight_sums is not supported with {name}: {remedy}")
+@takes_options(without=(*_NOT_TAKEN, *_OTHER_SCORES))
+def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
+    r"""Compute the entropy of the weights of each query: near 0 if one key gets all attention, log(n) for n equal weights.
+
+    .. math:: H_i = -\sum_j P_{ij} \log P_{ij} = L_i - \sum_j P_{ij} s_{ij} = L_i - \text{scale} \; q_i \cdot o_i,
+              \qquad o_i = \sum_j P_{ij} k_j
+
+    with the scores s and the log-sum-exp L of :func:`cupy_sdpa.attention`, including masks. One forward pass, with k as values,
+    computes L and o. A sink counts as one more key. Low entropies of many queries are a sign of training that becomes unstable.
+
+    The result has the rounding errors of o, a 16-bit array for 16-bit q and k: about :math:`2^{-9}` (bfloat16) or
+    :math:`2^{-12}` (float16) times :math:`\text{scale} \, |q_i| |o_i|`. Results below 0 by rounding are 0.
+
+    Args:
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages.
+        options: as for :func:`cupy_sdpa.attention`, except ``layout``, ``compute_dtype``, ``batch_invariant``, ``num_splits``
+            and dropout, and except ``bias``, ``alibi_slopes``, ``softcap`` and ``score_mod``: the mean of other scores than
+            :math:`\text{scale} \, q k` does not follow from o. ``block_mask`` is computed as a dense mask.
+
+    Returns:
+        float32, or float64 for float64 arrays: ``(Sq, Hq, B)``, or ``(Hq, Tq)`` of packed sequences, as the log-sum-exp. 0 for
+        queries that attend to no key, also those of padding. The plan is that of ``problem(q, k, k, return_stats=True)`` with
+        the same options.
+
+    Raises:
+        TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; or an option is not supported.
+
+    Source: Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy Collapse".
+
+    >>> import numpy as np
+    >>> from cupy_sdpa import weight_entropy
+    >>> q, k = (np.zeros((8, 1, n, 1), np.float32, order="F") for n in (3, 3))
+    >>> np.exp(weight_entropy(q, k, causal=True)).ravel().round(4)
+    array([1., 2., 3.], dtype=float32)
+    """
+    _refuse("weight_entropy", options, _OF_ENTROPY)
+    if "engine" in options:
+        return convert(weight_entropy, {"q": q, "k": k}, options, ("entropies",))
+    return results_of(_entropy_call((q, k), _taken("weight_entropy", q, options)))[0]
+
+
+@operation(weight_entropy, ("q", "k"), {})
+def _entropy_call(arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
+    """A call of :func:`weight_entropy` as a value."""
+    return Call(CallKey(("weight entropy",), ("q", "k"), arrays, options), _parse_entropy, decide=_decide)
+
+
+def _parse_entropy(key: CallKey) -> ReadCall:
+    """Check the arguments of :func:`weight_entropy`."""
+    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
+    q, k = views["q"], views["k"]
+    read_forward(q, k, k, options, return_stats=True)
+    entropies = View.dense("entropies", row_stats_shape(q.shape), row_stats_dtype(q.dtype), q.storage.device)
+    build = functools.partial(_add_entropy_steps, q=q, k=k, entropies=entropies, options=options)
+    return composed(key, arrays, views, {"entropies": entropies}, build)
+
+
+def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, options: Mapping[str, Any]) -> None:
+    """Add the steps of :func:`weight_entropy`."""
+    stats, out = builder.temporary(entropies.shape, entropies.dtype), builder.temporary(q.shape, q.dtype)
+    builder.part = "the mean key of each query"
+    builder.attend("attention", q, k, k, options, out=out, stats=stats)
+    builder.part = "entropy"
+    scale = read_scale(options.get("scale"), q.shape[0])
+    builder.run(row_entropies, entropies, stats, q, out, options.get("sinks"), scale, writes=[entropies])
+
+
+def _refuse(name: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Check that there are only supported options; ``refused`` has what to do about the others."""
+    for option, remedy in refused.items():
+        if is_passed(option, options.get(option)) and (option != "layout" or other_layout(options)):
+            raise Unsupported(f"{name} is not supported with {option}: {remedy}")
+
+
+def _refuse_packed_queries(options: Mapping[str, Any]) -> None:
+    """Check that queries are not packed if keys are in pages."""
     if options.get("page_table") is not None and options.get("cu_seqlens_q") is not None:
         raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
 

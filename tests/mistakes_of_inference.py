@@ -21,6 +21,7 @@ from cupy_sdpa import (
     shared_prefix_attention,
     tree_depths,
     tree_mask,
+    weight_entropy,
     weight_sums,
     weight_sums_problems,
 )
@@ -238,6 +239,16 @@ def summed(**options):
 
 ROWS += [
     row("weight_sums", "a bias", summed(bias=np.zeros((7, 6, 1, 1), "f4")), Unsupported, "with bias", "score function"),
+    *[row("weight_entropy", f"with {name}", lambda x, name=name, value=value: weight_entropy(x.q, x.k, **{name: value}), Unsupported, f"with {name}", words)
+      for name, value, words in (
+          ("bias", np.zeros((7, 6, 1, 1), "f4"), "only if scores are scale * q k"), ("softcap", 2.0, "only if scores are scale * q k"),
+          ("alibi_slopes", np.ones(4, "f4"), "only if scores are scale * q k"), ("score_mod", lambda s, b, h, i, j: s, "Pass masks as mask="),
+          ("batch_invariant", True, "a call of its own"), ("layout", "bshd", "(head_dim, heads, seq, batch)"),
+      )],
+    row("weight_entropy", "dropout", lambda x: weight_entropy(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
+    row("weight_entropy", "values as a third array", lambda x: weight_entropy(x.q, x.k, x.v), TypeError, "3 arguments are passed by position"),
+    row("weight_entropy", "keys of another head dim", lambda x: weight_entropy(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
+    row("weight_entropy", "numpy keys with CuPy queries", lambda x: weight_entropy(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
     row("weight_sums", "an invariant call", summed(batch_invariant=True), Unsupported, "with batch_invariant", "a call of its own"),
     row("weight_sums", "dropout", summed(dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
     row("weight_sums", "a layout in C order", summed(layout="bshd"), Unsupported, "with layout", "(head_dim, heads, seq, batch)"),

@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"paged": (16, "heads", "random", 0, "mixed", False, False), "shared_prefix": 2, "causal": "bottom_right"},
     },
     "weight sums": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "backward": False, "options": {"weight_sums": "key heads"}},
+    "entropy": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "backward": False, "options": {"weight_entropy": True, "sinks": "normal"}},
 }  # fmt: skip
 
 #: Blocks that are attended to.
@@ -275,7 +276,7 @@ class Calls:
         values = {"d": 16, "backward": True, **CASES[name]}
         values["dv"] = values["d"]
         options = {**values.pop("options"), **options}
-        if preallocated and "weight_sums" not in options:
+        if preallocated and not {"weight_sums", "weight_entropy"} & options.keys():
             options["preallocated"] = True
         self.engine, self.runner = engine, Runner(engine.case(**values, options=options))
         self.passes = 1 + self.runner.case.backward

@@ -57,7 +57,7 @@ GIVEN = Form(lambda x: x, lambda x: x)
 WITHOUT_BATCH = Form(lambda x: x[..., 0], lambda x: x[..., None])
 IN_C_ORDER = Form(lambda x: x.T, lambda x: x.T, "bshd")
 #: Features whose calls take packed sequences, pages, FP8 arrays or a part of every sequence, or have no ``layout=``.
-ONE_FORM = frozenset(("packed", "paged", "cache", "fp8", "parallel", "weight_sums", "merge", "shared_prefix"))
+ONE_FORM = frozenset(("packed", "paged", "cache", "fp8", "parallel", "weight_sums", "weight_entropy", "merge", "shared_prefix"))
 
 
 def other_form(case: Case) -> Form:
@@ -143,6 +143,10 @@ class CaseRunner:
             per_kv_head = case.options["weight_sums"] == "key heads"
             options.pop("num_splits", None)
             return {"weights": cupy_sdpa.weight_sums(q, k, per_kv_head=per_kv_head, **options)}
+        if "weight_entropy" in case.options:
+            self.count += 1
+            options.pop("num_splits", None)
+            return {"entropy": cupy_sdpa.weight_entropy(q, k, **options)}
         if "parallel" in case.options:
             self.count += 1 + case.backward
             return in_group(case, views, options, self.backward_options if case.backward else {}, vjp=again)
@@ -259,6 +263,9 @@ def problems(case: Case) -> list[Any]:
     if "weight_sums" in case.options:
         options.pop("num_splits", None)
         return list(cupy_sdpa.weight_sums_problems(q, k, **options))
+    if "weight_entropy" in case.options:
+        options.pop("num_splits", None)
+        return [cupy_sdpa.problem(q, k, k, return_stats=True, **options)]
     if "fp8" in case.options:
         stats = stats or "mean" in case.options
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]

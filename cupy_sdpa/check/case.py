@@ -29,6 +29,7 @@ The options of a case are literals. Their values:
 ``merge``           the number of parts of the keys, whose results are merged
 ``cache``           the fields of :class:`Cache`: the keys are appended to a ``KVCache``
 ``weight_sums``     ``"query heads"`` or ``"key heads"``: the call is ``weight_sums``, for the sums of these heads
+``weight_entropy``  True: the call is ``weight_entropy``
 ``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
 ``preallocated``    True: results are written to preallocated arrays
 ``offset``          a number that is added to the products of all queries and keys, by the first element of the head dim

@@ -10,7 +10,7 @@ from .case import GRADIENTS, REQUIRES
 #: ``"pairs"`` is the next pair of options, ``"few"`` is each option with a probability of 4 %.
 SHARES = {
     "pairs": 26, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 8, "parallel": 10, "shared_prefix": 4, "merge": 4,
-    "cache": 6, "weight_sums": 4, "tree": 2,
+    "cache": 6, "weight_sums": 2, "weight_entropy": 2, "tree": 2,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
@@ -32,6 +32,10 @@ ONLY_WITH = {
     "weight_sums": {
         "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
         "paged", "alibi_slopes", "score_mod", "mask_mod", "block_mask", "bucket", "offset",
+    },
+    "weight_entropy": {
+        "scale", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed", "paged",
+        "mask_mod", "block_mask", "bucket", "offset",
     },
     "parallel": {
         *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",

@@ -37,7 +37,7 @@ TINY = 0.3
 #: Numbers of keys with a single query; 40 % of those cases have one of these.
 DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024, 1025, 4096)
 #: The options that have no gradients.
-FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache", "weight_sums"}
+FORWARD_ONLY = {"paged", "jvp", "fp8", "merge", "shared_prefix", "cache", "weight_sums", "weight_entropy"}
 #: The described GPUs that problems are planned for. The H200, whose description was read from a real GPU, is more frequent.
 GPUS = ("h200", "h200", "a100", "b200", "l40s", "rtx5090", "a10")
 
@@ -322,6 +322,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "merge": lambda sampler: sampler.pick(1, 2, 3, 8, 9, 20),
     "cache": _cache,
     "weight_sums": lambda sampler: sampler.pick("query heads", "query heads", "key heads"),
+    "weight_entropy": lambda sampler: True,
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),

@@ -272,6 +272,18 @@ class Results:
             sums = self.p.sum(axis=-2)
             of_heads = sums.sum(axis=2) if options["weight_sums"] == "key heads" else inputs.merge_heads(sums)
             self.values["weights"] = inputs.to_call_shape(self._round_stats(of_heads), 1)
+        if "weight_entropy" in options:
+            self.values["entropy"] = inputs.to_call_shape(inputs.merge_heads(self._entropy()), 0)
+
+    def _entropy(self) -> Array:
+        """The entropy of each row of weights, in which a sink is a key; with roundings from the mean key."""
+        if self.dtype is None:
+            terms = [p * np.log(np.where(p > 0, p, 1)) for p in (self.p, self.sink_weight)]
+            return -np.asarray(terms[0].sum(axis=-1) + terms[1][..., 0])
+        mean = self.work.type(self.inputs.scale) * (self.q * self._round(self.p @ self.k)).sum(axis=-1)
+        of_sink = (self.sink_weight * np.where(np.isneginf(self.sink), 0, self.sink))[..., 0]
+        found = np.where(np.isneginf(self.stats), 0, self.stats) - mean - of_sink
+        return self._round_stats(np.where(found < 0, 0, found))
 
     def _sink(self) -> Array:
         """The scores of the sinks; -inf where there is no sink."""

@@ -98,6 +98,8 @@ class _Floors:
         if "weight_sums" in self.inputs.case.options:
             terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * self.work)).sum(axis=-2)
             floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * self.work * _max_abs(values["weights"])
+        if "weight_entropy" in self.inputs.case.options:
+            floors["entropy"] = self._entropy(2 * _finite_max(of_rows) + 4 * self.work * _max_abs(values["stats"]))
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
                 floors[name] += 2 * self.half * _max_abs(values[name])
@@ -106,6 +108,15 @@ class _Floors:
             if self.inputs.case.paged:  # the results of chunks are rounded before they are merged
                 floors["out"] += 2 * self.half * _max_abs((self.keep * p) @ np.abs(self.inputs.v))
         return floors
+
+    def _entropy(self, of_stats: float) -> float:
+        """The floor of the entropy of each row: the errors of L, and of the mean score, from those of the mean key."""
+        inputs, p = self.inputs, self.p
+        weights = (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0)) ** 2
+        of_keys = weights @ inputs.k**2 + (2 * self.half * (p @ inputs.k)) ** 2 + self.subnormal**2
+        of_mean = abs(inputs.scale) * np.sqrt((of_keys * inputs.q**2).sum(axis=-1))
+        magnitude = abs(inputs.scale) * np.abs(inputs.q * (p @ inputs.k)).sum(axis=-1)
+        return of_stats + DEVIATIONS * _finite_max(of_mean) + 4 * self.work * (1 + _finite_max(magnitude))
 
     def _gradients(self, of_out: Array) -> dict[str, float]:
         """The floors of the gradients, from the standard deviation of the error of the output."""
@@ -210,5 +221,7 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
         "dq": queries[: case.d], "dk": keys[: case.d], "dv": keys[: case.dv],
     }  # fmt: skip
     if "sinks" not in case.options:
-        exact |= dict.fromkeys(("stats", "max", "sum_exp"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0)
+        exact |= dict.fromkeys(
+            ("stats", "max", "sum_exp", "entropy"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0
+        )
     return exact

@@ -1,4 +1,4 @@
-"""CUDA kernels of the weights summed over the queries, and the same functions for numpy arrays."""
+"""CUDA kernels of the sums of weights and of their entropy, and the same functions for numpy arrays."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime
-from ..runtime.cuda_code import cuda_kernel
+from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
+from ..runtime.dtypes import TYPES
 
 #: The negated number x; -inf of -inf.
 _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"
@@ -114,3 +116,83 @@ def _gathered_kernel() -> str:
             const unsigned short* const from = pages + page * page_step + token % size * token_step + head * head_step;
             for (int c = threadIdx.x; c < dim; c += 32) to[c] = page < 0 ? 0 : from[c * dim_step];
         }"""
+
+
+#: The arrays of :func:`row_entropies` as the kernel reads them: addresses, lengths, and strides in elements.
+_ROWS = Struct(
+    "Rows",
+    "entropies stats q out sinks sink_step dim heads tokens rows to_token to_head to_batch row_token row_head row_batch "
+    "q_head q_token q_batch out_head out_token out_batch",
+)
+
+
+def row_entropies(entropies: Any, stats: Any, q: Any, out: Any, sinks: Any, scale: float) -> None:
+    """Write the entropy of the weights of each query, ``L - scale q . out``, and the term of the sink; one launch.
+
+    Args:
+        entropies, stats: ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides. The log-sum-exp is
+            -inf where there is no query, or one without keys.
+        q, out: ``(D, Hq, Sq, B)`` or packed ``(D, Hq, Tq)``, float16 or bfloat16 with unit stride along D (numpy: any). ``out``
+            is the mean of the keys with the weights.
+        sinks: float32 ``(Hq,)``, or None.
+        scale: the factor of the scores.
+    """
+    if not cupy_runtime.is_array(entropies):
+        _row_entropies_on_numpy(entropies, stats, q, out, sinks, scale)
+        return
+    if not entropies.size:
+        return
+    dim, heads, tokens = q.shape[:3]
+    rows = [_steps_of_rows(x) for x in (entropies, stats)]
+    vectors = [[stride // x.itemsize for stride in (*x.strides[1:], 0)[:3]] for x in (q, out)]
+    step = 0 if sinks is None else sinks.strides[0] // 4
+    numbers = dim, heads, tokens, entropies.size
+    record = _ROWS(entropies, stats, q, out, sinks, step, *numbers, *rows[0], *rows[1], *vectors[0], *vectors[1])
+    grid = (min(-(-entropies.size // 8), 1 << 16),)
+    _row_entropies_kernel(dtype_name(q.dtype))(grid, (32, 8), (record, np.float32(scale)))
+
+
+def _steps_of_rows(x: Any) -> tuple[int, int, int]:
+    """The strides in elements along tokens, heads and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
+    first, second, *batch = (stride // x.itemsize for stride in x.strides)
+    return (first, second, batch[0]) if batch else (second, first, 0)
+
+
+def _row_entropies_on_numpy(entropies: Any, stats: Any, q: Any, out: Any, sinks: Any, scale: float) -> None:
+    work = entropies.dtype
+    with np.errstate(invalid="ignore", over="ignore"):  # the padding of q may be anything
+        mean = scale * (q.astype(work) * out.astype(work)).sum(axis=0)
+        found = stats - (mean.transpose(1, 0, 2) if mean.ndim == 3 else mean)
+        if sinks is not None:
+            of_rows = sinks.astype(work).reshape((1, -1, 1) if mean.ndim == 3 else (-1, 1))
+            found = found - np.where(np.isneginf(of_rows), 0, np.exp(of_rows - stats) * of_rows)
+        entropies[...] = np.where(np.isneginf(stats), 0, np.where(found < 0, 0, found))
+
+
+@cuda_kernel
+def _row_entropies_kernel(dtype: str) -> str:
+    """The kernel of :func:`row_entropies`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
+    of = TYPES[dtype]
+    return f"""{of.header}{_ROWS}
+        extern "C" __global__ void cupy_sdpa_row_entropies(const Rows r, float scale) {{
+            const float none = __int_as_float(0xff800000);
+            for (long long first = blockIdx.x * (long long)blockDim.y; first < r.rows; first += gridDim.x * blockDim.y) {{
+                const bool exists = first + threadIdx.y < r.rows;  // every thread of the block takes part in the sums
+                const long long row = exists ? first + threadIdx.y : first;
+                const long long h = row % r.heads, s = row / r.heads % r.tokens, b = row / r.heads / r.tokens;
+                const {of.name}* const q = (const {of.name}*)r.q + h * r.q_head + s * r.q_token + b * r.q_batch;
+                const {of.name}* const out = (const {of.name}*)r.out + h * r.out_head + s * r.out_token + b * r.out_batch;
+                float mean = 0;
+                for (int d = threadIdx.x; d < r.dim; d += 32) mean += (float)q[d] * (float)out[d];
+                for (int step = 16; step; step /= 2) mean += __shfl_xor_sync(0xffffffffu, mean, step);
+                if (!exists || threadIdx.x) continue;
+                const float stats = ((const float*)r.stats)[s * r.row_token + h * r.row_head + b * r.row_batch];
+                float found = stats - scale * mean;
+                if (r.sinks) {{
+                    const float sink = ((const float*)r.sinks)[h * r.sink_step];
+                    if (sink != none) found -= expf(sink - stats) * sink;
+                }}
+                if (stats == none || found < 0) found = 0;
+                ((float*)r.entropies)[s * r.to_token + h * r.to_head + b * r.to_batch] = found;
+            }}
+        }}"""

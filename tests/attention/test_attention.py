@@ -120,7 +120,7 @@ def test_the_public_names_are_these():
         "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain", "explain_function",
         "get_plan_cache", "jvp_problems", "merge", "page_table_from_lists", "prepare", "problem", "shared_prefix_attention", "tree_depths",
         "tree_mask",
-        "weight_sums", "weight_sums_problems", "widen",
+        "weight_entropy", "weight_sums", "weight_sums_problems", "widen",
     ]  # fmt: skip
     assert sorted(cupy_sdpa.__all__) == called
     assert dir(cupy_sdpa) == sorted([*called, *TYPES, *MODULES])

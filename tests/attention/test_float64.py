@@ -13,11 +13,12 @@ from cupy_sdpa import (
     merge,
     nnlib,
     prepare,
+    weight_entropy,
     weight_sums,
 )
 
 #: What is combined with an offset; everything else is drawn.
-FEATURES = ("deterministic", "jvp", "weight_sums", "merge", "shared_prefix", "block_mask", "packed", "sinks")
+FEATURES = ("deterministic", "jvp", "weight_sums", "weight_entropy", "merge", "shared_prefix", "block_mask", "packed", "sinks")
 interpreted = pytest.mark.parametrize(
     "engine", ["numpy", pytest.param("interpreted", marks=[pytest.mark.slow, pytest.mark.in_turn(2)])], indirect=True
 )
@@ -58,6 +59,7 @@ def log_sum_exps(q, k, v):
         "derivative": attention_jvp(q, k, v, q, return_stats=True)[2],
         "merge": merge(*zip(*pair, strict=True), return_stats=True)[1],
         "sums of weights": weight_sums(q, k),
+        "entropy": weight_entropy(q, k),
     }
 
 

@@ -72,6 +72,7 @@ def test_both_passes_stay_inside(offsets, options, dtype, engine):
 OTHERS = {
     "attention_jvp": lambda q, k, v, packed: cupy_sdpa.attention_jvp(q, k, v, q, k, v, **packed),
     "weight_sums": lambda q, k, v, packed: cupy_sdpa.weight_sums(q, k, **packed),
+    "weight_entropy": lambda q, k, v, packed: cupy_sdpa.weight_entropy(q, k, **packed),
     "dropout_mask": lambda q, k, v, packed: cupy_sdpa.dropout_mask(q, k, dropout_p=0.5, seed=1, **packed),
     "apply_rope": lambda q, k, v, packed: cupy_sdpa.apply_rope(q, cupy_sdpa.Rope(16), cu_seqlens=packed["cu_seqlens_q"]),
     "converted": lambda q, k, v, packed: cupy_sdpa.attention(

@@ -13,6 +13,7 @@ from cupy_sdpa import (
     explain,
     fp8,
     prepare,
+    weight_entropy,
     weight_sums,
     zoo,
 )
@@ -139,6 +140,7 @@ def test_other_functions_compute_a_dense_mask(engine):
     for call in (
         lambda **options: prepare(q, q, q, bias=bias, **options)(q, q, q),
         lambda **options: weight_sums(q, q, **options),
+        lambda **options: weight_entropy(q, q, **options),
         lambda **options: attention_jvp(q, q, q, q, q, q, bias=bias, **options)[1],
         lambda **options: attention(
             *[q.T] * 3, layout="bshd", bias=bias.T, **{name: x if name[0] == "b" else x.T for name, x in options.items()}

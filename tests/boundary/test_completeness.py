@@ -21,6 +21,7 @@ from cupy_sdpa import (
     fp8,
     prepare,
     shared_prefix_attention,
+    weight_entropy,
     weight_sums,
     widen,
 )
@@ -115,6 +116,12 @@ def prepared(**options):
     return prepare(q, k, v, **options)(q, k, v)
 
 
+def entropy(**options):
+    if "tensors" in options:  # of a mask function, because score functions are excluded
+        options = options | {"mask_mod": lambda b, h, q_idx, kv_idx, slopes: (slopes[h] > 1) | (kv_idx > 9), "score_mod": None}
+    return weight_entropy(*arrays_of(options)[:2], **options)
+
+
 def sums(**options):
     return weight_sums(*arrays_of(options)[:2], **options)
 
@@ -141,20 +148,18 @@ def in_a_group(**options):
 
 CALLS = {
     "attention": forward, "attention_backward": backward, "attention_vjp": pullback, "attention_jvp": derivative,
-    "prepare": prepared, "weight_sums": sums, "block masks": by_blocks, "FP8": in_fp8, "compute_dtype": in_half,
-    "groups": in_a_group,
+    "prepare": prepared, "weight_sums": sums, "weight_entropy": entropy, "block masks": by_blocks, "FP8": in_fp8,
+    "compute_dtype": in_half, "groups": in_a_group,
 }  # fmt: skip
 #: The options that a call does not take, and a part of what its error says.
 EXCLUDED = {
     **{(call, option): "page_table" for call in ("attention_backward", "attention_vjp", "attention_jvp", "groups")
        for option in ("page_table", "num_splits")},
-    ("weight_sums", "bias"): "score function",
-    ("weight_sums", "dropout_p"): "before dropout",
-    ("weight_sums", "dropout_mask"): "before dropout",
-    ("weight_sums", "num_splits"): "omit it",
-    ("weight_sums", "batch_invariant"): "a call of its own",
-    ("weight_sums", "layout"): "(head_dim, heads, seq, batch)",
-    ("weight_sums", "compute_dtype"): ".astype",
+    **{(call, option): words for call in ("weight_sums", "weight_entropy") for option, words in {
+        "bias": "score", "dropout_p": "before dropout", "dropout_mask": "before dropout", "num_splits": "omit it",
+        "batch_invariant": "a call of its own", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
+    }.items()},
+    **{("weight_entropy", option): "only if scores are scale * q k" for option in ("alibi_slopes", "score_mod", "softcap")},
     ("block masks", "cu_seqlens_q"): "140 queries",
     ("block masks", "num_splits"): "mask",
     ("FP8", "batch_invariant"): "factors",
@@ -215,7 +220,7 @@ def widened(**options):
 
 #: The public functions that take options of calls.
 FUNCTIONS = {
-    **{name: CALLS[name] for name in ("attention", "attention_backward", "attention_vjp", "attention_jvp", "prepare", "weight_sums")},
+    **{name: CALLS[name] for name in ("attention", "attention_backward", "attention_vjp", "attention_jvp", "prepare", "weight_sums", "weight_entropy")},
     "explain": described(cupy_sdpa.explain), "problem": described(cupy_sdpa.problem),
     "jvp_problems": described(functools.partial(cupy_sdpa.jvp_problems, deterministic=True)),
     "weight_sums_problems": described(cupy_sdpa.weight_sums_problems, 2),
@@ -242,7 +247,7 @@ def test_every_function_with_options_is_listed():
     for prefix, module in {"": cupy_sdpa, "fp8.": fp8}.items():
         for name in module.__all__:
             value = getattr(module, name)
-            if inspect.isfunction(value) and {"softcap", "options"} & inspect.signature(value).parameters.keys():
+            if inspect.isfunction(value) and {"causal", "softcap", "options"} & inspect.signature(value).parameters.keys():
                 found.add(prefix + name)
     assert found - {"dropout_mask", "block_mask", "explain_function"} == FUNCTIONS.keys()
 

@@ -116,6 +116,7 @@ WITH_OPTIONS = {
     "attention_jvp": (cupy_sdpa.attention_jvp, {**DENSE, "dq": Q, "dk": Q, "dv": Q}),
     "attention_jvp of v": (cupy_sdpa.attention_jvp, {**DENSE, "dv": Q}),
     "weight_sums": (cupy_sdpa.weight_sums, {"q": Q, "k": Q}),
+    "weight_entropy": (cupy_sdpa.weight_entropy, {"q": Q, "k": Q}),
     "prepare": (prepared, DENSE),
     "explain": (explained, DENSE),
     "fp8.attention": (in_fp8, dict.fromkeys("qkv", FP8)),

@@ -268,7 +268,7 @@ class Launch:
     """
 
     def __init__(self, source: str, name: str) -> None:
-        threads = "with_barriers" if "__sync" in source else "in_turn"
+        threads = "with_barriers" if "_sync" in source else "in_turn"  # also of __shfl_xor_sync
         self._name = name
         self._library = compiled(f"{source}\n#define KERNEL {name}\n#define RUN_BLOCK {threads}\n{_LAUNCH}")
         self._library.fake_launch.restype = ctypes.c_ulonglong
