@@ -90,7 +90,6 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
     _refuse("weight_sums", options, _REFUSED)
-    _refuse_packed_queries(options)
     if "engine" in options:
         return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     return results_of(_call((q, k), _taken("weight_sums", q, options), per_kv_head=per_kv_head))[0]
@@ -118,6 +117,8 @@ def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[st
 
 def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     """Check the arguments of :func:`weight_sums`."""
+    if key.options.get("page_table") is not None and key.options.get("cu_seqlens_q") is not None:
+        raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), key.options))
     q, k = views["q"], views["k"]
     read_forward(q, k, k, options, return_stats=True)
@@ -152,7 +153,6 @@ def weight_sums_problems(
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
     _refuse("weight_sums", own, _REFUSED)
-    _refuse_packed_queries(own)
     return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 
 
@@ -228,12 +228,6 @@ def _refuse(name: str, options: Mapping[str, Any], refused: Mapping[str, str]) -
     for option, remedy in refused.items():
         if is_passed(option, options.get(option)) and (option != "layout" or other_layout(options)):
             raise Unsupported(f"{name} is not supported with {option}: {remedy}")
-
-
-def _refuse_packed_queries(options: Mapping[str, Any]) -> None:
-    """Check that queries are not packed if keys are in pages."""
-    if options.get("page_table") is not None and options.get("cu_seqlens_q") is not None:
-        raise Unsupported("weight_sums is not supported with page_table and cu_seqlens_q: pass dense q with seq_lens_q=")
 
 
 def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:

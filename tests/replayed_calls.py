@@ -24,6 +24,7 @@ from cupy_sdpa import (
     fp8,
     layout,
     nnlib,
+    tree_depths,
     tree_mask,
     widen,
     zoo,
@@ -137,6 +138,13 @@ def of_a_tree(x, **options):
     return (attention(x["q"], x["k"], x["v"], seq_lens_kv=x["lengths"], **x.held[-1], **options),)
 
 
+def rotated_in_a_tree(x):
+    """A rotation by the positions in a tree of parents on the device."""
+    x.held.append(tree_depths(x["parents"]))
+    x.held.append(x["lengths"] + x.held[-1])
+    return (apply_rope(x["q"], Rope(8), positions=x.held[-1]),)
+
+
 def in_fp8(x, **options):
     """Attention in FP8, of arrays that are converted."""
     x.held += fp8.quantize_qkv(x["q"], x["k"], x["v"], rotate=True)
@@ -212,12 +220,16 @@ FUNCTIONS = {
         of_a_tree,
     ),
     "rotation": ({"q": QKV["q"], "lengths": LENGTHS}, lambda x: (apply_rope(x["q"], Rope(8), end=x["lengths"]),)),
+    "rotation of a tree": (
+        {"q": (16, 4, 4, 2), "lengths": LENGTHS, "parents": tuple(np.asfortranarray(x, np.int32) for x in ([[-1, -1], [0, 0], [0, -1], [2, 1]],) * 2)},
+        rotated_in_a_tree,
+    ),
     "dropout_mask": (QKV, lambda x, **options: (cupy_sdpa.dropout_mask(x["q"], x["k"], dropout_p=0.5, seed=1, **options),)),
     "no keys": ({"q": QKV["q"], "k": (16, 2, 0, 2), "sinks": ((4,), np.float32), "lengths": tuple(np.minimum(x, 20) for x in LENGTHS)}, without_keys),
 }  # fmt: skip
 ROWS = [*CASES, *FUNCTIONS]
 #: The rows with calls that are parsed every time.
-PARSED = {"merge", "widen", "tree", "rotation", "dropout_mask", "no keys"}
+PARSED = {"merge", "widen", "tree", "rotation", "rotation of a tree", "dropout_mask", "no keys"}
 
 
 def changes_of(engine, name):
@@ -248,7 +260,7 @@ def changes_of(engine, name):
         "derivative and compute_dtype": [{"causal": True}],
         "functions of every call": [{"cap": 2.0}, {"cap": 0.5}, {"cap": 3}],
         "arrays of functions": [{"of": "x"}, {"of": "y"}, {"of": ("y", "x")}],
-        "NNlib": [], "rotation": [], "merge": [], "dropout_mask": [{"bucket": 32}], "conversion to FP8": [{"rotate": True}],
+        "NNlib": [], "rotation": [], "rotation of a tree": [], "merge": [], "dropout_mask": [{"bucket": 32}], "conversion to FP8": [{"rotate": True}],
     }.get(name, [{"scale": 0.3}])  # fmt: skip
 
 
