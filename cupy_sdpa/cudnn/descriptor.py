@@ -69,15 +69,15 @@ class Descriptor:
         CudnnError, Unsupported: cuDNN failed; no descriptor is created.
     """
 
-    __slots__ = ("_pid", "kind", "pointer")
+    __slots__ = ("_lib", "_pid", "kind", "pointer")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.pointer: int | None = None
         pointer = c_void_p()
-        lib = library()
-        descriptor_type = DescriptorType[f"{kind}_DESCRIPTOR"]
-        lib.check(lib.cudnnBackendCreateDescriptor(descriptor_type, ctypes.byref(pointer)), f"create a {kind} descriptor")
+        self._lib = lib = library()
+        if status := lib.cudnnBackendCreateDescriptor(DescriptorType[f"{kind}_DESCRIPTOR"], ctypes.byref(pointer)):
+            lib.check(status, f"create a {kind} descriptor")
         self.pointer = pointer.value
         self._pid = os.getpid()
 
@@ -102,17 +102,16 @@ class Descriptor:
             kind, array = AttributeType.CHAR, ctypes.create_string_buffer(value, len(value))
         else:
             kind = AttributeType.HANDLE if name == "HANDLE" else _TYPE_OF[type(values[0])]
-            elements = [v.pointer if isinstance(v, Descriptor) else v for v in values]
+            elements = [v.pointer for v in values] if kind is AttributeType.BACKEND_DESCRIPTOR else values
             array = (_C_TYPES.get(kind, c_int) * len(elements))(*elements)
-        lib = library()
-        status = lib.cudnnBackendSetAttribute(self.pointer, AttributeName[f"{self.kind}_{name}"], kind, len(array), array)
-        if status:
-            lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
+        attribute = AttributeName[f"{self.kind}_{name}"]
+        if status := self._lib.cudnnBackendSetAttribute(self.pointer, attribute, kind, len(array), array):
+            self._lib.check(status, f"set {name} of a {self.kind} descriptor to {_short(values)}")
 
     def finalize(self, doing: str) -> None:
         """Finalize the descriptor; ``doing`` describes the step in the error message."""
-        lib = library()
-        lib.check(lib.cudnnBackendFinalize(self.pointer), doing)
+        if status := self._lib.cudnnBackendFinalize(self.pointer):
+            self._lib.check(status, doing)
 
     def get(self, name: str, kind: AttributeType, count: int = 1) -> list[Any]:
         """Up to ``count`` elements of an attribute of a finalized descriptor."""
@@ -137,20 +136,19 @@ class Descriptor:
         return self._read(name, AttributeType.BACKEND_DESCRIPTOR, len(targets), array)
 
     def _read(self, name: str, kind: AttributeType, count: int, array: Any) -> int:
-        lib = library()
         length = c_int64()
         attribute = AttributeName[f"{self.kind}_{name}"]
-        status = lib.cudnnBackendGetAttribute(self.pointer, attribute, kind, count, ctypes.byref(length), array)
-        if status:
-            lib.check(status, f"read {name} of a {self.kind} descriptor")
+        if status := self._lib.cudnnBackendGetAttribute(self.pointer, attribute, kind, count, ctypes.byref(length), array):
+            self._lib.check(status, f"read {name} of a {self.kind} descriptor")
         return length.value
 
     def close(self) -> None:
         """Destroy the descriptor. Does nothing if called again, or in a forked child, whose parent owns the descriptor."""
         pointer, self.pointer = self.pointer, None
-        if pointer is not None and self._pid == os.getpid():
-            lib = library()
-            lib.check(lib.cudnnBackendDestroyDescriptor(pointer), f"destroy a {self.kind} descriptor")
+        if pointer is None or self._pid != os.getpid():
+            return
+        if status := self._lib.cudnnBackendDestroyDescriptor(pointer):
+            self._lib.check(status, f"destroy a {self.kind} descriptor")
 
     def __enter__(self) -> Descriptor:
         return self

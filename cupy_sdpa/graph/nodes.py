@@ -7,6 +7,7 @@ A graph contains no pointer, device or plan. :mod:`cupy_sdpa.numpy_engine.interp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ class Tensor:
         return self.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One step. ``formula`` is the step in the notation of the docs; it is only printed."""
 
@@ -68,19 +69,19 @@ class Node:
     out: Tensor
     operands: ClassVar[tuple[str, ...]] = ()
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the step reads."""
         tensors = [tensor for name in self.operands if (tensor := getattr(self, name)) is not None]
-        return (*tensors, *(t.ragged for t in (*tensors, *self.outputs) if t.ragged is not None))
+        return (*tensors, *[t.ragged for t in (*tensors, *self.outputs) if t.ragged is not None])
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that the step writes."""
         return (self.out,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Matmul(Node):
     """``out = a b`` for each batch entry and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
 
@@ -96,7 +97,7 @@ class Matmul(Node):
     operands: ClassVar[tuple[str, ...]] = ("a", "b", "m", "n", "k")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pointwise(Node):
     """``out = mode(x, b, t)``, elementwise; ``b`` and ``t`` are broadcast to ``x``."""
 
@@ -108,7 +109,7 @@ class Pointwise(Node):
     operands: ClassVar[tuple[str, ...]] = ("x", "b", "t")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Softmax(Node):
     """``out = exp(x - m) / l`` with ``m = max(x)`` and ``l = sum(exp(x - m))`` over the columns; ``stats = m + log(l)``.
 
@@ -127,13 +128,13 @@ class Softmax(Node):
     scale: Tensor | None = None
     operands: ClassVar[tuple[str, ...]] = ("x", "sink", "rows", "scale")
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Tensor, ...]:
         """The probabilities and the row statistics."""
-        return (self.out, *(tensor for tensor in (self.stats, self.max, self.sum_exp) if tensor is not None))
+        return (self.out, *[tensor for tensor in (self.stats, self.max, self.sum_exp) if tensor is not None])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bernoulli(Node):
     """``out = 1`` with a probability, else 0, elementwise. ``seed`` and ``offset`` determine the random numbers."""
 
@@ -143,7 +144,7 @@ class Bernoulli(Node):
     operands: ClassVar[tuple[str, ...]] = ("seed", "offset")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reduction(Node):
     """``out = sum(x)``, in the compute dtype, over each dimension where out has length 1, and over the heads of a group.
 
@@ -156,7 +157,7 @@ class Reduction(Node):
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transpose(Node):
     """``out = xᵀ``."""
 
@@ -164,7 +165,7 @@ class Transpose(Node):
     operands: ClassVar[tuple[str, ...]] = ("x",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedLoad(Node):
     """The keys or values of every batch entry, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
 
@@ -195,14 +196,14 @@ class Graph:
     no_split: bool = False
     notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor once, in the order of first use."""
-        return tuple(dict.fromkeys(t for node in self.nodes for t in (*node.inputs, *node.outputs)))
+        return (*dict.fromkeys([t for node in self.nodes for t in (*node.inputs, *node.outputs)]),)
 
     def by_role(self, *roles: Role) -> tuple[Tensor, ...]:
         """The tensors with these roles, in the order of first use."""
-        return tuple(t for t in self.tensors if t.role in roles)
+        return (*[t for t in self.tensors if t.role in roles],)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -34,9 +34,9 @@ SCORE_AXES = (3, 2, 1, 0)
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
     """The tensor of a caller's array, with its axes permuted."""
     itemsize = ITEMSIZE[spec.dtype]
-    b, h, rows, columns = (spec.shape[axis] if axis >= 0 else 1 for axis in axes)
-    strides = tuple(spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes)
-    return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, strides, axes)
+    b, h, rows, columns = [spec.shape[axis] if axis >= 0 else 1 for axis in axes]
+    strides = [spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes]
+    return Tensor(spec.name, (b, h, rows, columns), spec.dtype, role, (*strides,), axes)
 
 
 class Operands:

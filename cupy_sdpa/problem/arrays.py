@@ -8,7 +8,8 @@ other axes: ``(D, Hq, Sq, B)`` is ``(D, Hq, Tq)``, and ``(Sq, Hq, B)`` is ``(Hq,
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from ..score_fn.expression import is_captured
 
@@ -17,7 +18,8 @@ from ..score_fn.expression import is_captured
 Role = Literal["input", "result", "cotangent", "gradient", "option", "factor"]
 
 
-class ArrayRow(NamedTuple):
+@dataclass(frozen=True)
+class ArrayRow:
     """One array of a call.
 
     Attributes:
@@ -38,12 +40,12 @@ class ArrayRow(NamedTuple):
     of: str = ""
     request: str = ""
 
-    @property
+    @functools.cached_property
     def letters(self) -> tuple[str, ...]:
         """The axes of dense arrays."""
         return tuple(self.axes.split())
 
-    @property
+    @functools.cached_property
     def packed(self) -> tuple[str, ...]:
         """The axes of packed sequences: the positions of all sequences follow one another along the last axis."""
         side = {"Sq", "Skv"} & {*self.letters}

@@ -156,13 +156,13 @@ class Problem:
 
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
         # The object is constructed again in another process, because string hashes differ between processes.
-        return Problem, tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
+        return Problem, tuple(getattr(self, name) for name in _FIELDS)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All arrays that the call reads or writes."""
-        fields = (getattr(self, f.name, None) for f in dataclasses.fields(self))
-        return (*(spec for spec in fields if isinstance(spec, TensorSpec)), *self.captured, *self.dcaptured)
+        specs = [spec for name in _FIELDS if isinstance(spec := getattr(self, name), TensorSpec)]
+        return (*specs, *self.captured, *self.dcaptured)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -182,7 +182,7 @@ class Problem:
         """The dtype of q, k and v; also of out, except for FP8."""
         return self.q.dtype
 
-    @property
+    @functools.cached_property
     def fp8(self) -> bool:
         """Whether q, k and v have 8 bits."""
         return self.q.dtype in FP8_LARGEST
@@ -197,12 +197,12 @@ class Problem:
         """Whether gradients must be bitwise reproducible."""
         return self.settings.deterministic
 
-    @property
+    @functools.cached_property
     def backward(self) -> bool:
         """Whether the problem is a backward pass."""
         return self.dout is not None
 
-    @property
+    @functools.cached_property
     def packed(self) -> bool:
         """Whether the sequences are packed (varlen)."""
         return self.cu_seqlens_q is not None
@@ -217,11 +217,11 @@ class Problem:
         """Whether batch entries have different lengths: packed sequences, or sequence lengths."""
         return self.seq_lens_q is not None or self.packed
 
-    @property
+    @functools.cached_property
     def results(self) -> tuple[TensorSpec, ...]:
         """The arrays that the call writes."""
-        specs = (getattr(self, row.name) for row in (GRADIENTS if self.backward else RESULTS))
-        return (*(spec for spec in specs if spec is not None), *self.dcaptured)
+        specs = [getattr(self, row.name) for row in (GRADIENTS if self.backward else RESULTS)]
+        return (*[spec for spec in specs if spec is not None], *self.dcaptured)
 
     @property
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
@@ -288,6 +288,10 @@ class Problem:
             "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
         yield from (description for description, applies in descriptions.items() if applies)
+
+
+#: The names of the arguments of :class:`Problem`.
+_FIELDS = tuple(f.name for f in dataclasses.fields(Problem) if f.init)
 
 
 def row_stats_dtype(dtype: object) -> str:

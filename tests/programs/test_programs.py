@@ -50,6 +50,17 @@ def of_a_block_mask(engine):
     return lambda: attention(*x, block_mask=mask)
 
 
+#: The most functions of the package that a first call enters: on numpy, and where cuDNN plans it.
+FIRST_ON_NUMPY, FIRST_ON_CUDNN = 800, 1650
+
+
+def test_host_work_of_a_first_call(engine):
+    """A graph lists its tensors once, a problem its arrays, and a descriptor looks cuDNN up once."""
+    x, longer = (engine.normal(0, 16, 2, length, 2) for length in (140, 156))
+    attention(x, x, x)  # modules are imported
+    assert functions_run(attention, longer, longer, longer) <= (FIRST_ON_CUDNN if engine.on_cudnn else FIRST_ON_NUMPY)
+
+
 @pytest.mark.parametrize("layout", [None, "bshd"])
 def test_reading_a_call_allocates_nothing(layout, fake):
     """explain and prepare of both passes and of a derivative, also with other axes and in another dtype."""
