@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,14 @@ from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
 from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ReadCall
+from ..programs.program import Program
+from ..replay.call_key import CallKey
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
-from .group_arguments import configure, key_of
+from .group_arguments import Offsets, configure, key_of
 from .group_report import choose
 from .member import Member
 
@@ -41,91 +41,102 @@ class Agreement:
 
     def __init__(self, channel: Channel, method: str | None, *, check: bool) -> None:
         self._channel, self._method, self._check = channel, read_method(method), check
-        self._known: dict[Any, Any] = {}
-        #: Whether the present call has been compared, or is being compared, and an array of its engine.
-        self._begun = False
-        self._like: Any = None
+        self._members: dict[Any, Member] = {}
+        #: The texts of calls without a program that were compared.
+        self._texts: dict[str, None] = {}
+        #: The arguments of the present call.
+        self._arguments: Iterable[Any] = ()
 
     @contextlib.contextmanager
     def announced(self, arguments: Iterable[Any]) -> Iterator[None]:
         """A call of the group with these arguments. Errors from before it is compared are told to the other members: they must
         not wait for this one, or use what it sends next.
         """
-        self._begun, self._like = False, next((x for x in arguments if cupy_runtime.is_array(x)), np.empty(0))
-        self._channel.begin(None)
+        self._channel.begun, self._arguments = False, arguments
         try:
+            self._channel.check()
             yield
         except BaseException as failure:
-            if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._begun:
+            if isinstance(failure, Exception) and not isinstance(failure, GroupError) and not self._channel.begun:
                 with contextlib.suppress(ValueError, GroupError):  # its own error is raised
-                    self._compare(f"{REFUSED}{type(failure).__name__}: {failure}")
-            with cupy_runtime.device_context(self._like):
+                    self.compare(f"{REFUSED}{type(failure).__name__}: {failure}")
+            with cupy_runtime.device_context(self._array()):
                 self._channel.abandon()
             raise
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
-        """What this member computes in calls that were not compared before, from arrays by name and the options of
-        :func:`own_options`; arguments that are invalid are refused.
-        """
-        config = configure(self._channel.rank, self._channel.size, arrays, options, of)
-        choice = choose(config, self._method if of.method is None else read_method(of.method))
-        return Member(config, choice, self._channel, of)
-
-    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> ReadCall:
-        """The call of this member, which all members make; as :meth:`member`, with all options.
+        """What this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
 
         Raises:
-            TypeError, ValueError, Unsupported: the call is refused, or members call with different shapes or options.
-            GroupError: a member failed.
+            TypeError, ValueError, Unsupported: arguments are invalid, or no method supports them.
         """
-        self._like = arrays["q"]
-        self._channel.check()
-        rest, dtype = own_options(arrays, options)
-        wanted = of._replace(dtype=dtype)
-        key = key_of(arrays, rest, wanted)
-        member, tag = self._known.get(key) or (self.member(arrays, rest, wanted), None)
-        call = member.call(arrays, rest)
-        call.check_elements()
-        text = ""
-        if tag is None:
-            call.plan()  # what cuDNN refuses is refused before another member waits for it
-            flags = f"deterministic {of.deterministic}, return_dsinks {of.return_dsinks}"
-            direction = "backward" if of.backward else "forward"
-            text = f"{member.config.text}\n{direction}, method {member.choice.method}\n{flags}"
-            tag = zlib.crc32(text.encode()) >> 1  # an int32
-        self.agree(key, text, (member, tag))
-        call.begin = functools.partial(self._begin, tag if self._check else None)
-        return call
+        self._arguments = arrays.values()
+        key = key_of(arrays, options, of)
+        if (member := self._members.get(key)) is None:
+            config = configure(self._channel.rank, self._channel.size, arrays, options, of)
+            choice = choose(config, self._method if of.method is None else read_method(of.method))
+            member = Member(config, choice, self._channel, of, self.compare if self._check else None)
+            if key is not None:
+                keep_recent(self._members, key, member, _MAX_CONFIGURATIONS)
+        return member
 
-    def _begin(self, tag: int | None) -> None:
-        """Begin a call whose first exchange compares this tag."""
-        self._channel.check()
-        self._begun = True
-        self._channel.begin(tag)
+    def agree(self, text: str) -> None:
+        """Compare the text of a call without a program, unless it was compared before."""
+        if text not in self._texts:
+            self.compare(text)
+        self._channel.begun = True
+        keep_recent(self._texts, text, None, _MAX_CONFIGURATIONS)
 
-    def agree(self, key: Any, text: str, found: Any = None) -> None:
-        """Compare the text of a call whose key is not known, and remember what was found by the key, if it has one."""
-        if key not in self._known:
-            self._compare(text)
-        self._begun = True
-        if key is not None:
-            keep_recent(self._known, key, found, _MAX_CONFIGURATIONS)
-
-    def _compare(self, text: str) -> None:
-        self._begun = True
+    def compare(self, text: str) -> None:
+        """Compare the text of a call with the texts of the other members, see :func:`compare`."""
+        self._channel.begun = True
         if self._check and self._channel.size > 1:
-            with cupy_runtime.device_context(self._like):
-                compare(self._channel, text, self._like)
+            array = self._array()
+            with cupy_runtime.device_context(array):
+                compare(self._channel, text, array)
+
+    def _array(self) -> Any:
+        """An array of the engine of the present call."""
+        return next((x for x in self._arguments if cupy_runtime.is_array(x)), np.empty(0))
 
 
-def own_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The options without ``block_mask`` and ``compute_dtype``, which are checked, and the dtype to compute in."""
-    rest = {**dense_options(arrays["q"], None, options)}
-    dtype = read_compute_dtype(rest.pop("compute_dtype", None), arrays["q"])
-    if dtype is not None:
-        read_arrays(arrays, {})
-        check_converted(arrays)
-    return rest, dtype
+class Parser:
+    """Checks the arrays and the decided options of a call of the group, and builds the program of this member.
+
+    Args:
+        agreement: that of the group.
+        of: what the call asks for.
+        programs: keeps the programs of the group.
+
+    Attributes:
+        member: what this member computes, after a call was parsed.
+    """
+
+    def __init__(self, agreement: Agreement, of: Request, programs: dict[Hashable, Program]) -> None:
+        self._agreement, self._of, self._programs = agreement, of, programs
+        self.member: Member | None = None
+
+    def __call__(self, key: CallKey) -> ReadCall:
+        """The call of this member."""
+        arrays = key.named()
+        options: dict[str, Any] = {
+            name: value.array if isinstance(value, Offsets) else value for name, value in key.options.items()
+        }
+        dtype = options.pop("compute_dtype", None)
+        if dtype is not None:
+            read_arrays(arrays, {})
+            check_converted(arrays)
+        self.member = self._agreement.member(arrays, options, self._of._replace(dtype=dtype))
+        return self.member.read(key, arrays, options, self._programs)
+
+
+def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that the program is built with: a dense mask, and ``compute_dtype`` only if it is not the dtype of q."""
+    decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
+    dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
+    if options.get("block_mask") is None and dtype is options.get("compute_dtype"):
+        return options
+    return decided if dtype is None else {**decided, "compute_dtype": dtype}
 
 
 def compare(channel: Channel, text: str, like: Any) -> None:

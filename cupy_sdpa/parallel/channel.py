@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ ALIGNMENT = 256
 TAG_BYTES = ALIGNMENT
 
 
+#: The number of elements of a transfer.
+_size_of = operator.attrgetter("array.size")
+
+
 def _tag_of(flat: Any) -> Any:
     """The tag of a message, an int32 array ``(1,)``."""
     return flat[flat.size - TAG_BYTES :][:4].view(np.int32)
@@ -24,7 +29,7 @@ def _tag_of(flat: Any) -> Any:
 class Channel:
     """Starts exchanges. Those of CuPy arrays are enqueued on a stream of their own, so that kernels run at the same time.
 
-    The first exchange of a call sends the call's tag, a checksum of its shapes and options, and compares it with that of the
+    The first exchange of a call sends the call's tag, a checksum of its shapes and options, and compares it with the tag of the
     first message that arrives. On a GPU the comparison is a kernel that writes to memory of the host, so nothing waits for it.
     """
 
@@ -33,12 +38,9 @@ class Channel:
         self._streams: dict[int, Any] = {}
         #: The events after the exchanges on a GPU that no call has waited for, by label.
         self._running: dict[str, Any] = {}
-        self._tag: int | None = None
+        #: Whether the present call has been compared with those of the other members, or is being compared.
+        self.begun = False
         self._failed: Any = None  # one int32 of the host, other than 0 if a tag was different
-
-    def begin(self, tag: int | None) -> None:
-        """Begin a call; its first exchange compares the tag. None for no tag, also not that of an earlier call that raised."""
-        self._tag = tag
 
     def abandon(self) -> None:
         """End a call that raised: later work on the current stream may reuse its arrays, and waits for what it has started."""
@@ -60,15 +62,17 @@ class Channel:
             abort(str(error))
         return error
 
-    def start_exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
-        """Start an exchange, after the work on CuPy's current stream so far. Empty arrays are not transferred.
+    def start_exchange(
+        self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str, tag: int | None = None
+    ) -> None:
+        """Start an exchange, after the work on CuPy's current stream so far; with a tag, compare it.
 
+        Empty arrays are not transferred.
         The arrays are in use until :meth:`wait_for_exchange`. The label, for messages, is the same for all members.
         """
-        tag, self._tag = self._tag, None
-        sends, receives = [x for x in sends if x.array.size], [x for x in receives if x.array.size]
-        arrays = [x.array for x in (*sends, *receives)]
-        if not arrays or not cupy_runtime.is_array(arrays[0]):
+        sends, receives = [*filter(_size_of, sends)], [*filter(_size_of, receives)]
+        first = next(iter(sends or receives), None)
+        if first is None or not cupy_runtime.is_array(first.array):
             if tag is not None:
                 for sent, _ in sends:
                     _tag_of(sent)[0] = tag
@@ -79,7 +83,7 @@ class Channel:
         if tag is not None:
             for sent, _ in sends:
                 memory.clear(_tag_of(sent), tag)
-        stream, current = self._stream(arrays[0].data.device_id), cupy_runtime.cupy().cuda.get_current_stream()
+        stream, current = self._stream(first.array.data.device_id), cupy_runtime.cupy().cuda.get_current_stream()
         stream.wait_event(current.record())
         try:
             with stream:

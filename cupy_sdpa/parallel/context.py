@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from ..boundary.conversion import Conversion, convert, needs_conversion
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
 from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
 from ..problem.arrays import CU_SEQLENS
 from ..problem.view import View
+from ..programs.calls import Call, read, results_of
+from ..programs.describe import OF_FORWARD
 from ..programs.executor import ReadCall
 from ..programs.program import Builder
 from ..replay.call_key import CallKey
-from ..replay.replay_cache import BoundPrograms, cache_call, run_bound
+from ..replay.replay_cache import BoundPrograms
 from ..runtime import cupy_runtime, memory
-from .agreement import Agreement, own_options
+from .agreement import Agreement, Parser, decided_options
 from .channel import Channel
 from .configuration import Request
 from .convert import as_exchanger
-from .group_arguments import abbreviated, packed_lengths, read_length
+from .group_arguments import Offsets, abbreviated, packed_lengths, read_length
 from .group_report import ParallelReport, report
 from .member_steps import MemberSteps
 from .shards import Layout
@@ -99,8 +97,8 @@ class ContextParallel:
         self._channel = Channel(as_exchanger(group))
         self.rank, self.size = self._channel.rank, self._channel.size
         self._agreement = Agreement(self._channel, method, check=read_flag("check", check))
-        #: The bound programs of its calls, which refer to the group.
-        self._bound_programs = BoundPrograms()
+        #: The programs of its calls, which refer to the group.
+        self._programs = BoundPrograms()
 
     @_collective
     @takes_default
@@ -138,7 +136,7 @@ class ContextParallel:
             GroupError: a member failed, or did not call in time.
         """
         return_stats = read_flag("return_stats", return_stats)
-        out, stats = self._call({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv))
+        out, stats = self._results({"q": q, "k": k, "v": v}, options, Request(False, method, seqlen_q, seqlen_kv))
         return (out, stats) if return_stats else out
 
     @_collective
@@ -185,7 +183,7 @@ class ContextParallel:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
         of = Request(True, method, seqlen_q, seqlen_kv, deterministic=deterministic, return_dsinks=return_dsinks)
-        return tuple(self._call(arrays, options, of))
+        return tuple(self._results(arrays, options, of))
 
     @_collective
     @takes_default
@@ -227,40 +225,24 @@ class ContextParallel:
         :meth:`attention`.
         """
         arrays = {"q": q, "k": k, "v": v}
-        if needs_conversion(q, options):
-            given: dict[str, Any] = {"method": method, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-            return convert(self.explain, arrays, options, **given)  # type: ignore[no-any-return]
-        rest, dtype = own_options(arrays, options)
-        forward, backward = (
-            self._agreement.member(arrays, rest, Request(of, method, seqlen_q, seqlen_kv, dtype=dtype)) for of in (False, True)
-        )
-        return report(forward.config, forward.choice, forward.call(arrays, rest), backward.call(arrays, rest))
+        forward = self._call(arrays, options, Request(False, method, seqlen_q, seqlen_kv))
+        backward = self._call({**arrays, **dict.fromkeys(OF_FORWARD)}, options, Request(True, method, seqlen_q, seqlen_kv))
+        calls = read(forward), read(backward, missing=OF_FORWARD)
+        member = cast("Parser", forward.parse).member
+        assert member
+        return report(member.config, member.choice, *calls)
 
-    def _call(self, arrays: dict[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
-        """The results of a call that all members make: cached as other calls, but not captured."""
-        key = self._key(arrays, options, of)
-        results = run_bound(self._bound_programs, key)
-        if results is not None:
-            return results
-        conversion = Conversion(arrays["q"], options) if needs_conversion(arrays["q"], options) else None
-        with contextlib.nullcontext() if conversion is None else conversion.context():
-            own = arrays if conversion is None else conversion.converted(arrays, of.results)
-            call = self._agreement.call(own, options if conversion is None else conversion.options, of)
-            with cupy_runtime.device_context(next(iter(own.values()))):
-                results = call.run()
-            returned = results if conversion is None else conversion.back(of.results, results, arrays)
-        if conversion is None or conversion.makes_views:
-            cache_call(key, call, None if returned is results else returned, self._bound_programs)
-        return returned
+    def _results(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
+        """The results of a call that all members make."""
+        return results_of(self._call(arrays, options, of))
 
-    def _key(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> CallKey:
-        """The cache key of a call: the offsets of packed sequences, which are read on the host, are a part of the tag."""
-        tag: tuple[Any, ...] = (of,)
-        for name in CU_SEQLENS:
-            if isinstance(offsets := options.get(name), (np.ndarray, list, tuple)):
-                tag += (name, str(np.asarray(offsets).dtype), np.asarray(offsets).tobytes())
-                options = {**options, name: None}
-        return CallKey(tag, (*arrays,), (*arrays.values(),), options)
+    def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
+        """A call as a value."""
+        if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
+            options = {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
+        key = CallKey(of, (*arrays,), (*arrays.values(),), options)
+        parser = Parser(self._agreement, of, self._programs.built)
+        return Call(key, parser, of.results, decided_options, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
         """This member's part of an array that every member has.
@@ -316,7 +298,7 @@ class ContextParallel:
             )
         others, lengths = (*x.shape[:along], *x.shape[along + 1 :]), abbreviated(layout.lengths)
         text = f"unshard, axis {along} of {layout.total} positions, lengths {lengths}, others {others} {x.dtype}"
-        self._agreement.agree(text, text)
+        self._agreement.agree(text)
         with cupy_runtime.device_context(x):
             shapes = [
                 (*x.shape[:along], positions, *x.shape[along + 1 :])

@@ -37,6 +37,22 @@ _EXCLUDED = {
 _POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENGTHS)
 
 
+class Offsets:
+    """The offsets of packed sequences on the host, which are read there: a part of the key of a call."""
+
+    def __init__(self, value: Any) -> None:
+        self.array = np.asarray(value)
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The offsets in a numpy array or a list; any other value itself."""
+        return cls(value) if isinstance(value, (np.ndarray, list, tuple)) else value
+
+    @property
+    def _cache_key(self) -> tuple[str, bytes]:
+        return str(self.array.dtype), self.array.tobytes()
+
+
 def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Configuration:
     """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
 

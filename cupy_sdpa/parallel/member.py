@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -10,15 +11,14 @@ import numpy as np
 
 from ..boundary.arguments import check_lengths
 from ..boundary.layouts import of_caller
-from ..boundary.user_functions import function_identities
 from ..problem.arrays import CU_SEQLENS, LENGTHS
 from ..problem.problem import row_stats_shape
 from ..problem.view import View
-from ..programs.executor import ReadCall, read_operands
+from ..programs.executor import ReadCall, composed, read_operands
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
 from ..programs.steps import Check
-from ..replay.replay_cache import keep_recent
+from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
 from .channel import Channel
 from .configuration import Configuration, Request
@@ -29,47 +29,58 @@ from .ring import gather_backward, gather_forward, ring_backward, ring_forward
 
 Views = Mapping[str, View]
 
-#: The largest number of programs of a configuration.
-MAX_PROGRAMS = 64
 #: The builders of each method, of both passes.
 _FORWARD: dict[str, Callable[..., None]] = {"ring": ring_forward, "all_gather": gather_forward, "all_to_all": heads_forward}
 _BACKWARD: dict[str, Callable[..., None]] = {"ring": ring_backward, "all_gather": gather_backward, "all_to_all": heads_backward}
 
 
 class Member:
-    """A configuration and a method, whose calls differ in their arrays only."""
+    """A configuration and a method, whose calls differ in their arrays only.
 
-    def __init__(self, config: Configuration, choice: Choice, channel: Channel, of: Request) -> None:
-        self.config, self.choice, self.of, self._channel = config, choice, of, channel
-        #: The programs by the views of the arrays.
-        self._programs: dict[Hashable, Program] = {}
+    Args:
+        config, choice, channel, of: the configuration, the method, the exchanges, and what the call asks for.
+        compare: compares the shapes and options in words with those of the other members. None if members do not compare.
+    """
 
-    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> ReadCall:
-        """The call on arrays by name. Gradients can also be described without dout, out and stats."""
+    def __init__(
+        self, config: Configuration, choice: Choice, channel: Channel, of: Request, compare: Callable[[str], object] | None
+    ) -> None:
+        self.config, self.choice, self.of, self._channel, self._compare = config, choice, of, channel, compare
+        flags = f"deterministic {of.deterministic}, return_dsinks {of.return_dsinks}"
+        self._text = f"{config.text}\n{'backward' if of.backward else 'forward'}, method {choice.method}\n{flags}"
+        self._is_compared = compare is None
+
+    def begin(self) -> None:
+        """Begin a call: the first one is compared with those of the other members."""
+        if not self._is_compared:
+            assert self._compare
+            self._compare(self._text)
+            self._is_compared = True
+        self._channel.begun = True
+
+    def read(
+        self, key: CallKey, arrays: Mapping[str, Any], options: Mapping[str, Any], programs: dict[Hashable, Program]
+    ) -> ReadCall:
+        """The call on arrays by name, with options without ``compute_dtype``; ``programs`` keeps its program."""
         config, of = self.config, self.of
         if config.size > 1:
             options = config.with_dropout_mask(options)
         operands, views, own = read_operands(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})
-        own |= config.functions
-        key = tuple(views.values())
         q, k, v = (views[name] for name in "qkv")
         device = q.storage.device
-        shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape} | dict.fromkeys(("dout", "out"), (v.shape[0], *q.shape[1:]))
+        shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape, "out": (v.shape[0], *q.shape[1:])}
         new = {name: View.dense(name, shape, q.dtype, device) for name, shape in shapes.items()}
         new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
-        if (program := self._programs.get(key)) is None:
-            described = {name: new[name] for name in (*of.results, *(("dout", "out", "stats") if of.backward else ()))}
-            program = self._build({**described, **views}, own, {name: views[name] for name in LENGTHS if name in views})
-            keep_recent(self._programs, key, program, MAX_PROGRAMS)
-        results = {name: new[name] for name in of.results}
-        tensors = tuple(view.spec(name) for name, view in sorted(views.items()))
-        return ReadCall(program, operands, results, tensors, identities=function_identities(options))
+        build = functools.partial(self._add, views=views, options=own | config.functions)
+        return composed(key, operands, views, {name: new[name] for name in of.results}, build, programs=programs)
 
-    def _build(self, views: Views, options: Mapping[str, Any], lengths: Views) -> Program:
+    def _add(self, builder: Builder, views: Views, options: Mapping[str, Any]) -> None:
+        """Add the steps of the call."""
         config, of = self.config, self.of
-        builder = Builder(views["q"].storage.device)
-        steps = MemberSteps(builder, self._channel)
+        steps = MemberSteps(builder, self._channel, zlib.crc32(self._text.encode()) >> 1 if self._compare else None)
+        if config.size > 1:
+            builder.run(self.begin, writes=(), on_host=True)
         own, finish = rounded(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
@@ -78,9 +89,8 @@ class Member:
         if of.return_dsinks:
             _sink_gradients(steps, config, own, options["sinks"])
         finish()
-        if lengths:
+        if lengths := {name: views[name] for name in LENGTHS if name in views}:
             builder.checks.append(Check(functools.partial(check_lengths, config.problem), lengths))
-        return builder.build()
 
 
 def _alone(steps: MemberSteps, config: Configuration, views: Views, options: Mapping[str, Any], **backward: bool) -> None:

@@ -28,10 +28,10 @@ class Message(NamedTuple):
 
 
 class MemberSteps:
-    """Adds copies and exchanges to a program."""
+    """Adds copies and exchanges to a program; the first exchange compares the tag of the call, if it has one."""
 
-    def __init__(self, builder: Builder, channel: Channel) -> None:
-        self.builder, self.rank, self.size, self._channel = builder, channel.rank, channel.size, channel
+    def __init__(self, builder: Builder, channel: Channel, tag: int | None = None) -> None:
+        self.builder, self.rank, self.size, self._channel, self._tag = builder, channel.rank, channel.size, channel, tag
 
     def copy(self, target: View, source: View) -> None:
         """Copy an array into another one of the same shape."""
@@ -60,13 +60,14 @@ class MemberSteps:
         )
         if self.size > 1:
             written = [x.array for x in (*sends, *receives)]  # also the tags of those that are sent
-            self.builder.run(self._channel.start_exchange, sends, receives, label, writes=written)
+            self.builder.run(self._channel.start_exchange, sends, receives, label, self._tag, writes=written, on_host=True)
+            self._tag = None
 
     def wait(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
         """Let later steps wait for an exchange; the arguments are those of :meth:`start`."""
         if self.size > 1:
             flat = tuple(x.flat for messages in (sent, received) for peer, x in messages.items() if peer != self.rank)
-            self.builder.run(self._channel.wait_for_exchange, label, flat, writes=())
+            self.builder.run(self._channel.wait_for_exchange, label, flat, writes=(), on_host=True)
 
     def gather(self, own: Message, specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
         """Send a message to every member, and receive one from each; returns them in the order of the ranks."""

@@ -21,7 +21,7 @@ from ..boundary.conversion import Conversion, needs_conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.view import View
 from ..replay.call_key import CallKey
-from ..replay.replay_cache import cache_call, is_cacheable, run_cached
+from ..replay.replay_cache import BoundPrograms, cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime
 from .executor import ReadCall, is_any_array, view_of
 
@@ -47,6 +47,7 @@ class Call(NamedTuple):
         finish: returns what the caller gets, from the results of the program.
         check: checks what is checked in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
+        programs: the programs of an object that has its own, such as a group. Default None: those of all calls.
     """
 
     key: CallKey
@@ -56,6 +57,7 @@ class Call(NamedTuple):
     finish: Callable[[list[Any]], list[Any]] = list
     check: Callable[[], object] | None = None
     dense: Sequence[str] = ()
+    programs: BoundPrograms | None = None
 
     def conversion(self) -> Conversion | None:
         """How the caller's arrays, which are checked, become views with the package's axes; None if they have these axes."""
@@ -191,25 +193,25 @@ def run(
     if check is not None and read_call is not None:
         check(read_call)  # its errors name the package's axes
     with context():
-        results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options)
+        results = None if is_bound else run_cached(decided.tag, decided.arrays, decided.options, call.programs)
         is_repeated = results is not None
         if results is None:
             read_call = read_call or _read(call, decided)
             results = read_call.run()
             if not is_bound:
-                cache_call(decided, read_call)
+                cache_call(decided, read_call, None, call.programs)
         returned = results if conversion is None else conversion.back(call.results, results, call.key.named())
     if back is not None:
         returned = back(returned)
     if is_bound and read_call is not None and not is_repeated:
-        cache_call(looked_up or call.key, read_call, None if returned is results else returned)
+        cache_call(looked_up or call.key, read_call, None if returned is results else returned, call.programs)
     return call.finish(returned)
 
 
 def results_of(call: Call) -> list[Any]:
     """Look a call up, run it, and return its results."""
     tag, _, arrays, options = call.key
-    results = run_cached(tag, arrays, options)
+    results = run_cached(tag, arrays, options, call.programs)
     return run(call) if results is None else call.finish(results)
 
 

@@ -34,6 +34,7 @@ from ..problem.view import View, is_on_gpu, on_host
 from ..replay.call_key import HOST, CallKey, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
+from ..runtime.cuda_graph import OnHost
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
@@ -63,7 +64,6 @@ class ReadCall:
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can be refused after something was written.
-        begin: called before the call runs: the members of a group begin to compare their calls.
         refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
             None: the reason itself.
     """
@@ -80,7 +80,6 @@ class ReadCall:
     gradients: Gradients | None = None
     launched: LaunchRecord | None = None
     planned: bool = False
-    begin: Callable[[], object] | None = None
     refusal: Callable[[str, str], str] | None = None
 
     @property
@@ -113,8 +112,6 @@ class ReadCall:
         ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
         """
         self.launched = None
-        if self.begin:
-            self.begin()
         if not self.planned and not plans and len(self.program.steps) > 1:
             self.plan()
         self.create_inputs()
@@ -170,12 +167,20 @@ class ReadCall:
             return functools.partial(self._evaluate, attend)
         return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
-    def enqueue(self) -> None:
+    def enqueue(self, on_host: OnHost) -> None:
         """Enqueue the work of :meth:`run` again, on the same arrays, in a capture of the package."""
         assert self.launched
-        self.execute(self.arrays["q"].data.device_id, plans=self.launched.plans)
+        self.execute(self.arrays["q"].data.device_id, plans=self.launched.plans, on_host=on_host)
 
-    def execute(self, device: int | None, block: Any = None, *, plans: Sequence[Plan] = (), keep: bool = False) -> list[Plan]:
+    def execute(
+        self,
+        device: int | None,
+        block: Any = None,
+        *,
+        plans: Sequence[Plan] = (),
+        keep: bool = False,
+        on_host: OnHost | None = None,
+    ) -> list[Plan]:
         """Run all steps, and return the plans that ran.
 
         Args:
@@ -183,6 +188,7 @@ class ReadCall:
             block: the memory of the temporaries, an array of bytes. Default None: it is allocated.
             plans: the plans of all launches. Default: those in the plan cache, which are built if they are not in it.
             keep: whether the plans must outlive the plan cache, because the caller captures the stream.
+            on_host: takes the steps of the host, as a function and its arguments, in a capture. Default None: they run.
         """
         ran: list[Plan] = []
         given = iter(plans)
@@ -191,15 +197,20 @@ class ReadCall:
         if logged:
             logger.debug("%s", self.program.summary)
         join = None
+        if plans:
+            plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
                     join()
                     join = None
+                if step.on_host and on_host:
+                    on_host(step.function, arguments)
+                    continue
                 plan = None
                 with cupy_runtime.parallel_branch() if branches and step.branch else contextlib.nullcontext(join) as join:
-                    if plans and (branches or not number):
-                        plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
+                    if plans and branches:
+                        plans[0].set_stream(cupy_runtime.stream())
                     if logged:
                         run = functools.partial(self._run_step, step, arguments, device, given, keep)
                         plan = run_logged(number + 1, step, run, on_gpu=device is not None)
@@ -400,6 +411,7 @@ def composed(
     *,
     gradients: Gradients | None = None,
     refusal: Callable[[str, str], str] | None = None,
+    programs: dict[Hashable, Program] | None = None,
 ) -> ReadCall:
     """The call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
@@ -409,6 +421,7 @@ def composed(
         results: the views of the results in order, by which those that the caller did not pass are created.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
+        programs: keeps the program. Default None: with those of all calls.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
@@ -417,8 +430,9 @@ def composed(
     results = {name: views.get(name, view) for name, view in results.items()}
     views |= results
     identities = function_identities(key.options)
+    programs = _programs if programs is None else programs
     program_key = _program_key(key, views)
-    program = _programs.get(program_key)
+    program = programs.get(program_key)
     if program is None:
         builder = Builder(views["q"].storage.device)
         build(builder)
@@ -429,7 +443,7 @@ def composed(
     check_separate(passed, call.arrays)
     call.check_elements()
     if program_key and function_identities(key.options) == identities:  # no function changed while it was called
-        keep_recent(_programs, program_key, program, MAX_PROGRAMS)
+        keep_recent(programs, program_key, program, MAX_PROGRAMS)
     return call
 
 

@@ -7,6 +7,7 @@ capturing and explaining a call all read the same :class:`Program`.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,16 @@ class Program:
     def join(self) -> int:
         """The number of the step before which the branch must have ended."""
         return join_of(self.steps)
+
+    @functools.cached_property
+    def has_host_steps(self) -> bool:
+        """Whether there are steps of the host: a call that raised cannot be repeated then."""
+        return any(step.on_host for step in self.steps)
+
+    @functools.cached_property
+    def segments(self) -> int:
+        """The number of CUDA graphs of a capture: those between the steps of the host."""
+        return sum(not on_host for on_host, _ in itertools.groupby(step.on_host for step in self.steps))
 
     @functools.cached_property
     def plan_only(self) -> bool:

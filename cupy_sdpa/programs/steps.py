@@ -91,6 +91,8 @@ class Step(NamedTuple):
         writes: the views that it writes.
         branch: whether it is part of a branch, which runs in parallel with the steps after the branch in a captured CUDA graph,
             until one reads what the branch writes.
+        on_host: whether it is no work of a stream, such as an exchange of a group: it runs in every call, between captured CUDA
+            graphs. Its arguments are temporaries.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
     writes: tuple[View, ...]
     branch: bool = False
+    on_host: bool = False
 
     def views(self) -> Iterator[View]:
         """All views that the step reads or writes."""
@@ -193,9 +196,9 @@ class Steps:
         if lengths := {name: attend.arrays[name] for name in _LENGTHS if name in attend.arrays}:
             self.checks.append(Check(functools.partial(check_lengths, attend.of), lengths))
 
-    def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View]) -> None:
+    def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View], on_host: bool = False) -> None:
         """A kernel: a function of arrays, numbers and sequences of these that writes into ``writes``, which are arguments."""
-        self.steps.append(Step(function.__name__, None, function, arguments, tuple(writes), self.branch))
+        self.steps.append(Step(function.__name__, None, function, arguments, tuple(writes), self.branch, on_host))
 
     def copy(self, target: View, source: View) -> None:
         """Copy ``source``, which may be broadcast and converted, into ``target``."""

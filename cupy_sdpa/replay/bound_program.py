@@ -124,8 +124,6 @@ class HostProgram(BoundProgram):
         if self._evaluate is None:
             call.on(by_name).run()
         else:
-            if call.begin:
-                call.begin()
             for name, view in self._permuted:
                 by_name[name] = on_host(view, by_name[name])
             self._evaluate(by_name)

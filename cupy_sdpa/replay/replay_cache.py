@@ -88,7 +88,6 @@ class DeviceProgram(BoundProgram):
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
         names, arrays, results: as for :class:`.BoundProgram`.
-        captures: whether the call may be captured.
         forget: removes the program from those of its session; called when it is closed.
     """
 
@@ -96,7 +95,6 @@ class DeviceProgram(BoundProgram):
         "__weakref__",
         "_alignments",
         "_cache",
-        "_captures",
         "_closed",
         "_constants",
         "_counts",
@@ -110,6 +108,7 @@ class DeviceProgram(BoundProgram):
         "_plan_only",
         "_runs",
         "_scalars",
+        "_segments",
         "_validated",
         "plans",
     )  # fmt: skip
@@ -121,13 +120,13 @@ class DeviceProgram(BoundProgram):
         names: Sequence[str],
         arrays: Sequence[Any],
         results: Mapping[str, Any],
-        captures: bool,
         forget: Callable[[], object],
     ) -> None:
         assert call.launched
         super().__init__(call, names, arrays, results)
         self.plans, self._cache, self._closed, self._forget = call.launched.plans, cache, False, forget
-        self._captures = captures
+        #: The number of CUDA graphs for one set of addresses.
+        self._segments = call.program.segments
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
@@ -206,8 +205,10 @@ class DeviceProgram(BoundProgram):
             graph = self._graphs.get(pointers)
             if graph is not None:
                 try:
-                    graph.launch(of_many=len(self._graphs) > FEW_GRAPHS)
+                    graph.launch(of_many=len(self._graphs) * self._segments > FEW_GRAPHS)
                 except Exception as error:
+                    if graph.has_host_steps:  # the other members of the group have begun the call
+                        raise
                     self._discard_graph(graph, error)
                     return None
                 graph.used = True
@@ -246,10 +247,8 @@ class DeviceProgram(BoundProgram):
         Returns whether it ran; it did not if there is no memory for the workspace.
         """
         frequent = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER
-        captures = frequent and self._captures and not self._pause and self._cache.recorded.limit > 0
+        captures = frequent and not self._pause and self._cache.recorded.limit > 0
         if self._plan_only and not captures:
-            if self.call.begin:
-                self.call.begin()
             with self._cache.lock:
                 if self._closed or not self._execute(runtime, pointers, memory):
                     return False
@@ -309,8 +308,10 @@ class DeviceProgram(BoundProgram):
         if memory is None and self._memory_bytes:
             own.append(cupy_runtime.empty((self._memory_bytes,), np.dtype(np.uint8)))
             memory = cupy_runtime.Memory(own[-1].data, self._memory_bytes)
+        elif memory is not None:  # it is allocated in every call: arguments of steps of the host must not keep it
+            memory = cupy_runtime.unowned(memory, self._device)
         recorded = self._cache.recorded
-        few = len(self._graphs) < FEW_GRAPHS
+        few = (len(self._graphs) + 1) * self._segments <= FEW_GRAPHS
         least = 0 if few else LEAST_NODES if recorded.bytes < recorded.limit // 2 else sys.maxsize
         try:
             graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
@@ -346,16 +347,35 @@ class DeviceProgram(BoundProgram):
             self.close()
 
 
-def run_cached(tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any] | None:
-    """Run a call that is cached; None if it must be parsed. The arguments are those of a :class:`.CallKey`."""
+class BoundPrograms(dict[Any, Any]):
+    """Bound programs by key that belong to an object, such as a group, and refer to it: they end with it.
+
+    ``built`` are the programs that are not bound yet, by what they depend on.
+    """
+
+    __slots__ = ("__weakref__", "built")
+
+    def __init__(self) -> None:
+        self.built: dict[Any, Any] = {}
+
+
+def run_cached(
+    tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], programs: BoundPrograms | None = None
+) -> list[Any] | None:
+    """Run a call that is cached; None if it must be parsed. The arguments are those of a :class:`.CallKey`.
+
+    ``programs`` is as for :func:`cache_call`.
+    """
     if type(arrays[0]) is np.ndarray:
         arguments = read_key(HOST, (tag, is_named()), arrays, options)
-        on_host = None if arguments is None else _on_host.get(arguments[0])
+        on_host = None if arguments is None else (_on_host if programs is None else programs).get(arguments[0])
         if arguments is None or on_host is None:
             return None
         try:
             return on_host.run(arguments[1])
         except ValueError:  # of an element such as a length: parsed, the call raises it with the caller's axes
+            if on_host.call.program.has_host_steps:  # the other members of the group have begun the call
+                raise
             return None
     runtime = _runtime
     if runtime is None or type(arrays[0]) is not runtime.ndarray:
@@ -367,36 +387,16 @@ def run_cached(tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) ->
     status, context = runtime.context_id(0)
     if status or (session := runtime.session(context)) is None:
         return None
-    on_device: DeviceProgram | None = session.bound_programs.get(key)
-    return None if on_device is None else on_device.run(runtime, passed)
-
-
-class BoundPrograms(dict[Any, Any]):
-    """Bound programs by key that belong to an object, such as a group, and refer to it: they end with it."""
-
-    __slots__ = ("__weakref__",)
+    on_device: DeviceProgram | None = (session.bound_programs if programs is None else programs).get(key)
+    if on_device is None or (programs is not None and not on_device.belongs_to(session)):
+        return None
+    return on_device.run(runtime, passed)
 
 
 def _forget(programs: weakref.ref[BoundPrograms], key: Any) -> None:
     """Remove a bound program, if its dictionary still exists."""
     if (kept := programs()) is not None:
         kept.pop(key, None)
-
-
-def run_bound(programs: BoundPrograms, key: CallKey) -> list[Any] | None:
-    """Run a call of an object that has its own bound programs; None if it must be parsed."""
-    if type(key.arrays[0]) is np.ndarray:
-        arguments = read_key(HOST, (key.tag, is_named()), key.arrays, key.options)
-        on_host: HostProgram | None = None if arguments is None else programs.get(arguments[0])
-        return None if arguments is None or on_host is None else on_host.run(arguments[1])
-    if _runtime is None or type(key.arrays[0]) is not _runtime.ndarray:
-        return None
-    arguments = read_key(_runtime, key.tag, key.arrays, key.options)
-    on_device: DeviceProgram | None = None if arguments is None else programs.get(arguments[0])
-    session = _runtime.session(driver.context_id())
-    if arguments is None or on_device is None or session is None or not on_device.belongs_to(session):
-        return None
-    return on_device.run(_runtime, arguments[1])
 
 
 def is_cacheable(key: CallKey) -> bool:
@@ -415,8 +415,8 @@ def cache_call(
         key: the call's key. Its arrays contain those of the call, perhaps with other axes.
         call: the call, with its arrays.
         results: the results as the caller gets them: views of those of the call. Default None: these.
-        programs: where the bound program is kept, see :func:`run_bound`. It is not captured, because a graph cannot contain
-            the exchanges of every group. Default None: with all numpy calls, or in the session of the current context.
+        programs: where the bound program is kept, by an object that has its own. Default None: with all numpy calls, or in the
+            session of the current context.
     """
     global _runtime
     if logger.isEnabledFor(logging.DEBUG):
@@ -497,7 +497,7 @@ def _bound(
     forget: Callable[[], object] = functools.partial(kept.pop, key, None)
     if programs is not None:
         forget = functools.partial(_forget, weakref.ref(programs), key)
-    new = kept[key] = DeviceProgram(call, session.cache, names, arrays, results, programs is None, forget)
+    new = kept[key] = DeviceProgram(call, session.cache, names, arrays, results, forget)
     return new
 
 

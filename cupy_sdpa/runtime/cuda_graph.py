@@ -24,88 +24,129 @@ GRAPH_BYTES = 128 << 10
 #: Bytes that a graph counts towards the limit if it is not executable, although it takes host memory only.
 HOST_BYTES = 8 << 10
 
-#: A function that enqueues the work of a node or raises an error, and its arguments.
-DriverCall = tuple[Callable[..., Any], tuple[Any, ...]]
+#: A function that enqueues work, such as that of a node, or raises an error, and its arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+#: Takes a step of the host in a capture: the function and its arguments.
+OnHost = Callable[[Any, tuple[Any, ...]], None]
 
 
 class Recording:
     """A captured CUDA graph of the work that ``run`` enqueues on the current stream, to be launched again on this stream.
 
-    Nothing runs during the capture. The arrays in ``own`` belong to this graph alone: no other graph, on any stream, uses them.
-    They are memory of the current stream, and the graph is launched on that stream only. :meth:`close` can therefore return
-    them to CuPy's pool, which reuses memory in stream order. ``memory`` is what ``run`` allocates: part of ``own``, or memory
-    that the caller has allocated whenever the graph is launched. What does not fit into it becomes part of ``own``.
+    Nothing runs during the capture. ``run`` is called with a function that takes the steps of the host: where it is called, one
+    graph ends and another one begins, and every launch runs the step between them.
+
+    The arrays in ``own`` belong to this recording alone: no other one, on any stream, uses them. They are memory of the current
+    stream, and the graphs are launched on that stream only. :meth:`close` can therefore return them to CuPy's pool, which
+    reuses memory in stream order. ``memory`` is what ``run`` allocates: part of ``own``, or memory that the caller has
+    allocated whenever the graphs are launched. What does not fit into it becomes part of ``own``.
 
     A graph of at least ``least_nodes`` kernels and memsets is made executable, so that it can be launched whole. Other
     sequences of kernels and memsets are launched one by one.
 
     Attributes:
         size: bytes of device memory, including the arrays that are kept alive.
+        has_host_steps: whether there are steps of the host. A launch that failed cannot be repeated then.
         used: whether it was launched; the caller sets it, and resets it to find graphs that are not used.
     """
 
-    __slots__ = ("_arrays", "_driver_calls", "_executable", "_graph", "_launch", "_stream", "size", "used")
+    __slots__ = ("_arrays", "_executables", "_graphs", "_singly", "_stream", "_whole", "has_host_steps", "size", "used")
 
     def __init__(
         self,
-        run: Callable[[], None],
+        run: Callable[[OnHost], None],
         own: Sequence[Any] = (),
         *,
         memory: cupy_runtime.Memory | None = None,
         least_nodes: int = 0,
     ) -> None:
-        runtime = cupy_runtime.cupy().cuda.runtime
-        self._stream, self._launch = cupy_runtime.stream(), runtime.graphLaunch
-        self._graph, allocated = capture(run, memory)
+        self._stream, self.used = cupy_runtime.stream(), False
+        parts, allocated = capture(run, memory)
         self._arrays = [*own, *allocated]
-        self._executable, self.used = 0, False
+        self._graphs = [part for part in parts if isinstance(part, int)]
+        self._executables: list[int] = []
+        self.has_host_steps = len(self._graphs) < len(parts)
+        #: What a launch calls: with whole graphs, where they are executable, and kernel by kernel.
+        self._whole: list[Call] = []
+        self._singly: list[Call] = []
         try:
-            self._driver_calls: Sequence[DriverCall] = driver_calls(self._graph, self._stream)
-            if not self._driver_calls or len(self._driver_calls) >= least_nodes:
-                self._executable = runtime.graphInstantiate(self._graph)
-            if not self._driver_calls:  # it is launched as a whole in any case
-                self._driver_calls = ((self._launch, (self._executable, self._stream)),)
+            for part in parts:
+                if isinstance(part, int):
+                    if not self.has_host_steps or has_nodes(part):
+                        self._add(part, least_nodes)
+                else:
+                    self._whole.append(part)
+                    self._singly.append(part)
         except BaseException:
-            runtime.graphDestroy(self._graph)
+            self.close()
             raise
-        self.size = (GRAPH_BYTES if self._executable else HOST_BYTES) + sum(array.nbytes for array in self._arrays)
+        executable = len(self._executables)
+        self.size = GRAPH_BYTES * executable + HOST_BYTES * (len(self._graphs) - executable)
+        self.size += sum(array.nbytes for array in self._arrays)
+
+    def _add(self, graph: int, least_nodes: int) -> None:
+        """Add the launch of a graph."""
+        runtime = cupy_runtime.cupy().cuda.runtime
+        singly = driver_calls(graph, self._stream)
+        whole = singly
+        if not singly or len(singly) >= least_nodes:
+            self._executables.append(runtime.graphInstantiate(graph))
+            whole = [(runtime.graphLaunch, (self._executables[-1], self._stream))]
+        self._whole += whole
+        self._singly += singly or whole  # others than sequences are launched whole in any case
 
     def launch(self, *, of_many: bool) -> None:
         """Enqueue the work again; ``of_many``: the graph is one of many that are launched in turn."""
-        if self._executable and not (of_many and is_busy(self._stream)):
-            self._launch(self._executable, self._stream)
-        else:
-            for function, arguments in self._driver_calls:
-                function(*arguments)
+        for function, arguments in self._singly if of_many and self._executables and is_busy(self._stream) else self._whole:
+            function(*arguments)
 
     def close(self) -> None:
-        """Destroy the graph; work that is already enqueued still completes."""
+        """Destroy the graphs; work that is already enqueued still completes."""
         runtime = cupy_runtime.cupy().cuda.runtime
-        self._driver_calls = ()
+        self._whole, self._singly = [], []
         with contextlib.ExitStack() as stack:  # runs every callback, even if one fails
             stack.callback(self._arrays.clear)
-            stack.callback(runtime.graphDestroy, self._graph)
-            if self._executable:
-                stack.callback(runtime.graphExecDestroy, self._executable)
+            for graph in self._graphs:
+                stack.callback(runtime.graphDestroy, graph)
+            for executable in self._executables:
+                stack.callback(runtime.graphExecDestroy, executable)
 
 
-def capture(run: Callable[[], None], memory: cupy_runtime.Memory | None = None) -> tuple[int, list[Any]]:
-    """Capture the work that ``run`` enqueues, and that allocates in ``memory``, into a CUDA graph; nothing runs.
+def capture(run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = None) -> tuple[list[int | Call], list[Any]]:
+    """Capture the work that ``run`` enqueues, and that allocates in ``memory``, into CUDA graphs; nothing runs.
 
-    Returns the graph, which the caller destroys; and arrays that did not fit into the memory, which the caller keeps alive as
-    long as the graph is launched. They are memory of the stream that is current outside the capture. After an error the capture
-    is ended, and the current stream is restored.
+    Returns the graphs, which the caller destroys, with the steps of the host between them; and arrays that did not fit into the
+    memory, and what CuPy's functions allocate: the caller keeps them alive as long as the graphs are launched. They are memory
+    of the stream that is current outside the capture. After an error the capture is ended, and the current stream is restored.
     """
     cuda = cupy_runtime.cupy().cuda
+    parts: list[int | Call] = []
     with cupy_runtime.arena(memory, cuda.get_current_stream()) as arena, cuda.Stream(non_blocking=True) as stream:
-        try:
+
+        def begin() -> None:
             cuda.runtime.streamBeginCapture(stream.ptr, cuda.runtime.streamCaptureModeRelaxed)  # independent of other threads
-            run()
+
+        def end() -> None:
+            parts.append(int(cuda.runtime.streamEndCapture(stream.ptr)))
+
+        def on_host(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+            end()
+            parts.append((function, arguments))
+            begin()
+
+        try:
+            begin()
+            with cuda.using_allocator(arena.keep):
+                run(on_host)
         except BaseException:
             with contextlib.suppress(Exception):  # also raised if the capture is invalid; the capture has ended in any case
-                cuda.runtime.graphDestroy(cuda.runtime.streamEndCapture(stream.ptr))
+                end()
+            for part in parts:
+                if isinstance(part, int):
+                    cuda.runtime.graphDestroy(part)
             raise
-        return int(cuda.runtime.streamEndCapture(stream.ptr)), arena.others
+        end()
+        return parts, arena.others
 
 
 @functools.cache  # saves 0.6 us of attribute look-ups in each repeated call
@@ -126,7 +167,13 @@ def is_busy(stream: int) -> bool:
         exchange_mode(mode)
 
 
-def driver_calls(graph: int, stream: int) -> list[DriverCall]:
+def has_nodes(graph: int) -> bool:
+    """Whether there is work in a graph."""
+    status, *_, count = driver.bindings().cuGraphGetNodes(graph)
+    return bool(status or count)
+
+
+def driver_calls(graph: int, stream: int) -> list[Call]:
     """The nodes of a graph as driver calls, in order; an empty list if the graph is not a sequence of kernels and memsets."""
     cuda = driver.bindings()
     nodes = _lists_of(cuda.cuGraphGetNodes, graph)[0]
@@ -148,7 +195,7 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
     return [[], []] if status else lists
 
 
-def _driver_call(node: Any, stream: int) -> Iterator[DriverCall]:
+def _driver_call(node: Any, stream: int) -> Iterator[Call]:
     """The driver call of a kernel node or of a memset node of one row; nothing for other nodes.
 
     CuPy's functions take integers, in half the time of those of ``cuda.bindings``, which are used for what CuPy does not have.
@@ -178,7 +225,7 @@ def _checked(function: Callable[..., Any], *arguments: Any) -> None:
 _DIMENSIONS = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
-def _kernel_launch(node: Any, params: Any, stream: int) -> DriverCall:
+def _kernel_launch(node: Any, params: Any, stream: int) -> Call:
     cuda = driver.bindings()
     function = int(params.func) or int(params.kern)  # the driver accepts either
     attributes = list(_launch_attributes(node))

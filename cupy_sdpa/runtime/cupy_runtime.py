@@ -179,6 +179,13 @@ class Memory(NamedTuple):
     size: int
 
 
+def unowned(memory: Memory, device: int) -> Memory:
+    """The same memory of a device, which the result does not keep alive."""
+    cuda = cupy().cuda
+    block = cuda.UnownedMemory(memory.pointer.ptr, memory.size, None, device)
+    return Memory(cuda.MemoryPointer(block, 0), memory.size)
+
+
 class Arena:
     """The memory of :func:`allocate` within :func:`arena`.
 
@@ -190,6 +197,7 @@ class Arena:
 
     def __init__(self, memory: Memory | None, stream: Any) -> None:
         self._memory, self._stream = memory, stream
+        self._allocator: Any = None if stream is None else cupy().cuda.get_allocator()
         self.used = self.needed = 0
         self.others: list[Any] = []
 
@@ -200,10 +208,12 @@ class Arena:
         self.needed = max(self.needed, self.used)
         if self._memory and self.used <= self._memory.size:
             return self._memory.pointer + begin
-        if self._stream is None:
-            return _allocate(size)
+        return _allocate(size) if self._stream is None else self.keep(size)
+
+    def keep(self, size: int) -> Any:
+        """Memory of the stream outside a capture, which the arena keeps alive; it is CuPy's allocator in the capture."""
         with self._stream:
-            self.others.append(cupy().empty(size, np.uint8))
+            self.others.append(cupy().ndarray(size, np.uint8, self._allocator(size)))
         return self.others[-1].data
 
 

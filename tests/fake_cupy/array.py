@@ -72,7 +72,7 @@ class ndarray:  # noqa: N801
     def _same_memory(self, view: Any) -> ndarray:
         made = object.__new__(ndarray)
         address = view.__array_interface__["data"][0] if view.size else self.data.ptr
-        made.data = memory.MemoryPointer(self.data.mem, address)
+        made.data = self.data + (address - self.data.ptr)
         made.view_, made.base = view, self.base if self.base is not None else self
         return made
 

@@ -352,8 +352,8 @@ def _launch_kernel(function: int, *dimensions_and_more: int) -> None:
 
 cuda = SimpleNamespace(
     runtime=runtime, driver=SimpleNamespace(launchKernel=_launch_kernel), Device=Device, Stream=Stream, Event=Event, Graph=Graph, MemoryPool=memory.MemoryPool,
-    MemoryPointer=memory.MemoryPointer, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), alloc=memory.alloc,
-    malloc_async=memory.malloc_async, set_allocator=memory.set_allocator, using_allocator=memory.using_allocator,
+    MemoryPointer=memory.MemoryPointer, UnownedMemory=memory.UnownedMemory, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), alloc=memory.alloc,
+    malloc_async=memory.malloc_async, set_allocator=memory.set_allocator, using_allocator=memory.using_allocator, get_allocator=memory.get_allocator,
     get_current_stream=_get_current_stream, is_available=lambda: True, alloc_pinned_memory=bytearray,
     get_elapsed_time=lambda begin, end: (end.time - begin.time) / 1e3,
 )  # fmt: skip

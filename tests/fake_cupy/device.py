@@ -306,11 +306,15 @@ class Device:
             self._addresses.remove(block.address)
             del self._blocks[block.address]
 
-    def view(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> Any:
-        """A numpy array on device memory, which must be within one live block. Strides are in bytes."""
+    def block_of(self, address: int) -> Block | None:
+        """The block that contains an address, or the last one before it."""
         with self.lock:
             place = bisect.bisect_right(self._addresses, address) - 1
-            block = self._blocks[self._addresses[place]] if place >= 0 else None
+            return self._blocks[self._addresses[place]] if place >= 0 else None
+
+    def view(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> Any:
+        """A numpy array on device memory, which must be within one live block. Strides are in bytes."""
+        block = self.block_of(address)
         if 0 in shape:
             return np.empty(shape, dtype)
         if block is None or not block.live:

@@ -45,15 +45,23 @@ class Memory:
         weakref.finalize(self._untracked, give_back, block).atexit = False
 
 
+class UnownedMemory:
+    """A part of a block, which it does not keep alive; ``owner`` is kept alive."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.block, self.ptr, self.size, self.owner, self.device_id = DEVICE.block_of(ptr), ptr, size, owner, 0
+
+
 class MemoryPointer:
     """An address in memory, which it keeps alive."""
 
-    def __init__(self, mem: Any, ptr: int, size: int = 0) -> None:
-        self.mem, self.ptr, self.device_id, self.size = mem, ptr, 0, size
+    def __init__(self, mem: Any, offset: int) -> None:
+        assert mem or not offset, "CuPy's pointer to no memory takes no offset"  # as in cupy/cuda/memory.pyx
+        self.mem, self.device_id = mem, 0
+        self.ptr, self.size = (mem.ptr + offset, mem.size - offset) if mem else (0, 0)
 
     def __add__(self, offset: int) -> MemoryPointer:
-        assert self.mem or not offset, "CuPy's pointer to no memory takes no offset"  # as in cupy/cuda/memory.pyx
-        return MemoryPointer(self.mem, self.ptr + offset, self.size - offset)
+        return MemoryPointer(self.mem, self.ptr + offset - self.mem.ptr) if offset else self
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
         if size:
@@ -94,7 +102,7 @@ class MemoryPool:
                 self._total += capacity
             self._used += capacity
             DEVICE.submit_uncaptured(stream, Work(lambda: block.revive(size), "pool", 0.0))
-        return MemoryPointer(Memory(block, size, lambda block: self._give_back(stream, block)), block.address, size)
+        return MemoryPointer(Memory(block, size, lambda block: self._give_back(stream, block)), 0)
 
     def _give_back(self, stream: int, block: Block) -> None:
         with DEVICE.lock:
@@ -131,9 +139,14 @@ _allocator: ContextVar[Callable[[int], MemoryPointer]] = ContextVar("allocator")
 _default: list[Callable[[int], MemoryPointer]] = [POOL.malloc]
 
 
+def get_allocator() -> Callable[[int], MemoryPointer]:
+    """The current allocator."""
+    return _allocator.get(_default[0])
+
+
 def alloc(size: int) -> MemoryPointer:
     """Allocate with the current allocator."""
-    return _allocator.get(_default[0])(size)
+    return get_allocator()(size)
 
 
 def set_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> None:
@@ -167,4 +180,4 @@ def malloc_async(size: int) -> MemoryPointer:
             elif DEVICE.captures.get(stream) is capture:
                 DEVICE.submit(stream, work)
 
-    return MemoryPointer(Memory(block, size, free), block.address, size)
+    return MemoryPointer(Memory(block, size, free), 0)

@@ -123,7 +123,7 @@ def used_bytes(fake):
 def fills(arrays):
     """A function that fills arrays with 1, and temporary memory that it allocates."""
 
-    def run():
+    def run(on_host):
         memory = cupy_runtime.allocate(300)
         cupy_runtime.cupy().cuda.runtime.memsetAsync(memory.ptr, 1, 300, cupy_runtime.stream())
         for array in arrays:
@@ -176,7 +176,7 @@ def test_an_arena(fake):
                 assert places(300, 1) == [0, 512]
         assert places(1) == [0]
         assert arena.needed == 768
-    recording = cuda_graph.Recording(lambda: places(600, 300), memory=memory)
+    recording = cuda_graph.Recording(lambda on_host: places(600, 300), memory=memory)
     assert recording.size == cuda_graph.GRAPH_BYTES + 300
     recording.close()
 
@@ -190,7 +190,7 @@ def test_a_graph_that_is_not_executable(fake):
     recording.launch(of_many=False)
     assert (out.get() == 1).all()
     recording.close()
-    copy = cuda_graph.Recording(lambda: out.data.copy_from_device_async(other.data, 160), least_nodes=3)
+    copy = cuda_graph.Recording(lambda on_host: out.data.copy_from_device_async(other.data, 160), least_nodes=3)
     assert copy.size == cuda_graph.GRAPH_BYTES
     for of_many in (False, True):
         out.fill(0)
