@@ -13,12 +13,12 @@ from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
 from ..problem.arrays import CU_SEQLENS
 from ..problem.view import View
-from ..programs.calls import Call, read, results_of
+from ..programs.calls import Call, read, run
 from ..programs.describe import OF_FORWARD
 from ..programs.executor import ReadCall
 from ..programs.program import Builder
 from ..replay.call_key import CallKey
-from ..replay.replay_cache import BoundPrograms
+from ..replay.replay_cache import BoundPrograms, run_cached
 from ..runtime import cupy_runtime, memory
 from .agreement import Agreement, Parser, decided_options
 from .channel import Channel
@@ -234,13 +234,13 @@ class ContextParallel:
 
     def _results(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
         """The results of a call that all members make."""
-        return results_of(self._call(arrays, options, of))
+        options = _with_offsets(options)
+        results = run_cached(of, (*arrays.values(),), options, self._programs)
+        return run(self._call(arrays, options, of)) if results is None else results
 
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
         """A call as a value."""
-        if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
-            options = {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
-        key = CallKey(of, (*arrays,), (*arrays.values(),), options)
+        key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
         parser = Parser(self._agreement, of, self._programs.built)
         return Call(key, parser, of.results, decided_options, programs=self._programs)
 
@@ -339,6 +339,13 @@ class ContextParallel:
         if cu_seqlens is not None:
             return Layout(packed_lengths("cu_seqlens", cu_seqlens), self.size, packed=True)
         return Layout((read_length("seqlen", length),), self.size)
+
+
+def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the values of the offsets of packed sequences in the key of the call."""
+    if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
+        return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
+    return options
 
 
 def _axis_of(x: Any, axis: int | None) -> int:

@@ -72,7 +72,7 @@ class Member:
         new = {name: View.dense(name, shape, q.dtype, device) for name, shape in shapes.items()}
         new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
-        build = functools.partial(self._add, views=views, options=own | config.functions)
+        build = functools.partial(self._add, views=views, options={**own, **config.functions})
         return composed(key, operands, views, {name: new[name] for name in of.results}, build, programs=programs)
 
     def _add(self, builder: Builder, views: Views, options: Mapping[str, Any]) -> None:

@@ -88,11 +88,11 @@ class Program:
 
     @functools.cached_property
     def plan_only(self) -> bool:
-        """Whether nothing runs besides one plan, on the arrays and the scalars of the call by their names."""
+        """Whether nothing runs besides one plan, on the arrays of the call by their names."""
         if len(self.steps) > 1 or not self.launches or self.constants or self.fills:
             return False
         (attend,) = self.launches
-        return not attend.scalars and all(x.storage.name == name and not x.offset for name, x in attend.arrays.items())
+        return all(x.storage.name == name and not x.offset for name, x in attend.arrays.items())
 
     @property
     def summary(self) -> str:

@@ -137,7 +137,7 @@ class DeviceProgram(BoundProgram):
         #: Whether a result at a new address may overlap another array.
         self._may_overlap = bool(self.written)
         self._runs = equal_runs(self.created)
-        self._scalars = dict(call.scalars)
+        self._scalars = {**call.scalars, **call.program.launches[0].scalars} if call.launched.plan_only else {}
         self._device = call.arrays["q"].data.device_id
         inputs = {name: call.arrays[name] for name in call.fills}
         #: The addresses of the inputs that were created and never change, by name.

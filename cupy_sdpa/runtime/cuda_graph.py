@@ -71,12 +71,14 @@ class Recording:
         self._singly: list[Call] = []
         try:
             for part in parts:
-                if isinstance(part, int):
-                    if not self.has_host_steps or has_nodes(part):
-                        self._add(part, least_nodes)
-                else:
+                if not isinstance(part, int):
                     self._whole.append(part)
                     self._singly.append(part)
+                elif has_nodes(part) or not self.has_host_steps:
+                    self._add(part, least_nodes)
+                else:
+                    self._graphs.remove(part)
+                    cupy_runtime.cupy().cuda.runtime.graphDestroy(part)
         except BaseException:
             self.close()
             raise

@@ -158,6 +158,52 @@ def test_a_captured_graph_owns_its_memory(fake):
     assert used_bytes(fake) == before - 1024
 
 
+def test_steps_of_the_host_run_between_graphs(fake):
+    """They run in every launch and not in the capture; graphs without work are not launched."""
+    out, seen = fake.zeros(40, np.float32), []
+
+    def note(name):
+        seen.append((name, float(out.get()[0])))
+
+    def run(on_host):
+        on_host(note, ("first",))
+        out.fill(1)
+        on_host(note, ("second",))
+        on_host(note, ("third",))
+        fills([out])(on_host)
+        out.fill(2)
+
+    recording = cuda_graph.Recording(run, least_nodes=3)
+    assert recording.has_host_steps
+    assert not seen
+    assert recording.size == cuda_graph.HOST_BYTES + cuda_graph.GRAPH_BYTES + 300
+    for of_many in (False, True):
+        out.fill(0)
+        recording.launch(of_many=of_many)
+        assert out.get()[0] == 2
+        assert seen == [("first", 0), ("second", 1), ("third", 1)]
+        seen.clear()
+    recording.close()
+    assert not DEVICE.graphs
+    assert not DEVICE.executables
+
+
+def test_what_cupy_allocates_in_a_capture_is_kept(fake):
+    """The temporaries of CuPy's functions belong to the graph: other arrays get other memory."""
+    x, out = fake.full(500, 3, np.float32), fake.zeros(500, np.float32)
+
+    def run(on_host):
+        out[...] = (x + 1) * (x - 1)
+
+    recording = cuda_graph.Recording(run)
+    assert recording.size == cuda_graph.GRAPH_BYTES + 3 * 2000
+    others = [fake.full(500, np.nan, np.float32) for _ in range(8)]
+    recording.launch(of_many=False)
+    assert (out.get() == 8).all()
+    assert all(np.isnan(other.get()).all() for other in others)
+    recording.close()
+
+
 def test_an_arena(fake):
     """It hands out parts of its memory in order; what does not fit is allocated, and kept alive during a capture."""
     memory = cupy_runtime.Memory(fake.cuda.alloc(1100), 1100)

@@ -341,3 +341,39 @@ def test_what_a_failed_exchange_received_is_copied_before_its_sender_ends(fake):
     gc.collect()
     fake.cuda.Device().synchronize()
     assert (received.get() == 1).all()
+
+
+class Breaking:
+    """A member of a group whose exchanges fail at some time."""
+
+    def __init__(self, member):
+        self._member, self.rank, self.size = member, member.rank, member.size
+        self.breaks, self.failures = False, 0
+
+    def exchange(self, sends, receives, label):
+        if self.breaks:
+            self.failures += 1
+            raise GroupError("the connection is lost")
+        self._member.exchange(sends, receives, label)
+
+    def check(self):
+        self._member.check()
+
+
+def test_an_exchange_that_fails_between_two_graphs(fake):
+    """The call raises, and is not repeated: the other members have begun it."""
+    x = fake.ones((8, 2, 8, 1), np.float16, order="F")
+
+    def member(own):
+        group = Breaking(own)
+        cp = context_parallel(group, method="ring")
+        for _ in range(8):
+            cp.attention(x, x, x)
+        assert get_plan_cache().recordings
+        group.breaks = True
+        with pytest.raises(GroupError, match="the connection is lost"):
+            cp.attention(x, x, x)
+        assert group.failures == 1
+        get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(2).members, member)

@@ -1,9 +1,11 @@
 """What groups compute: every method, mask and option, both passes; the choice of the method; and shards of arrays."""
 
+import gc
 import threading
 
 import numpy as np
 import pytest
+from engines import Engine
 from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
 from replayed_calls import functions_run
 from validated_steps import validated_steps
@@ -333,6 +335,91 @@ def test_a_repeated_call_is_not_parsed(size, engine):
         cp = context_parallel(Loopback(1).members[0])
         first = functions_run(cp.attention, *arrays[:3])
         assert functions_run(cp.attention, *arrays[:3]) < first / 3
+
+
+class Counted:
+    """A member of a group that counts its exchanges and their messages."""
+
+    def __init__(self, member):
+        self._member, self.rank, self.size = member, member.rank, member.size
+        self.exchanges = self.messages = 0
+
+    def exchange(self, sends, receives, label):
+        self.exchanges, self.messages = self.exchanges + 1, self.messages + len(sends)
+        self._member.exchange(sends, receives, label)
+
+    def check(self):
+        self._member.check()
+
+
+#: The most functions of the package that a repeated call of a member enters, besides those of each exchange and each message.
+OF_CALL, OF_EXCHANGE, OF_MESSAGE = 40, 12, 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_host_work_of_repeated_calls(size, method, fake):
+    """What a member computes between two exchanges is one CUDA graph, in both passes."""
+    engine = Engine("fake", fake)
+    arrays = [engine.normal(n, 8, 4, 16, 1) for n in range(4)]
+    options = {"causal": True, "seq_lens_kv": fake.full(1, 16, np.int32)}
+
+    def member(own):
+        group = Counted(own)
+        cp = context_parallel(group, method=method)
+        q, k, v, dout = map(cp.shard, arrays)
+
+        def forward():
+            return cp.attention(q, k, v, return_stats=True, **options)
+
+        def backward():
+            return cp.attention_backward(dout, q, k, v, *results, **options)
+
+        for call in (forward, backward):
+            results = forward()
+            for _ in range(8):
+                kept = call()
+            group.exchanges = group.messages = 0
+            counts = [functions_run(call) for _ in range(2)]  # the pool may return other addresses in one of them
+            most = OF_CALL + (OF_EXCHANGE * group.exchanges + OF_MESSAGE * group.messages) // 2
+            assert min(counts) <= most, (call.__name__, counts, most)
+            del kept
+        get_plan_cache().clear()  # of this thread
+
+    run_threads(Loopback(size).members, member)
+
+
+def test_host_work_of_repeated_calls_on_numpy():
+    """A group of one enters few functions besides those of the same call on one device."""
+    x = [np.ones((8, 1, 4, 1), np.float32, order="F") for _ in range(3)]
+    cp = context_parallel()
+    for _ in range(2):
+        attention(*x, return_stats=True)
+        cp.attention(*x)
+    assert functions_run(cp.attention, *x) <= functions_run(attention, *x, return_stats=True) + 11
+
+
+def test_repeated_calls_keep_no_memory(fake):
+    """A captured call allocates its messages in every call: between two calls other work uses their memory."""
+    x = np.ones((64, 2, 64, 2), np.float16, order="F")
+
+    def member(group):
+        cp = context_parallel(group, method="ring")
+        with fake.cuda.Stream(non_blocking=True) as stream:
+            q = cp.shard(fake.asarray(x))
+            for _ in range(8):
+                cp.attention(q, q, q)
+            stream.synchronize()
+            recorded = get_plan_cache().recording_bytes
+            get_plan_cache().clear()
+        return recorded
+
+    pool = fake.get_default_memory_pool()
+    before = pool.used_bytes()
+    recorded = run_threads(Loopback(2).members, member)
+    assert 0 < max(recorded) < 20 * (128 << 10), "graphs own the messages"
+    gc.collect()
+    assert pool.used_bytes() <= before + 2 * x.nbytes
 
 
 def test_offsets_of_packed_sequences_are_in_the_key():
