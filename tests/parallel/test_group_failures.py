@@ -377,3 +377,25 @@ def test_an_exchange_that_fails_between_two_graphs(fake):
         get_plan_cache().clear()  # of this thread
 
     run_threads(Loopback(2).members, member)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_repeated_call_with_wrong_statistics(method):
+    """The member that gets them raises the error, and does not make the call again: the other one does not."""
+    problem, errors = Problem(length=16, heads=(2, 2)), []
+
+    def member(group):
+        cp = context_parallel(group, method=method)
+        q, k, v, dout = map(cp.shard, (problem.q, problem.k, problem.v, problem.dout))
+        out, stats = cp.attention(q, k, v, return_stats=True, **problem.options)
+        for _ in range(3):
+            cp.attention_backward(dout, q, k, v, out, stats, **problem.options)
+        try:
+            cp.attention_backward(dout, q, k, v, out, stats - 50 * (group.rank == 0), **problem.options)
+        except (ValueError, GroupError) as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(ValueError, match="stats"):
+        run_threads(Loopback(2, timeout=5).members, member)
+    assert isinstance(errors[0], ValueError)
