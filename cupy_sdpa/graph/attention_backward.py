@@ -9,7 +9,7 @@ import functools
 
 from ..problem.problem import Problem
 from .attention_forward import Dropout, compute_dtype
-from .nodes import Builder, Graph, Tensor
+from .nodes import SCORE_GRADIENT, WEIGHTS, Builder, Graph, Tensor
 from .operands import HEAD_AXES, SCORE_AXES, STATS_AXES, TRANSPOSED_AXES, Operands, operand
 from .scores import ScoreFunction, Scores, partial_tiles
 
@@ -98,12 +98,12 @@ class _Backward:
             s = scores.mask_tail(s, "j", axis=3)
         if "queries" in self.guards and scores.queries is None:
             s = scores.mask_tail(s, "i", axis=2)
-        return g.pointwise("P = exp(S − L)", "exp", s, out="P"), function
+        return g.pointwise("P = exp(S − L)", "exp", s, out=WEIGHTS), function
 
     def write_dv(self, p: Tensor, dropout: Dropout | None) -> None:
         """``dV = (P ∘ R / (1 − p))ᵀ dO``."""
         if dropout:
-            p = dropout.rescale(dropout.drop(p, "P"), "P ∘ R")
+            p = dropout.rescale(dropout.drop(p, WEIGHTS), "P ∘ R")
         self._group_matmul("dV = Pᵀ dO", self.g.transpose("Pᵀ", p, "Pᵀ", self.problem.dtype), self.dout, self.operands("dv"))
 
     def dscores(self, p: Tensor, d: Tensor, dropout: Dropout | None) -> Tensor:
@@ -116,7 +116,7 @@ class _Backward:
             dp = dropout.drop(dp, "dP")
         # dS = P ∘ (dP − D)
         ds = g.pointwise("dP − D", "sub", dp, d, out="dP−D")
-        ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out="P∘(dP−D)")
+        ds = g.pointwise("P ∘ (dP − D)", "mul", ds, p, out=SCORE_GRADIENT)
         return dropout.rescale(ds, "P ∘ (dP − D)") if dropout else ds
 
     def write_sums(self, ds: Tensor) -> None:

@@ -11,7 +11,7 @@ import functools
 from ..problem.arrays import SEEDS
 from ..problem.problem import Problem, row_stats_dtype
 from ..problem.tensor_spec import FP8_LARGEST
-from .nodes import Bernoulli, Builder, Graph, Shape, Tensor
+from .nodes import WEIGHTS, Bernoulli, Builder, Graph, Shape, Tensor
 from .operands import BATCH_AXES, HEAD_AXES, SCORE_AXES, TABLE_AXES, TRANSPOSED_AXES, Operands, operand
 from .scores import Scores, partial_tiles
 
@@ -39,7 +39,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     probability = problem.settings.dropout
     formula = f"P = round({FP8_LARGEST[problem.dtype]:g} exp(S − m)) / l" if problem.fp8 else "P = exp(S − L)"
     p = g.softmax(
-        f"{formula}, L = logsumexp(S)", s, "P", g.compute_dtype if probability else problem.dtype,
+        f"{formula}, L = logsumexp(S)", s, WEIGHTS, g.compute_dtype if probability else problem.dtype,
         None if problem.max else operands.row_stats("stats"),
         sink=operands.optional("sinks", HEAD_AXES), max=operands.row_stats("max"), sum_exp=operands.row_stats("sum_exp"),
         rows=scores.queries, scale=g.scalar("scale of P", value=FP8_LARGEST[problem.dtype]) if problem.fp8 else None,
@@ -47,7 +47,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
     if probability:
         # P <- P ∘ R / (1 − p)              Srivastava et al. 2014, "Dropout"; the expectation stays the same
         dropout = Dropout(g, operands, p.shape)
-        p = dropout.rescale(dropout.drop(p, "P"), "P ∘ R", dtype=problem.dtype)
+        p = dropout.rescale(dropout.drop(p, WEIGHTS), "P ∘ R", dtype=problem.dtype)
     # O = P V                               (B, Hq, Sq, Dv)
     if problem.fp8:
         _store_fp8(g, operands, g.matmul("O = P V", p, v, "O₁", m=scores.queries, k=scores.keys), out)

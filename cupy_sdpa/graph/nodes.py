@@ -61,6 +61,11 @@ class Tensor:
         return self.name
 
 
+#: The tags of tensors that checks and rules look for: the weights, and the gradient of the scores before the softmax. A tag is
+#: the name of the tensor in every graph that has it.
+WEIGHTS, SCORE_GRADIENT = "P", "P∘(dP−D)"
+
+
 @dataclass(frozen=True)
 class Node:
     """One step. ``formula`` is the step in the notation of the docs; it is only printed."""

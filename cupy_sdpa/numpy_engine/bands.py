@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..graph.nodes import Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor
+from ..graph.nodes import WEIGHTS, Graph, Matmul, Node, Pointwise, Reduction, Softmax, Tensor
 from .axes import COLUMNS, ROWS, MatrixAxes
 
 
@@ -85,7 +85,7 @@ class Bands:
         """The conditions of the selections before the weights; none if a result has a number for every row and column."""
         if any(self._axes[t.name] == (ROWS, COLUMNS) and not _is_sum(self._nodes[t.name]) for t in graph.by_role("output")):
             return
-        weights = [node for node in graph.nodes if isinstance(node, Softmax) or node.out.name == "P"]
+        weights = [node for node in graph.nodes if isinstance(node, Softmax) or node.out.name == WEIGHTS]
         for node in weights[:1]:
             name = node.inputs[0].name
             while (found := self._nodes.get(name)) and (_selects_infinity(found) or _subtracts(found)):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..graph.nodes import (
+    SCORE_GRADIENT,
+    WEIGHTS,
     Bernoulli,
     Graph,
     Matmul,
@@ -105,14 +107,14 @@ class RowCheck:
     def __call__(self, node: Node, tile: Tile) -> None:
         """Check a tile when its P or its dS was computed."""
         name = node.outputs[0].name
-        if name == "P":
+        if name == WEIGHTS:
             self.check_stats(tile)
-        elif name == "P∘(dP−D)" and self.whole:
+        elif name == SCORE_GRADIENT and self.whole:
             self.check_out(tile)
 
     def check_stats(self, tile: Tile) -> None:
         """Check the sums of the rows of P: at first with the part of the tolerance that is the same for all rows."""
-        p = tile.values["P"]
+        p = tile.values[WEIGHTS]
         self.sums = total = np.add.reduce(p, axis=-1)
         if self.sinks is not None:
             total = total + np.exp(self.sinks[tile.heads.start : tile.heads.stop, None] - self.read(tile, "stats")[..., 0])
@@ -140,7 +142,7 @@ class RowCheck:
         """Check the sums of the rows of dS: at first without the parts of the tolerance that depend on the scores and out."""
         dout, out = self.read(tile, "dout"), self.read(tile, "out")
         d = self.keep * np.einsum("bhij,bhij->bhi", dout, out)
-        found = np.add.reduce(tile.values["P∘(dP−D)"], axis=-1) + d * self.sums  # the sums of the rows of P o dP
+        found = np.add.reduce(tile.values[SCORE_GRADIENT], axis=-1) + d * self.sums  # the sums of the rows of P o dP
         units = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-9, 2.0**-134)}
         unit, subnormal = units.get(self.tensors["out"].dtype, (_UNIT, 2.0**-150))
         columns, head_dim = tile.all_columns, dout.shape[-1]
