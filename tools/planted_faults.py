@@ -74,7 +74,7 @@ TESTS = {
     "cupy_sdpa/replay": ("replay",),
     "cupy_sdpa/replay/bound_program.py": ("replay", "score_fn", "boundary"),
     "cupy_sdpa/replay/call_report.py": ("support", "plans"),
-    "cupy_sdpa/replay/replay_cache.py": ("replay", "score_fn", "boundary"),
+    "cupy_sdpa/replay/replay_cache.py": ("replay", "parallel", "score_fn", "boundary"),
     "cupy_sdpa/rope.py": ("kv_cache",),
     "cupy_sdpa/runtime": ("kernels", "replay", "attention"),
     "cupy_sdpa/runtime/cupy_runtime.py": ("kernels", "kv_cache", "attention"),
