@@ -51,7 +51,7 @@ def of_a_block_mask(engine):
 
 
 #: The most functions of the package that a first call enters: on numpy, and where cuDNN plans it.
-FIRST_ON_NUMPY, FIRST_ON_CUDNN = 800, 1650
+FIRST_ON_NUMPY, FIRST_ON_CUDNN = 950, 1650
 
 
 def test_host_work_of_a_first_call(engine):
