@@ -1,5 +1,5 @@
-"""Draw what each option lets a query see: ``python tools/pictures.py`` writes ``docs/_static/options/*.svg``, and pictures of
-block masks to ``docs/_static/sparsity``.
+"""Draw what each option lets a query see: ``python tools/pictures.py`` writes ``docs/_static/options/*.svg``, pictures of block
+masks to ``docs/_static/sparsity``, and the memory of an array to ``docs/_static/memory.svg``.
 
 The pictures are of the engine's own weights, on numpy arrays: with an identity for the values the output is the weights. A row
 is a query, a column a key; white is not seen, the darker the more weight.
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "_static" / "options"
 QUERIES, KEYS, CELL = 12, 12, 8
 #: Keys that are not seen: a translucent grey, which is visible on light and dark pages.
 EMPTY = 'fill="#888888" fill-opacity="0.13"'
-#: The picture of the README: names of pictures and their captions.
+#: The picture of the options' page: names of pictures and their captions.
 OVERVIEW = {
     "causal": "causal", "window_causal": "window", "packed_causal": "packed", "mask_mod": "mask function", "alibi": "ALiBi",
     "score_mod": "score function",
@@ -111,9 +111,46 @@ def drawn_masks() -> dict[str, str]:
     return {name: f"{mask.picture()}\n" for name, mask in masks.items()}
 
 
+#: The array in the picture of the memory, (head_dim, heads, seq, batch); the side of an element, and a colour for each head.
+DHSB, SIDE, COLOURS = (4, 2, 2, 2), 18, ("#1b6ca8", "#d9822b")
+
+
+def memory() -> str:
+    """The elements of an array in the order of their addresses, with the first index of each head in both orders of axes."""
+    dim, heads, seq, _ = DHSB
+    x = np.zeros(DHSB, np.float16, order="F")
+    c_order = x.T  # (batch, seq, heads, head_dim)
+    left, gap, top, bottom = 4, 6, 104, 140
+    text = 'font-family="sans-serif" font-size="13" fill="#777777"'
+    index = 'font-family="monospace" font-size="11.5" fill="#777777"'
+    captions = {
+        74: "(D, H, S, B) in Fortran order: the first index of x[d, h, s, b] changes fastest",
+        182: "(B, S, H, D) in C order: the last index of y[b, s, h, d] changes fastest; y = x.T",
+    }
+    parts = [f'<text x="{left}" y="{y}" {text}>{caption}</text>' for y, caption in captions.items()]
+    for address in range(x.size):
+        d, h, s, b = (int(i) for i in np.unravel_index(address, DHSB, order="F"))
+        assert d * x.strides[0] + h * x.strides[1] + s * x.strides[2] + b * x.strides[3] == address * x.itemsize
+        assert np.unravel_index(address, c_order.shape) == (b, s, h, d)
+        at = left + address * SIDE + gap * (address // dim + address // (dim * heads) + 2 * (address // (dim * heads * seq)))
+        paint = f'fill="{COLOURS[h]}" fill-opacity="{0.9 - 0.2 * d:.1f}"'
+        parts.append(f'<rect x="{at}" y="{top}" width="{SIDE - 1}" height="{bottom - top}" {paint}/>')
+        labels = {16: f"sequence {b}"} if d == h == s == 0 else {}
+        labels |= {32: f"token {s}"} if d == h == 0 else {}
+        labels |= {48: f"head {h}"} if d == 0 else {}
+        parts += [f'<text x="{at}" y="{y}" {text}>{label}</text>' for y, label in labels.items()]
+        if d == 0:
+            parts.append(f'<text x="{at}" y="{top - 7}" {index}>[0,{h},{s},{b}]</text>')
+            parts.append(f'<text x="{at}" y="{bottom + 16}" {index}>[{b},{s},{h},0]</text>')
+    width, height = at + SIDE + left, 192
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+    return "\n".join([head, *parts, "</svg>\n"])
+
+
 if __name__ == "__main__":
     for folder, pictures in ((FOLDER, drawn()), (BLOCKS_FOLDER, drawn_masks())):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in pictures.items():
             (folder / f"{name}.svg").write_text(text, encoding="utf-8")
     (FOLDER.parent / "overview.svg").write_text(overview(drawn()), encoding="utf-8")
+    (FOLDER.parent / "memory.svg").write_text(memory(), encoding="utf-8")

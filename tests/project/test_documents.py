@@ -74,6 +74,28 @@ def test_named_files_exist():
             assert any((folder / name).exists() for folder in folders), f"{path.name}: {name}"
 
 
+#: Pages that GitHub shows, but that are not part of the docs.
+PROJECT_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / ".github").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PROJECT_PAGES, ids=lambda path: path.name)
+def test_links_of_the_project_pages(path):
+    """Every relative link leads to a file and, in a page, to a heading."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if not re.match(r"https?:|#", link):
+            target, _, heading = link.partition("#")
+            assert (path.parent / target).exists(), link
+            headings = re.findall(r"^#+ (.*)$", (path.parent / target).read_text(encoding="utf-8"), re.M) if heading else []
+            assert not heading or heading in [re.sub(r"[^\w\- ]", "", x).lower().replace(" ", "-") for x in headings], link
+
+
+def test_nothing_is_installed_from_an_index_before_the_release():
+    """The documents install a clone. Only the texts for the time after the release name the package of an index."""
+    for path in (*PROJECT_PAGES, *DOCS):
+        if path.name != "publishing.md":
+            assert not re.search(r"(pip|conda|uv) (add|install)[^\n&]*cupy-sdpa", path.read_text(encoding="utf-8")), path.name
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name):
     """Each equals the output of its script for the result files."""
@@ -94,7 +116,10 @@ def test_pictures():
         assert {path.stem for path in folder.glob("*.svg")} == set(pictures)
         for name, text in pictures.items():
             assert (folder / f"{name}.svg").read_text(encoding="utf-8") == text, "draw it anew: python tools/pictures.py"
-    assert (found["FOLDER"].parent / "overview.svg").read_text(encoding="utf-8") == found["overview"](drawn)
+    for name, text in {"overview": found["overview"](drawn), "memory": found["memory"]()}.items():
+        assert (found["FOLDER"].parent / f"{name}.svg").read_text(encoding="utf-8") == text, (
+            "draw it anew: python tools/pictures.py"
+        )
 
 
 # the notebooks
@@ -119,6 +144,18 @@ def test_notebooks_need_no_local_files(path):
     assert "pip install" in install
     local = re.compile(r"^\s*(?:from|import) (?:benchmarks|examples|tests|tools|cupy_sdpa\._)|open\(|Path\(", re.M)
     assert not any(local.search(source) for source, _ in cells(path.stem))
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_install_the_clone(path, tmp_path):
+    """In a clone, the first cell of a notebook installs the clone; elsewhere, the package of an index."""
+    (install,) = [source for source, tags in cells(path.stem) if "install" in tags]
+    *code, command = install.splitlines()
+    for folder, package in ((NOTEBOOKS, "-e ../"), (tmp_path, "cupy-sdpa")):
+        names = {}
+        with contextlib.chdir(folder):
+            exec("\n".join(code), names)
+        assert command.format(**names).replace('"', "").partition("[")[0] == f"%pip install -q {package}"
 
 
 class LikeCupys(np.ndarray):

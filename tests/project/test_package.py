@@ -112,6 +112,16 @@ def test_a_bad_description_of_a_gpu(text, tmp_path):
         cupy_sdpa.explain(cupy_sdpa.problem(shape, shape, shape, dtype="float16"), gpu=str(path), cudnn="9.19")
 
 
+@pytest.mark.parametrize("command", [["check", "."], ["format", "--check", "."]], ids=lambda command: command[0])
+def test_lint(command):
+    """The code has the rules and the format of ruff, whose version is fixed."""
+    pytest.importorskip("ruff")
+    extras = PROJECT["optional-dependencies"]
+    assert {x for x in extras["test"] if x.startswith("ruff")} == {x for x in extras["lint"] if x.startswith("ruff")}
+    done = python("-m", "ruff", *command, "--no-cache", cwd=ROOT)
+    assert done.status == 0, done.out
+
+
 # the distribution
 
 
@@ -147,6 +157,17 @@ def test_the_citation():
     assert cited["name"] == PROJECT["authors"][0]["name"]
     assert cited["repository-code"] == PROJECT["urls"]["Repository"]
     assert cited["license"] == PROJECT["license"]
+    assert {line.removeprefix("  - ") for line in lines} >= {*PROJECT["keywords"]}
+
+
+def test_the_workflow():
+    """GitHub installs every version of Python that the classifiers name, the oldest as python3, and runs .ci/run."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    versions = re.findall(r"^ +(3\.\d+)$", workflow, re.M)
+    assert [*versions[-1:], *versions[:-1]] == [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if ":: 3." in name]
+    assert "- run: .ci/run\n" in workflow
+    later = re.search(r"^for version in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
+    assert later[1].split() == versions[:-1]
 
 
 def test_the_metadata():
