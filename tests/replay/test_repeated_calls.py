@@ -16,7 +16,14 @@ from cupy_sdpa import Unsupported, attention, attention_backward, get_plan_cache
 from cupy_sdpa.replay import replay_cache
 
 #: The functions of the package that a call enters besides those of :data:`REPLAY`, because it creates other objects.
-OTHER_WORK = {"weight sums": 7, "entropy": 9, "FP8": 100, "FP8 keys": 40, "conversion to FP8": 12, "functions of every call": 20}
+OTHER_WORK = {
+    "weight sums": 7,
+    "entropy": 9,
+    "FP8": 100,
+    "FP8 keys": 40,
+    "conversion to FP8": 12,
+    "functions of every call": 20,
+}
 #: The rows whose arrays have other axes than those of the program.
 VIEWED = {"layout", "no batch axis"}
 #: The rows whose changes are in the short tier: options of every kind.
