@@ -354,7 +354,7 @@ class Counted:
 
 #: The most functions of the package that a repeated call of a member enters, besides those of each exchange and each message.
 OF_CALL, OF_EXCHANGE, OF_MESSAGE = 40, 12, 16
-#: The calls of which one has the addresses of another.
+#: The number of calls that are counted. At least one of them gets the addresses of an earlier one.
 TIMES = 12
 
 
