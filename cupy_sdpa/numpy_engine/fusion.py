@@ -42,7 +42,7 @@ class Fused(Node):
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel reads; of positions only the shape of the operand counts."""
         inside = {part.out.name for part in self.parts}
-        read = (t for part in self.parts if part.mode != "gen_index" for t in part.inputs)
+        read = (t for part in self.parts if part.mode != "gen_index" for t in _operands(part))
         return tuple({t.name: t for t in read if t.name not in inside}.values())
 
     def kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
@@ -62,7 +62,7 @@ class Fused(Node):
             values[t.name] = f"a{n}", np.dtype(of).kind
         lines = []
         for n, part in enumerate(self.parts):
-            operands = [] if part.mode == "gen_index" else [values[t.name] for t in part.inputs]
+            operands = [] if part.mode == "gen_index" else [values[t.name] for t in _operands(part)]
             text, kind = _expression(part, operands, real)
             lines.append(f"const {_INTEGERS.get(kind, real)} v{n} = {text};")
             values[part.out.name] = f"v{n}", kind
@@ -70,6 +70,11 @@ class Fused(Node):
         result = {"b": "bool", "i": "int64"}.get(kind, dtype)
         given = [f"{of} a{n}" for n, of in enumerate(dtypes)] + [f"int64 {name}" for name in _PLACE]
         return elementwise(", ".join(given), f"{result} y", f"{' '.join(lines)} y = {last}", "fused"), result
+
+
+def _operands(node: Pointwise) -> list[Tensor]:
+    """The operands of a node, without the offsets of packed ones: a tile reads these itself."""
+    return [t for t in (node.x, node.b, node.t) if t is not None]
 
 
 def fuse(graph: Graph) -> list[Node]:

@@ -152,8 +152,8 @@ class Analysis:
         if any(condition.row and condition.column for condition in self.visible):
             step = min(step, max(fine, -(-rows // 8)))
         groups = max(1, min(heads // self.group, elements // (of_row * step)))
-        entries = 1
-        if groups * self.group == heads and not self.by_entry:
+        entries = 1  # on a GPU: a product of more matrices may run another kernel, so bits would depend on the batch
+        if groups * self.group == heads and not self.by_entry and not on_gpu:
             entries = max(1, min(batch, elements // (max(1, columns) * heads * step)))
         return step, groups * self.group, entries
 

@@ -155,7 +155,7 @@ def test_explain(fake):
     report = explain(q, k, v, causal=True, engine="cupy")
     assert report.engine == "CuPy"
     assert report.workspace > 20 * 31 * 4
-    assert "runs with CuPy's operations, without cuDNN: all heads at a time, 0.0463 MB" in str(report)
+    assert "runs with CuPy's operations, without cuDNN: all heads at a time, 0.0231 MB" in str(report)
     for backward in (False, True):
         needs = []
         for length in (1 << 17, 1 << 18):

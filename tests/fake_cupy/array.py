@@ -131,7 +131,8 @@ class ndarray:  # noqa: N801
             return
         target = self.view_[_with_dots(key)]
         source = value.view_ if isinstance(value, ndarray) else np.array(value)
-        np.broadcast_shapes(target.shape, source.shape)
+        if np.broadcast_shapes(target.shape, source.shape) != target.shape:
+            raise ValueError(f"an array of shape {source.shape} is assigned to elements of shape {target.shape}")
 
         def run() -> None:
             target[...] = source
