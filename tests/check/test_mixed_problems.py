@@ -18,7 +18,7 @@ BUGS = {
         dtype="float16", d=16, dv=16, hq=0, hkv=0, sq=1, skv=4, b=2, options={"block_mask": ("prefix", "kqh1")},
     ),
     "a fused kernel beside the offsets of packed statistics": Case(
-        dtype="float32", hq=4, hkv=2, sq=1, skv=1, backward=True, options={"packed": ("random", "full", 16, 100, 0, "int64")}, seed=49,
+        dtype="float16", d=16, dv=16, hq=4, hkv=2, sq=1, skv=1, backward=True, options={"packed": ("random", "full", 16, 100, 0, "int64")}, seed=49,
     ),
     "gradients with a block mask, without heads": Case(
         dtype="bfloat16", d=40, dv=40, hq=0, hkv=0, sq=7, skv=7, b=5, backward=True,
