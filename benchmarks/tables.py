@@ -315,9 +315,9 @@ def cpu(path: str = "cpu_engine.csv") -> Iterator[str]:
     for row in rows:
         by_case.setdefault(row["case"], {})[row["pass"]] = row
     yield (
-        f"Microseconds with float32 and {rows[0]['threads'] or 'all'} thread of {rows[0]['cpu']}, numpy {rows[0]['numpy']}, by "
-        "`python -m benchmarks cpu`, and our time divided by that of plain numpy, one matrix product per key/value head, and "
-        "of PyTorch where it was installed. In the backward pass both compute the softmax weights again.\n"
+        f"Times in microseconds with float32, {rows[0]['threads'] or 'all'} thread of {rows[0]['cpu']} and numpy "
+        f"{rows[0]['numpy']}, measured by `python -m benchmarks cpu`, and their ratios to plain numpy, one matrix product per "
+        "key/value head, and to PyTorch where it was installed. In the backward pass both compute the softmax weights again.\n"
     )
     yield "| case | forward | of numpy | of PyTorch | backward | of numpy | of PyTorch |"
     yield "|---|---|---|---|---|---|---|"

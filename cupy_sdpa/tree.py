@@ -65,7 +65,7 @@ def tree_mask(
     Returns:
         A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
         ``tensors``, and ``seq_lens_q`` if it is passed without ``max_seqlen_q``. Other functions and ``tensors`` can be added.
-        Its attribute ``depths`` are those of :func:`tree_depths`, in the memory of k.
+        Its attribute ``depths`` has the numbers of :func:`tree_depths`, in the memory of k.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape; or on the host parents do not form a tree.
