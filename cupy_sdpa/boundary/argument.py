@@ -48,6 +48,11 @@ class NoArray:
         raise AttributeError(f"{in_words(self)} is not an array, and has no attribute {name}: {self._not_an_array}")
 
 
+def tensor_name(name: str) -> str:
+    """The name of an array in ``tensors=`` among the arrays of a call."""
+    return f"tensors[{name!r}]"
+
+
 def read_array(name: str, array: Any) -> Any:
     """Check that an argument is an array of numpy or CuPy, or a view, and return it; lists of lengths become int32 arrays.
 
@@ -105,7 +110,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     passed = {name: x for name, x in passed.items() if not (name in SEEDS and _is_integer(name, x))}
     check_one_library(passed)
     checked = {name: read_array(name, x) for name, x in passed.items() if x is not None or name in ("q", "k", "v")}
-    named = {f"tensors[{name!r}]": x for name, x in (options.get("tensors") or {}).items()}
+    named = {tensor_name(name): x for name, x in (options.get("tensors") or {}).items()}
     tensors = {name: read_array(name, x) for name, x in named.items()}
     return checked, tensors, arrays_on_gpu(checked | tensors)
 

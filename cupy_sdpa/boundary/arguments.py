@@ -26,7 +26,7 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
-from .argument import check_separate, read_arrays, spec_of
+from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .call import BoundProblem, Fill
 from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
 
@@ -317,9 +317,7 @@ def views_of_shapes(
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0], seq_lens).items()}
     if tensors := options.get("tensors"):
-        given["tensors"] = {
-            name: view(_spec_of_shape(user_functions.tensor_name(name), x, "float32")) for name, x in tensors.items()
-        }
+        given["tensors"] = {name: view(_spec_of_shape(tensor_name(name), x, "float32")) for name, x in tensors.items()}
     return {spec.name: view(spec) for spec in specs}, given
 
 

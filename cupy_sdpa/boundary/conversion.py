@@ -16,6 +16,7 @@ import numpy as np
 from ..problem.arrays import GRADIENTS
 from ..runtime import cupy_runtime
 from . import layouts
+from .argument import tensor_name
 from .axes import Axes
 from .libraries import library_of
 from .sharing import Sharing
@@ -103,7 +104,7 @@ class Conversion:
         if value is None:
             return None
         if name == "tensors" and isinstance(value, Mapping):
-            return {key: self._sharing.shared(f"tensors[{key!r}]", x) for key, x in value.items()}
+            return {key: self._sharing.shared(tensor_name(key), x) for key, x in value.items()}
         return self._axes.option(name, self._sharing.shared(name, value))
 
 

@@ -18,7 +18,7 @@ from ..score_fn.expression import AXES
 from ..score_fn.identity import identity
 from ..score_fn.recorded import Access, Recorded
 from ..score_fn.tracer import record, trace
-from .argument import INT32
+from .argument import INT32, tensor_name
 from .conversion import Conversion, needs_conversion
 
 #: The options that are functions.
@@ -130,10 +130,11 @@ def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
     for name, array in tensors.items():
         if dtype_name(array.dtype) not in CAPTURED_DTYPES:  # of any byte order
             allowed = ", ".join(CAPTURED_DTYPES)
-            raise TypeError(f"tensors[{name!r}] is {array.dtype}; functions read {allowed}: convert with .astype(...)")
+            raise TypeError(f"{tensor_name(name)} is {array.dtype}; functions read {allowed}: convert with .astype(...)")
         if dtype_name(array.dtype) == "int64" and cupy_runtime.is_array(array):
             raise TypeError(
-                f"tensors[{name!r}] is int64; on the GPU functions compute with 32-bit integers: convert with .astype('int32')"
+                f"{tensor_name(name)} is int64; on the GPU functions compute with 32-bit integers: convert with "
+                ".astype('int32')"
             )
     settings = problem.settings
     other_diagonal = settings.band is not None and settings.band.bottom_right
@@ -180,11 +181,6 @@ class Gradients:
 def gradient_name(name: str) -> str:
     """The name of the gradient of an array in ``tensors=`` among the arrays of a call."""
     return f"dtensors[{name!r}]"
-
-
-def tensor_name(name: str) -> str:
-    """The name of an array in ``tensors=`` among the arrays of a call."""
-    return f"tensors[{name!r}]"
 
 
 def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions) -> Gradients | None:

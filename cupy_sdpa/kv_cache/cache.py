@@ -434,8 +434,7 @@ class KVCache(CacheState):
         ([0, 0], 4)
         """
         self._recover()
-        if self._capturing():
-            raise RuntimeError("the stream is being captured; call cancel_step() before the capture begins")
+        self._check_not_capturing("cancel_step()")
         if not self._step.missing:
             raise RuntimeError("every layer of the last step is appended; truncate() removes tokens")
         self._set(self._pages.shorten(self._pages.lengths - self._step.counts), self._device_lengths())
@@ -523,8 +522,7 @@ class KVCache(CacheState):
         ([0, 0], 4)
         """
         self._recover()
-        if self._capturing():
-            raise RuntimeError("the stream is being captured; call reset() before the capture begins")
+        self._check_not_capturing("reset()")
         self._set(self._pages.shorten(np.zeros(self.batch, np.int64)), self._device_lengths())
 
     def truncate(self, sequence: int, length: int) -> None:

@@ -343,10 +343,14 @@ class CacheState:
         self._check_no_step("the next append of layer 0")
         return False
 
-    def _check_no_step(self, name: str) -> None:
-        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
+    def _check_not_capturing(self, name: str) -> None:
+        """Check that a call that changes the tables of the host is outside of a capture."""
         if self._capturing():
             raise RuntimeError(f"the stream is being captured; call {name} before the capture begins")
+
+    def _check_no_step(self, name: str) -> None:
+        """Check that a call is between two steps. After a capture it is unknown whether the captured layers were launched."""
+        self._check_not_capturing(name)
         missing = self._step.missing - self._captured
         if 0 in missing:
             raise RuntimeError(f"a step is announced and not appended; append its layer 0 before {name}, or call cancel_step()")

@@ -7,6 +7,7 @@ of its operands. numpy computes node by node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,7 @@ class Fused(Node):
     #: The kernels by the dtypes of the operands and that of the evaluation.
     kernels: dict[tuple[tuple[str, ...], str], tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel reads; of positions only the shape of the operand counts."""
         inside = {part.out.name for part in self.parts}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_arrays, device_of, read_array, read_arrays
+from ..boundary.argument import check_arrays, device_of, read_array, read_arrays, tensor_name
 from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
 from ..boundary.options import check_names
@@ -217,7 +217,7 @@ def abbreviated(value: Any) -> str:
 def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
     """A hashable value that is equal for calls with the same configuration; None if there is none."""
     key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
-    tensors = {f"tensors[{name!r}]": x for name, x in (options.get("tensors") or {}).items()}
+    tensors = {tensor_name(name): x for name, x in (options.get("tensors") or {}).items()}
     others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}
     for name, value in {**arrays, **others, **tensors}.items():
         if name in arrays and (remedy := getattr(type(value), "_not_an_array", None)):

@@ -126,21 +126,21 @@ def has_score_axes(name: str) -> bool:
     return {"Skv", "Sq"} <= {*letters_of(name)}
 
 
-def _named(*roles: Role) -> tuple[ArrayRow, ...]:
-    return tuple(row for row in _ROWS if not roles or row.role in roles)
+def _with_role(role: Role) -> tuple[ArrayRow, ...]:
+    return tuple(row for row in _ROWS if row.role == role)
 
 
 #: The results of each pass in order: those of the forward pass, and the gradients.
-RESULTS, GRADIENTS = _named("result"), _named("gradient")
+RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
 #: The gradients that a flag requests, besides those of ``tensors``.
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
 #: The flags of the backward pass that request gradients.
 REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dtensors")
 #: The names of the options that are arrays.
-OPTION_ARRAYS = tuple(row.name for row in _named("option"))
+OPTION_ARRAYS = tuple(row.name for row in _with_role("option"))
 #: The factors of FP8 arrays: the values of q, k and v are their elements times ``descale_*``; ``scale_out`` times the output is
 #: stored.
-FP8_FACTORS = tuple(row.name for row in _named("factor"))
+FP8_FACTORS = tuple(row.name for row in _with_role("factor"))
 #: The options with the axes of the scores.
 SCORE_INPUTS = tuple(name for name in OPTION_ARRAYS if has_score_axes(name))
 #: The arrays with one row per query, and those with one row per key.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_separate, read_arrays
+from ..boundary.argument import check_separate, read_arrays, tensor_name
 from ..boundary.call import (
     BoundProblem,
     Fill,
@@ -21,7 +21,7 @@ from ..boundary.call import (
     logger,
     with_plan,
 )
-from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities, tensor_name
+from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph

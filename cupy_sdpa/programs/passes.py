@@ -39,7 +39,7 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
         return compiled(read_forward(**key.named(), options=others, **flags))
     arrays, views, options = _read_operands(key, others, mask, dtype, ("out", "stats"), None)
     of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-    results, _ = results_of(views, options, **of_call)
+    results, _ = _results_of(views, options, **of_call)
     if kept:
         assert dtype
         shapes, device = {name: (results | views)[name].shape for name in _KEPT}, views["q"].storage.device
@@ -73,7 +73,7 @@ def parse_backward(
         return compiled(call)
     arrays, views, options = _read_operands(key, others, mask, dtype, ("dq", "dk", "dv"), result)
     of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
-    results, gradients = results_of(views, options, gradients=True, result=result, **of_call)
+    results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
     build = functools.partial(add, views=views, options=options, **of_call)
     return composed(key, arrays, views, results, build, gradients=gradients)
 
@@ -88,18 +88,18 @@ def _read_operands(
 ) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
     """:func:`.read_operands` of a call with a block mask or another dtype; what needs no problem is checked."""
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), options))
+    of_call = {name: views.get(name) for name in key.names}
     if dtype is not None:
-        check_converted({name: views.get(name) for name in key.names}, dtype=result, results=results)
+        check_converted(of_call, dtype=result, results=results)
     if mask is not None:
         q, k, v = (views[name] for name in "qkv")
         check(q, k, v, mask)
-        of_call = {name: views.get(name) for name in key.names}
         check_arrays(of_call, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
         score_function(q.shape, k.shape, options)  # checks it
     return arrays, views, options
 
 
-def results_of(
+def _results_of(
     views: Mapping[str, View],
     options: Mapping[str, Any],
     *,

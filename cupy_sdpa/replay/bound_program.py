@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.argument import check_separate
-from ..boundary.user_functions import tensor_name
+from ..boundary.argument import check_separate, tensor_name
 from ..problem.view import View, on_host, placed
 
 #: A program and its arrays. :class:`cupy_sdpa.programs.executor.ReadCall` is in a layer above.

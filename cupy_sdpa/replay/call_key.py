@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.user_functions import FUNCTIONS, tensor_name
+from ..boundary.argument import tensor_name
+from ..boundary.user_functions import FUNCTIONS
 from ..score_fn.identity import identity
 
 #: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
