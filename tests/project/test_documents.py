@@ -122,7 +122,38 @@ def test_pictures():
         )
 
 
+@pytest.mark.slow
+def test_pictures_of_the_tour():
+    """Each equals the output of its script, and the tour shows it."""
+    found = runpy.run_path(str(ROOT / "tools" / "tour_pictures.py"))
+    drawn, page = found["drawn"](), (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    assert {path.stem for path in found["FOLDER"].glob("*.svg")} == set(drawn)
+    for name, text in drawn.items():
+        assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python tools/tour_pictures.py"
+        assert f"_static/tour/{name}.svg" in page
+
+
 # the notebooks
+
+
+def test_the_gallery():
+    """It shows every notebook once, with its title and a picture; thumbnails are of the saved outputs."""
+    page, found = (
+        (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8"),
+        runpy.run_path(str(ROOT / "tools" / "thumbnails.py")),
+    )
+    entries = re.findall(
+        r":::\{figure\} (\S+)\n:alt: .+\n:target: notebooks/(\w+)\.html\n\n\*\*\[(.+)\]\(\.\./notebooks/\2\.ipynb\)", page
+    )
+    assert [name for _, name, _ in entries] == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+    for picture, name, title in entries:
+        book = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))
+        assert "".join(book["cells"][0]["source"]).startswith(f"# {title}\n")
+        assert (ROOT / "docs" / picture).exists()
+        assert (picture == f"_static/notebooks/{name}.png") == (name in found["SHOWN"])
+    assert {path.stem for path in found["FOLDER"].glob("*")} == set(found["SHOWN"])
+    for name in found["SHOWN"]:
+        assert found["digest"](name).encode() in (found["FOLDER"] / f"{name}.png").read_bytes(), "python tools/thumbnails.py"
 
 
 def cells(name):
