@@ -57,8 +57,10 @@ def pytest_configure(config):
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     if not hasattr(config, "workerinput"):  # a worker process of pytest-xdist inherits it
         os.environ["FAKE_CUPY_FOLDER"] = str(folder_of_kernels(config))
-    if not config.option.markexpr:
-        config.option.markexpr = "not sweep and not large"
+    asked = config.option.markexpr or "not sweep"
+    if "large" not in asked:  # -m gpu, too: other processes leave no memory for them
+        asked = f"({asked}) and not large"
+    config.option.markexpr = asked
 
 
 def folder_of_kernels(config):

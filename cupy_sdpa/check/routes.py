@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -180,19 +181,33 @@ def on_host(x: Any) -> Any:
 
 
 def rotation(case: Case) -> Any:
-    """The rotation of queries and keys by quarter turns, which are exact; None if the case has none."""
+    """The rotation of queries and keys by quarter turns; None if the case has none."""
     assert case.cache
     *_, form, dim = case.cache
-    frequencies = np.pi / 2 * (1 + np.arange(dim // 2) % 3)
+    frequencies = np.pi / 2 * _quarter_turns(dim)
     return cupy_sdpa.Rope(dim, frequencies=frequencies, interleaved=form == "interleaved") if form else None
 
 
+def _quarter_turns(dim: int) -> Any:
+    """The quarter turns per position of each pair of channels."""
+    return 1 + np.arange(dim // 2) % 3
+
+
 def turned_back(x: Any, rope: Any, positions: Any) -> Any:
-    """The array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places."""
-    pairs = np.arange(rope.dim // 2)
+    """The array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places.
+
+    float64 resolves that a frequency is a rounded multiple of pi / 2, so there the rest of the angle is also turned back.
+    """
+    pairs, quarters = np.arange(rope.dim // 2), _quarter_turns(rope.dim)
     first, second = (2 * pairs, 2 * pairs + 1) if rope.interleaved else (pairs, pairs + len(pairs))
     a, b = x[first], x[second]
-    turns = (np.multiply.outer(1 + pairs % 3, positions) % 4)[:, None]
+    if x.dtype == np.float64:
+        # pi / 2 is the float np.pi / 2 plus this; a multiple of the float is rounded again.
+        half_pi, rest = Fraction(np.pi / 2), 6.123233995736766e-17
+        excess = [float(Fraction(q * (np.pi / 2)) - int(q) * half_pi) - q * rest for q in quarters]
+        angles = np.multiply.outer(excess, positions)[:, None]  # below 1e-9, so the cosine is 1
+        a, b = a + angles * b, b - angles * a
+    turns = (np.multiply.outer(quarters, positions) % 4)[:, None]
     out = x.copy(order="F")
     out[first] = np.select([turns == 0, turns == 1, turns == 2], [a, b, -a], -b)
     out[second] = np.select([turns == 0, turns == 1, turns == 2], [b, -a, -b], a)
