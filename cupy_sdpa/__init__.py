@@ -25,6 +25,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from .hooks import register_libraries, register_option
 from .version import __version__
 
 #: What users call, and what ``help`` prints.
@@ -86,6 +87,9 @@ _OTHER_FUNCTIONS = (
     "DotProductAttention", "dot_product_attention", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "flex_attention", "scaled_dot_product_attention", "single_prefill_with_kv_cache",
 )  # fmt: skip
+
+register_option("block_mask", f"{__name__}.block_masks.option")
+register_libraries(f"{__name__}.libraries.types")
 
 if TYPE_CHECKING:
     from . import fp8 as fp8

@@ -12,8 +12,7 @@ from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
-from .problem.arrays import REQUESTS
-from .programs.block_mask_steps import BACKWARD, FORWARD
+from .problem.arrays import BACKWARD, FORWARD, REQUESTS
 from .programs.calls import Call, operation, run
 from .programs.decided_options import decided_options
 from .programs.passes import parse_backward, parse_forward

@@ -10,6 +10,7 @@ from ._typing import Array
 from .attention_functions import attention, attention_backward
 from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import Sizes
+from .block_masks.option import read as within_options
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
@@ -19,7 +20,6 @@ from .jvp import attention_jvp
 from .problem.problem import Problem
 from .programs.block_mask_calls import dense_description, description, reasons_for_dense
 from .programs.calls import call_of, read
-from .programs.decided_options import split_options
 from .programs.derivative import TANGENTS
 from .programs.derivative_form import form_of
 from .programs.describe import OF_FORWARD, report_of
@@ -273,7 +273,7 @@ def _notes(
         reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)
         if reasons:
             return conversion, dense_description(mask, reasons)
-        mask = split_options({**rest, "block_mask": mask})[0] or mask
+        mask = within_options(mask, dict(rest))
         return conversion, description(mask, Sizes(q.shape[1], v.shape[1], q.shape[3]))
     settings, function = report.problem.settings, rest.pop("mask_mod", None)
     reasons += reasons_for_dense(rest, return_stats=return_stats, outputs=outputs)

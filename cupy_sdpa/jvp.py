@@ -133,13 +133,13 @@ def _call(
 
 def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
-    mask, dtype, others = split_options(key.options)
+    passed, dtype, others = split_options(key.options)
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
         check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**options, "block_mask": mask}, (own["dq"], own["dk"], own["dv"])
+    of_form, tangents = {**options, "block_mask": passed and passed.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
     q, v = views["q"], views["v"]
     check_results(own["out"], own["dout"], own["stats"], q, v, dtype)
@@ -147,7 +147,7 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, determi
     results = {name: View.dense(name, shape, q.dtype, device) for name in ("out", "dout")}
     if return_stats or "stats" in arrays:
         results["stats"] = View.dense("stats", row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
-    of_program: Any = {"form": form, "mask": mask, "dtype": dtype, "deterministic": deterministic}
+    of_program: Any = {"form": form, "passed": passed, "dtype": dtype, "deterministic": deterministic}
     build = functools.partial(derivative, views=views, options=options, **of_program)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .boundary.options import read_positive
 from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
-from .problem import problem_file
+from .problem import problem_file, trace
 from .problem.problem import Problem
 from .support.engine_problem import launched_problems
 from .support.why_not import why_not
@@ -162,7 +162,7 @@ def save_problems(path: str | os.PathLike[str]) -> int:
     # A process without the module has no plan cache. It loads cuDNN, so it is not imported here.
     sessions = sys.modules.get(f"{__package__}.cudnn_engine.sessions")
     caches = sessions.plan_caches() if sessions else []
-    return problem_file.add(path, [*(problem_file.kept or ()), *(problem for cache in caches for problem in cache.problems)])
+    return problem_file.add(path, [*(trace.problems or ()), *(problem for cache in caches for problem in cache.problems)])
 
 
 def _save_at_exit() -> None:
@@ -171,13 +171,13 @@ def _save_at_exit() -> None:
     import sys
 
     def save() -> None:
-        path = os.environ.get(problem_file.VARIABLE)
+        path = os.environ.get(trace.VARIABLE)
         try:
             if path and os.getpid() == process:
                 save_problems(path)
         except OSError as error:
             reason = error.strerror or error
-            print(f"cupy_sdpa: {problem_file.VARIABLE} is {path!r}, and no problem is saved: {reason}", file=sys.stderr)
+            print(f"cupy_sdpa: {trace.VARIABLE} is {path!r}, and no problem is saved: {reason}", file=sys.stderr)
 
     process = os.getpid()  # a forked child has none of its own
     atexit.register(save)

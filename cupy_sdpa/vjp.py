@@ -18,11 +18,10 @@ from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .layout import default_layout
-from .problem.arrays import REQUESTED_GRADIENTS, REQUESTS
+from .problem.arrays import BACKWARD, FORWARD, REQUESTED_GRADIENTS, REQUESTS
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.block_mask_calls import dense_options
-from .programs.block_mask_steps import BACKWARD, FORWARD
 from .programs.calls import Call, results_of
 from .programs.decided_options import decided_options
 from .programs.passes import parse_backward, parse_forward

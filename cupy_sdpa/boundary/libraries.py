@@ -1,19 +1,17 @@
-"""Arrays of other libraries: shared with numpy or CuPy without a copy, and back.
+"""Arrays of other libraries in a call: which library they belong to, and on which stream they are shared.
 
-The library is identified by the module of an array's type, so that none is imported here. PyTorch, JAX and Numba are known; any
-other library is supported if its arrays have ``__dlpack__`` and its module has ``from_dlpack``.
+Which types of arrays there are is registered (:mod:`cupy_sdpa.hooks`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.tensor_spec import numpy_dtype
+from ..hooks import library_of_type
 from ..runtime import cupy_runtime
 
 #: The device types of DLPack that numpy and CuPy share.
@@ -52,19 +50,9 @@ _libraries: dict[type, Library | None] = {}
 
 
 def _library(kind: type) -> Library | None:
+    """The library of a type that has not occurred yet; the layers that know libraries are not imported for our own types."""
     root = kind.__module__.partition(".")[0]
-    if root in ("numpy", "cupy", "builtins", "ml_dtypes"):
-        return None
-    if root == "torch":
-        return Library("PyTorch", _share_torch, _torch, _torch_stream) if hasattr(kind, "data_ptr") else None
-    if root in ("jax", "jaxlib"):
-        return Library("JAX", _share_jax, _jax, writable=False) if hasattr(kind, "__dlpack__") else None
-    if root == "numba":
-        return Library("Numba", _share_numba, _numba) if hasattr(kind, "__cuda_array_interface__") else None
-    make = getattr(sys.modules.get(root), "from_dlpack", None)
-    if make is None or not hasattr(kind, "__dlpack__") or not hasattr(kind, "__dlpack_device__"):
-        return None
-    return Library(root, _share_dlpack, make)
+    return None if root in ("numpy", "cupy", "builtins", "ml_dtypes", "cupy_sdpa") else library_of_type(kind)
 
 
 def kind_of(array: Any) -> str:
@@ -144,69 +132,3 @@ def _as_cupy_stream(cuda: Any, address: int) -> Any:
     if hasattr(cuda.Stream, "from_external"):  # CuPy 14.2 and newer
         return cuda.Stream.from_external(_Stream(address))
     return cuda.ExternalStream(address)
-
-
-# PyTorch
-
-
-def _share_torch(name: str, tensor: Any) -> Any:
-    torch = sys.modules["torch"]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
-            f"{name} requires a gradient, which this function does not record: use the autograd function in "
-            f"examples/torch_attention.py, or pass {name}.detach()"
-        )
-    tensor = tensor.detach()
-    if is_on_gpu(tensor):
-        return cupy_runtime.cupy().from_dlpack(tensor)
-    if tensor.dtype == torch.bfloat16:  # which numpy lacks
-        return tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
-    return tensor.numpy()
-
-
-def _torch(array: Any) -> Any:
-    torch = sys.modules["torch"]
-    if cupy_runtime.is_array(array):
-        return torch.from_dlpack(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _torch_stream(device: int) -> int:
-    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
-
-
-# JAX
-
-
-def _share_jax(name: str, array: Any) -> Any:
-    if not hasattr(array, "__dlpack_device__") or "Tracer" in type(array).__name__:
-        raise TypeError(f"{name} is traced by JAX; cupy_sdpa runs outside of jax.jit and jax.grad: call it on concrete arrays")
-    return cupy_runtime.cupy().from_dlpack(array) if is_on_gpu(array) else np.asarray(array)
-
-
-def _jax(array: Any) -> Any:
-    import jax
-
-    return jax.dlpack.from_dlpack(array) if cupy_runtime.is_array(array) else jax.numpy.asarray(array)
-
-
-# Numba
-
-
-def _share_numba(name: str, array: Any) -> Any:
-    return cupy_runtime.cupy().asarray(array)
-
-
-def _numba(array: Any) -> Any:
-    import numba.cuda
-
-    return numba.cuda.as_cuda_array(array)
-
-
-# Others
-
-
-def _share_dlpack(name: str, array: Any) -> Any:
-    return cupy_runtime.cupy().from_dlpack(array) if is_on_gpu(array) else np.from_dlpack(array)

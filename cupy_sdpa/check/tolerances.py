@@ -110,7 +110,7 @@ class _Floors:
         return floors
 
     def _entropy(self, of_stats: float) -> float:
-        """The floor of the entropy: the errors of L, of the mean score, which are those of the mean key, and of the sink's weight."""
+        """The floor of the entropy: the errors of L, of the mean score, from those of the mean key, and of the sink's weight."""
         inputs, p = self.inputs, self.p
         weights = (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0)) ** 2
         of_keys = weights @ inputs.k**2 + (2 * self.half * (p @ inputs.k)) ** 2 + self.subnormal**2
@@ -119,7 +119,8 @@ class _Floors:
         of_sink = 0.0  # its weight, exp(sink - L), has the relative error of_stats
         if "sinks" in inputs.case.options:
             sinks = inputs.expand_heads(inputs.data.arrays["sinks"])
-            of_sink = (of_stats + 4 * self.work) * _finite_max(self.truth.sink_weight * np.abs(np.where(np.isneginf(sinks), 0, sinks)))
+            sinks = np.where(np.isneginf(sinks), 0, np.abs(sinks))
+            of_sink = (of_stats + 4 * self.work) * _finite_max(self.truth.sink_weight * sinks)
         return of_stats + of_sink + DEVIATIONS * _finite_max(of_mean) + 4 * self.work * (1 + _finite_max(magnitude))
 
     def _gradients(self, of_out: Array) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from .. import _html
 from ..errors import Unsupported
-from ..problem import problem_file
+from ..problem import trace
 from ..problem.problem import Problem
 from ..runtime.cuda_graph import Recording
 from .plan import Plan, knobs_text
@@ -214,7 +214,7 @@ class PlanCache:
                     self._entries[problem] = entry
                     continue
                 _destroy(entry)
-            problem_file.keep(problem)
+            trace.keep(problem)
 
     def _rows(self) -> list[tuple[str, ...]]:
         with self.lock:

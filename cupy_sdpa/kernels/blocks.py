@@ -10,9 +10,10 @@ from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.interpreted_array import strided
 from ..runtime.memory import UNITS
+from .merge import BLOCK as BLOCK
 
-#: The number of queries, or of keys, in a block; and the number of threads in a thread block.
-BLOCK, THREADS = 128, 128
+#: The number of threads in a thread block.
+THREADS = 128
 #: The rows of an array as kernels read them: the address, and strides in bytes.
 _ROWS = Struct("Rows", "data head row batch rows")
 #: The arguments of :func:`copy_blocks`; width is the bytes of a row of a head of the copies.

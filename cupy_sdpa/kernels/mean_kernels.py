@@ -111,6 +111,10 @@ def add_mean(
     _add_mean_kernel(*types)((min(-(-units // _THREADS), _MAX_BLOCKS),), (_THREADS,), (arguments,))
 
 
+#: What a report says of the expected error of a call with this step.
+add_mean.accuracy = "the mean is added after this rounding"  # type: ignore[attr-defined]
+
+
 def write_first_means(
     tokens: Any, own: Any, means: Any, state: tuple[Any, Any, Any, Any], *, advance: bool, is_fp8: bool
 ) -> None:

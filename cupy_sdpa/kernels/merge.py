@@ -13,8 +13,9 @@ from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.cupy_runtime import elementwise
 from ..runtime.dtypes import TYPES
-from .blocks import BLOCK
 
+#: The number of queries, or of keys, in a block.
+BLOCK = 128
 #: The maximum number of groups in a launch.
 MAX_GROUPS = 8
 #: The parts that a thread loads at once, and the maximum number of threads that share the parts of a row.

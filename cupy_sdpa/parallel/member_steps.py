@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..boundary.call import GivenStats
-from ..problem.arrays import REQUESTS
+from ..problem.arrays import BACKWARD, REQUESTS
 from ..problem.view import View
 from ..programs import passes
-from ..programs.block_mask_steps import BACKWARD
 from ..programs.program import Builder, Program
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec

@@ -1,4 +1,4 @@
-"""Problems in a file, one JSON object per line, field by field; and the problems that this process keeps for such a file.
+"""Problems in a file, one JSON object per line, field by field.
 
 Fields that have their default value are left out. Programs that run at the same time may add to one file.
 """
@@ -23,25 +23,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: The environment variable with the file to which a process adds its problems when it ends.
-VARIABLE = "CUPY_SDPA_TRACE"
 #: The largest file in bytes. A line has about a thousand bytes.
 MAX_BYTES = 64 << 20
-#: The most problems that :func:`keep` keeps.
-MAX_KEPT = 10_000
 #: How every line begins.
 _BEGIN = b'{"q": {'
 #: The fields of a problem.
 _FIELDS = tuple(field.name for field in dataclasses.fields(Problem) if field.init)
-
-#: The problems that :func:`keep` was called with, oldest first; None if it keeps nothing.
-kept: dict[Problem, None] | None = {} if os.environ.get(VARIABLE) else None
-
-
-def keep(problem: Problem) -> None:
-    """Keep a problem that no plan cache holds, if the environment variable is set; the first :data:`MAX_KEPT` are kept."""
-    if kept is not None and len(kept) < MAX_KEPT:
-        kept[problem] = None
 
 
 def to_json(problem: Problem) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
 from ..kernels.blocks import BLOCK, copy_blocks, copy_elements
 from ..kernels.merge import Parts, Sources, merge, sum_blocks
-from ..problem.arrays import KEY_ARRAYS
+from ..problem.arrays import FORWARD, KEY_ARRAYS
 from ..problem.problem import row_stats_dtype
 from ..problem.view import View
 from ..score_fn.expression import AXES
@@ -40,10 +40,6 @@ def stored(mask: BlockMask, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     return found
 
 
-#: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass, as for
-#: :func:`cupy_sdpa.attention_backward`.
-FORWARD = ("q", "k", "v", "out", "stats")
-BACKWARD = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
 #: The arrays of a pass by name.
 Arrays = Mapping[str, Any]
 

@@ -1,16 +1,12 @@
-"""Decide how a call computes ``compute_dtype`` and ``block_mask``: the options that its program is built with."""
+"""Decide how a call computes ``compute_dtype`` and a layer's option: the options that its program is built with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..block_masks.block_mask import BlockMask
-from ..block_masks.intersection import within_band
 from ..boundary.compute import read_compute_dtype
-from ..boundary.options import read_band
-from ..problem.bucket import read_bucket
-from .block_mask_calls import reasons_for_dense, with_dense_mask
+from ..hooks import PassOption, pass_option
 
 
 def decided_options(
@@ -20,10 +16,10 @@ def decided_options(
     return_stats: Any = False,
     outputs: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
-    """Decide ``compute_dtype`` and ``block_mask``; return the options that the program is built and cached with.
+    """Decide ``compute_dtype`` and a layer's option; return the options that the program is built and cached with.
 
-    ``compute_dtype`` remains if it names another dtype than q's, ``block_mask`` if the mask is computed by blocks; a mask that
-    needs all blocks becomes the option ``mask``. The result is ``options`` itself if nothing changes.
+    ``compute_dtype`` remains if it names another dtype than q's, and a layer's option if the pass is computed by its steps: a
+    block mask that needs all blocks becomes the option ``mask``. The result is ``options`` itself if nothing changes.
 
     Args:
         arrays: q and k by name.
@@ -32,21 +28,23 @@ def decided_options(
     """
     decided = {**options}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
-    mask = decided.pop("block_mask", None)
-    if isinstance(mask, BlockMask) and reasons_for_dense(decided, return_stats=return_stats, outputs=outputs):
-        decided = with_dense_mask(arrays["q"], arrays["k"], mask, decided)
-        mask = None
-    if mask is options.get("block_mask") and dtype is options.get("compute_dtype"):
+    passed = pass_option(decided)
+    replaced = None
+    if passed is not None:
+        replaced = passed.module.decide(passed.value, arrays, decided, return_stats=return_stats, outputs=outputs)
+    if replaced is None and dtype is options.get("compute_dtype"):
         return options
-    return decided | {name: x for name, x in (("block_mask", mask), ("compute_dtype", dtype)) if x is not None}
+    if replaced is not None:
+        decided = {**replaced}
+    elif passed is not None:
+        decided[passed.name] = passed.value
+    return decided if dtype is None else decided | {"compute_dtype": dtype}
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[BlockMask | None, str | None, dict[str, Any]]:
-    """Split decided options: the block mask within ``causal`` and ``window``, the dtype to compute in, and the others."""
+def split_options(options: Mapping[str, Any]) -> tuple[PassOption | None, str | None, dict[str, Any]]:
+    """Split decided options: a layer's option, the dtype to compute in, and the others."""
     others = {**options}
-    mask, dtype = others.pop("block_mask", None), others.pop("compute_dtype", None)
-    if isinstance(mask, BlockMask):  # attention raises TypeError for anything else
-        read_bucket(others.pop("bucket", None))  # a plan of blocks depends on the mask, not on the lengths alone
-        band = read_band(others.pop("causal", None), others.pop("window", None))
-        mask = mask if band is None else within_band(mask, band)
-    return mask, dtype, others
+    dtype, passed = others.pop("compute_dtype", None), pass_option(others)
+    if passed is not None:
+        passed = passed._replace(value=passed.module.read(passed.value, others))
+    return passed, dtype, others

@@ -9,7 +9,6 @@ from typing import Any, Unpack
 import numpy as np
 
 from .._typing import Array
-from ..block_masks.block_mask import BlockMask
 from ..block_masks.method import check as check_mask
 from ..boundary.argument import check_arrays, read_array, spec_of
 from ..boundary.arguments import read_forward
@@ -18,6 +17,7 @@ from ..boundary.conversion import convert, needs_conversion
 from ..boundary.layouts import check_strides_of
 from ..boundary.options import Options, check_names, read_scale, takes_options
 from ..errors import Unsupported, in_words
+from ..hooks import PassOption
 from ..kernels.derivative_terms import Terms, add_terms, concatenate
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected
@@ -57,7 +57,7 @@ def derivative(
     options: Mapping[str, Any],
     *,
     form: Form,
-    mask: BlockMask | None = None,
+    passed: PassOption | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
 ) -> None:
@@ -69,7 +69,7 @@ def derivative(
     own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats = (own[name] for name in ARRAYS)
     options = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
-    flags: dict[str, Any] = {"mask": mask, "deterministic": deterministic}
+    flags: dict[str, Any] = {"passed": passed, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
         """A forward pass."""
@@ -260,13 +260,15 @@ def widen(
     arrays = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
     if needs_conversion(q, options):
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
-    mask, dtype, others = split_options(decided_options(arrays, options))
+    passed, dtype, others = split_options(decided_options(arrays, options))
     check_names(others)
     if dtype is not None:
         check_converted(arrays)
         rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())
         q, k, v, dq, dk, dv = rounded
-    form = read_form(q, k, v, (dq, dk, dv), None, {**others, "block_mask": mask}, deterministic=deterministic)
+    form = read_form(
+        q, k, v, (dq, dk, dv), None, {**others, "block_mask": passed and passed.value}, deterministic=deterministic
+    )
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
         concatenate(wanted)

@@ -26,7 +26,7 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
 from ..numpy_engine.interpreter import RowCheck, evaluate
-from ..problem import problem_file
+from ..problem import trace
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
@@ -163,7 +163,7 @@ class ReadCall:
         (attend,) = self.program.launches
         if not attend.arrays:
             return None
-        if attend.of.backward or problem_file.kept is not None:
+        if attend.of.backward or trace.problems is not None:
             return functools.partial(self._evaluate, attend)
         return functools.partial(evaluate, graph_of(attend.problem), scalars=self._scalars(attend))  # the quickest
 
@@ -253,8 +253,8 @@ class ReadCall:
 
     def _evaluate(self, attend: Attend, arrays: Mapping[str, Any]) -> None:
         """Compute attention on numpy arrays."""
-        if problem_file.kept is not None:  # the problem that a GPU would plan
-            problem_file.keep(engine_problem(attend.problem, None, True))
+        if trace.problems is not None:  # the problem that a GPU would plan
+            trace.keep(engine_problem(attend.problem, None, True))
         graph = graph_of(attend.problem)
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 

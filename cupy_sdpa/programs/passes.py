@@ -1,4 +1,4 @@
-"""Attention and its gradients: as one problem, or as a program with a block mask, in another dtype, or both."""
+"""Attention and its gradients: as one problem, or by the steps of a layer's option, in another dtype, or both."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..block_masks.block_mask import BlockMask
-from ..block_masks.method import check, check_arrays
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
+from ..hooks import PassOption
+from ..problem.arrays import BACKWARD, FORWARD
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import check_spec, dtype_name, numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
 from ..replay.call_key import CallKey
-from . import block_mask_steps
-from .block_mask_steps import BACKWARD, FORWARD, score_function
 from .decided_options import split_options
 from .executor import ReadCall, compiled, composed, read_operands
 from .program import Builder
@@ -33,12 +31,12 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
-    mask, dtype, others = split_options(key.options)
+    passed, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if mask is None and dtype is None:
+    if passed is None and dtype is None:
         return compiled(read_forward(**key.named(), options=others, **flags))
-    arrays, views, options = _read_operands(key, others, mask, dtype, ("out", "stats"), None)
-    of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
+    arrays, views, options = _read_operands(key, others, passed, dtype, ("out", "stats"), None)
+    of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
     results, _ = _results_of(views, options, **of_call)
     if kept:
         assert dtype
@@ -66,13 +64,13 @@ def parse_backward(
             raise TypeError(
                 f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
             )
-    mask, dtype, others = split_options(key.options)
-    if mask is None and dtype is None:
+    passed, dtype, others = split_options(key.options)
+    if passed is None and dtype is None:
         call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
         return compiled(call)
-    arrays, views, options = _read_operands(key, others, mask, dtype, ("dq", "dk", "dv"), result)
-    of_call: dict[str, Any] = {"mask": mask, "dtype": dtype, **flags}
+    arrays, views, options = _read_operands(key, others, passed, dtype, ("dq", "dk", "dv"), result)
+    of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
     results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
     build = functools.partial(add, views=views, options=options, **of_call)
     return composed(key, arrays, views, results, build, gradients=gradients)
@@ -81,21 +79,18 @@ def parse_backward(
 def _read_operands(
     key: CallKey,
     options: Mapping[str, Any],
-    mask: BlockMask | None,
+    passed: PassOption | None,
     dtype: str | None,
     results: Sequence[str],
     result: Any,
 ) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
-    """:func:`.read_operands` of a call with a block mask or another dtype; what needs no problem is checked."""
+    """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), options))
     of_call = {name: views.get(name) for name in key.names}
     if dtype is not None:
         check_converted(of_call, dtype=result, results=results)
-    if mask is not None:
-        q, k, v = (views[name] for name in "qkv")
-        check(q, k, v, mask)
-        check_arrays(of_call, options.get("sinks"), results, dtype=result, rounded=dtype is not None)
-        score_function(q.shape, k.shape, options)  # checks it
+    if passed is not None:
+        passed.module.check(passed.value, of_call, options, results, dtype=result, rounded=dtype is not None)
     return arrays, views, options
 
 
@@ -104,7 +99,7 @@ def _results_of(
     options: Mapping[str, Any],
     *,
     gradients: bool = False,
-    mask: BlockMask | None = None,
+    passed: PassOption | None = None,
     dtype: str | None = None,
     result: Any = None,
     **flags: Any,
@@ -115,7 +110,7 @@ def _results_of(
     """
     q, k, v = (views[name] for name in "qkv")
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
-    if mask is not None:
+    if passed is not None:
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
         results = {name: View.dense(name, shape, own, q.storage.device) for name, shape in shapes.items()}
         if not gradients and ("stats" in views or flags.get("return_stats")):
@@ -156,7 +151,7 @@ def add(
     views: Mapping[str, View],
     options: Mapping[str, Any],
     *,
-    mask: BlockMask | None = None,
+    passed: PassOption | None = None,
     dtype: str | None = None,
     given_stats: GivenStats = "whole",
     deterministic: bool = False,
@@ -171,14 +166,14 @@ def add(
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
     given = {name: views.get(name) for name in (BACKWARD if backward else FORWARD)}
     own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
-    if mask is None:
+    if passed is None:
         read = read_backward if backward else read_forward
         call = read(**own, options=options, deterministic=deterministic, **outputs)
         call.given_stats = given_stats
         call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
         builder.call("gradients" if backward else "attention", call)
     else:
-        block_mask_steps.add(builder, own, mask, options, deterministic=deterministic)
+        passed.module.add(builder, own, passed.value, options, deterministic=deterministic)
     finish()
 
 

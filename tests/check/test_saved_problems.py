@@ -20,7 +20,7 @@ from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.functions import MASKS, SCORES, tensor_shape
 from cupy_sdpa.check.saved import case_of, reduced
-from cupy_sdpa.problem import problem_file
+from cupy_sdpa.problem import problem_file, trace
 
 #: A program on numpy arrays: equal calls, both passes, a score function with a scalar and an array, and dropout.
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_the_variable(path, tmp_path):
     assert len(found) == 4
     assert [problem.backward for problem in found].count(True) == 1
     assert {problem.settings.dropout for problem in found} == {0.0, 0.5}
-    assert problem_file.kept is None  # in this process
+    assert trace.problems is None  # in this process
 
 
 def test_a_failure_at_the_end_is_one_line(tmp_path):

@@ -1,0 +1,82 @@
+"""How a layer takes part in calls of the core, which imports no layer.
+
+The root of the package registers a layer by the name of a module, which is imported when a call needs it:
+
+- :func:`register_option`: an option, such as ``block_mask``, whose value decides by which steps a pass is computed;
+- :func:`register_libraries`: types of arrays that belong to other libraries.
+
+Two more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`), and a type of arrays whose
+calls have programs of their own, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+
+class OptionModule(Protocol):
+    """What the module of an option has that decides by which steps a pass is computed."""
+
+    def decide(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], **outputs: Any) -> Any:
+        """Return the options of a call that is computed without the option; None if it is computed with it.
+
+        ``options`` are the others. ``outputs`` are ``return_stats`` and ``outputs``, as of :func:`.decided_options`.
+        """
+
+    def read(self, value: Any, options: dict[str, Any]) -> Any:
+        """Return the value that the steps are made for, and remove the options that are part of it from ``options``."""
+
+    def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], results: Any, **dtypes: Any) -> None:
+        """Check the arrays of a call by name. ``results`` are the names of those that are written.
+
+        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for that of q; and ``rounded``, whether the call computes in
+        another dtype than that of its arrays.
+        """
+
+    def add(self, builder: Any, arrays: Any, value: Any, options: Mapping[str, Any], *, deterministic: bool) -> None:
+        """Add the steps of a pass: of the gradients if ``dout`` is among the arrays, otherwise of the forward pass."""
+
+
+class PassOption(NamedTuple):
+    """An option that decides by which steps a pass is computed.
+
+    Attributes:
+        name, value: of the option.
+        module: what computes the pass.
+    """
+
+    name: str
+    value: Any
+    module: OptionModule
+
+
+#: The modules of options by name, and the modules that know types of arrays of other libraries.
+_options: dict[str, str] = {}
+_libraries: list[str] = []
+
+
+def register_option(name: str, module: str) -> None:
+    """Register the module of an option, an :class:`OptionModule`."""
+    _options[name] = module
+
+
+def register_libraries(module: str) -> None:
+    """Register a module with a function ``library_of_type``: it returns the :class:`.Library` of a type of arrays, or None."""
+    _libraries.append(module)
+
+
+def pass_option(options: dict[str, Any]) -> PassOption | None:
+    """Remove the options that decide by which steps a pass is computed; return the one that is passed, or None."""
+    passed = None
+    for name, module in _options.items():
+        if (value := options.pop(name, None)) is not None:
+            passed = PassOption(name, value, importlib.import_module(module))
+    return passed
+
+
+def library_of_type(kind: type) -> Any:
+    """The library of a type of arrays, from the registered modules; None if they do not know it."""
+    modules = (importlib.import_module(name) for name in _libraries)
+    return next((library for module in modules if (library := module.library_of_type(kind)) is not None), None)
