@@ -110,7 +110,7 @@ class _Floors:
         return floors
 
     def _entropy(self, of_stats: float) -> float:
-        """The floor of the entropy: the errors of L, of the mean score, from those of the mean key, and of the sink's weight."""
+        """The floor of the entropy: the errors of L, of the mean score, whose error is of the mean key, and of the sink."""
         inputs, p = self.inputs, self.p
         weights = (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0)) ** 2
         of_keys = weights @ inputs.k**2 + (2 * self.half * (p @ inputs.k)) ** 2 + self.subnormal**2
