@@ -60,6 +60,7 @@ SCORES: dict[str, Function] = {
     "every_third": Function(lambda s, b, h, q, k: np.where(k % 3 == 1, s, 0.5 * s - 1)),
     "blocks": Function(lambda s, b, h, q, k: s + 0.25 * (k // 16 - q // 16 + k % 4)),
     "where_score": Function(lambda s, b, h, q, k: np.where(s > 0, s, 0.25 * s)),
+    "later": Function(lambda s, b, h, q, k: np.where(q >= k, s, -1.0)),
     "hidden": Function(lambda s, b, h, q, k: np.where(q + 3 >= k, s, -np.inf)),
     "by_head": Function(lambda s, b, h, q, k: s * (h + 1) / 4),
     "by_batch": Function(lambda s, b, h, q, k: s * (1 + 0.25 * b) - 0.01 * b * k),
@@ -77,6 +78,7 @@ SCORES: dict[str, Function] = {
     "bias_kq": Function(lambda s, b, h, q, k, x: s + x[k, q], {"x": "kq"}),
     "bias_all": Function(lambda s, b, h, q, k, x: 3 * np.tanh((s + x[b, h, q, k]) / 3), {"x": "bhqk"}),
     "chosen": Function(lambda s, b, h, q, k, x: np.where(x[b, k], s, s - 2), {"x": "bk"}, "bool"),
+    "later_bias": Function(lambda s, b, h, q, k, x: np.where(q >= k, s, -1.0) + x[b, k], {"x": "bk"}),
     "two": Function(lambda s, b, h, q, k, x, y: s * x[h] + y[b, k], {"x": "h", "y": "bk"}),
     "positions": Function(lambda s, b, h, q, k, x, y: s - 0.05 * abs(x[q] - y[k]), {"x": "q", "y": "k"}, "int"),
 }

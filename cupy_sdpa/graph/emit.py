@@ -71,14 +71,25 @@ class Emitter:
         (number,) = gradients(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
-    def times(self, derivative: int, ds: Tensor, *, finite: bool) -> Tensor:
+    def selects(self, root: int) -> bool:
+        """Whether a step is computed from a choice between two values."""
+        return any(self.writer.steps[number].mode == "binary_select" for number in self.writer.reachable(root))
+
+    def times(self, derivative: int, ds: Tensor, *, finite: bool, always: bool = False) -> Tensor:
         """``dS * derivative``; with ``finite`` an infinite or NaN derivative is replaced by 0.
 
         Such values occur where a score is masked and the gradient is 0, and beyond the last key or query in the tiles of a
         kernel, where the score itself is infinite.
+
+        A derivative of 1 is no step, unless ``always``: cuDNN takes a choice between a score and a constant for a mask, and sums
+        a dS without a factor as if the score were masked there (9.19, Hopper: wrong sums, or inf). A factor, a tensor of ones,
+        prevents it; a scalar, an identity or an added 0 does not.
         """
         if self.writer.value(derivative) == 1:
-            return ds
+            if not always:
+                return ds
+            one = self._load(self.g.scalar("one", self.g.compute_dtype, value=1.0))
+            return self._pointwise("mul", ds, one)
         factor = self.tensors[derivative] if self._is_scalar(derivative) else self(derivative)
         if finite and _is_virtual(factor) and self._unbounded(derivative):
             zero, largest = (self.g.scalar(f"{value:g}", self.g.compute_dtype, value=value) for value in (0.0, LARGEST))

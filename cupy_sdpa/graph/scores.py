@@ -58,7 +58,8 @@ class Scores:
     def derivative(self, ds: Tensor, function: ScoreFunction) -> Tensor:
         """``dS <- dS * dS/dx`` with the scaled score x, or the array ``gradient_of`` of the settings."""
         derivative = function.emitter.derivative(function.root, self.settings.gradient_of)
-        return function.emitter.times(derivative, ds, finite=self.program.score is not None)
+        reduced = bool(self.problem.ds_reductions) and function.emitter.selects(function.root)
+        return function.emitter.times(derivative, ds, finite=self.program.score is not None, always=reduced)
 
     def mask_lengths(self, s: Tensor) -> Tensor:
         """``S <- S where i < seq_lens_q and j < seq_lens_kv, else -inf``, if there are lengths."""

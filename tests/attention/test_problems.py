@@ -10,6 +10,7 @@ import pytest
 from engines import Engine, every_engine, numbers, one_in
 
 from cupy_sdpa.check import Case
+from cupy_sdpa.check.functions import DTYPES, SCORES
 
 OPTIONS = (
     "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "softcap", "sinks",
@@ -113,6 +114,19 @@ def test_broadcast_axes(name, axes, engine):
     """A bias and a mask of every broadcast shape, and the gradient of the bias."""
     options = {"mask": (axes, "random")} if name == "mask" else {"bias": (axes, "float16", "normal"), "return_dbias": True}
     engine.agrees(engine.case(d=16, dv=16, sq=20, skv=24, hq=4, hkv=2, b=3, backward=True, options=options))
+
+
+@pytest.mark.parametrize("name", one_in(5, sorted(SCORES)))
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_the_gradient_of_a_bias_beside_a_function(name, softcap, engine):
+    """And those of the arrays that the function reads: each is a sum in the same launch, or in one of its own."""
+    function = SCORES[name]
+    dtype = DTYPES[function.kind][0] if function.tensors else ""
+    options = {"bias": ("kqhb", "float16", "normal"), "return_dbias": True, "score_mod": (name, dtype)}
+    if function.tensors and "float" in dtype:
+        options["return_dtensors"] = True
+    case = engine.case(d=64, dv=64, sq=40, skv=64, hq=2, hkv=1, b=2, backward=True, options=options)
+    agrees(engine, case if softcap is None else case.with_(options={**options, "softcap": softcap}))
 
 
 @pytest.mark.parametrize("keys", [1, 24])

@@ -45,6 +45,17 @@ def test_arrays_share_a_launch_where_they_can(name, launched):
     assert report._repr_html_().count("runs on the CPU") == launched
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_sum_beside_a_choice_has_a_factor(softcap):
+    """cuDNN's kernel takes a choice of a constant for a mask, and sums a gradient without a factor wrongly."""
+    q, k, v, _ = arrays(s=30)
+    options = {"bias": np.zeros((30, 30, 1, 1), order="F"), "return_dbias": True, "softcap": softcap}
+    chosen = explain(q, k, v, backward=True, score_mod=lambda s, b, h, i, j: np.where(i >= j, s, -1.0), **options)
+    plain = explain(q, k, v, backward=True, score_mod=lambda s, b, h, i, j: s * 0.5, **options)
+    assert "dbias = Σ P∘(dP−D)" in str(plain)
+    assert "dbias = Σ f" in str(chosen)
+
+
 def test_every_launch_is_planned_before_the_first_runs(fake):
     """If the second subproblem is refused, nothing has been written."""
     q, k, v, dout = map(fake.asarray, arrays("float16", s=30))
