@@ -81,9 +81,9 @@ class Emitter:
         Such values occur where a score is masked and the gradient is 0, and beyond the last key or query in the tiles of a
         kernel, where the score itself is infinite.
 
-        A derivative of 1 is no step, unless ``always``: cuDNN takes a choice between a score and a constant for a mask, and sums
-        a dS without a factor as if the score were masked there (9.19, Hopper: wrong sums, or inf). A factor, a tensor of ones,
-        prevents it; a scalar, an identity or an added 0 does not.
+        A derivative of 1 is no step, unless ``always``. cuDNN takes a choice between a score and a constant for a mask, and
+        sums a dS without a factor as if the score were masked (9.19, Hopper: wrong sums, or inf). A tensor of ones as the
+        factor prevents it; a scalar, an identity or an added 0 does not.
         """
         if self.writer.value(derivative) == 1:
             if not always:
