@@ -69,18 +69,18 @@ _NAMES = {
     "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
     "explanation": ("explain", "explain_function", "get_plan_cache", "problem"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge"),
-    "jvp": ("attention_jvp", "jvp_problems"),
+    "derivatives.derivative": ("widen",),
+    "derivatives.jvp": ("attention_jvp", "jvp_problems"),
+    "derivatives.weights": ("weight_entropy", "weight_sums", "weight_sums_problems"),
     "kv_cache.cache": ("KVCache",),
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
     "preparation": ("Prepared", "prepare"),
     "problem.problem": ("Problem",),
-    "programs.derivative": ("widen",),
     "replay.call_report": ("Report",),
     "rope": ("Rope", "apply_rope"),
     "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
     "tree": ("tree_depths", "tree_mask"),
     "vjp": ("Pullback", "attention_vjp"),
-    "weights": ("weight_entropy", "weight_sums", "weight_sums_problems"),
 }
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
 _OTHER_FUNCTIONS = (
@@ -101,26 +101,26 @@ if TYPE_CHECKING:
     from . import zoo as zoo
     from .attention_functions import attention, attention_backward
     from .block_masks.block_mask import BlockMask, block_mask
+    from .derivatives.derivative import widen
+    from .derivatives.jvp import attention_jvp, jvp_problems
+    from .derivatives.weights import weight_entropy, weight_sums, weight_sums_problems
     from .errors import CudnnError as CudnnError
     from .errors import DiskCacheWarning as DiskCacheWarning
     from .errors import OutOfPages as OutOfPages
     from .errors import Unsupported as Unsupported
     from .explanation import explain, explain_function, get_plan_cache, problem
     from .helpers import alibi_slopes, dropout_mask, merge
-    from .jvp import attention_jvp, jvp_problems
     from .kv_cache.cache import KVCache
     from .kv_cache.shared_prefix import shared_prefix_attention
     from .preparation import Prepared as Prepared
     from .preparation import prepare
     from .problem.problem import Problem as Problem
-    from .programs.derivative import widen
     from .replay.call_report import Report as Report
     from .rope import Rope, apply_rope
     from .sequences import cu_seqlens_with_gaps, page_table_from_lists
     from .tree import tree_depths, tree_mask
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
-    from .weights import weight_entropy, weight_sums, weight_sums_problems
 else:
     from . import problem
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ._typing import Array
 from .attention_functions import attention, attention_backward
+from .block_masks.block_mask_calls import dense_description, description, reasons_for_dense
 from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import Sizes
 from .block_masks.option import read as within_options
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
 from .boundary.options import OF_CALLS, DTensors, Options, takes_options
+from .derivatives.derivative import TANGENTS
+from .derivatives.derivative_form import form_of
+from .derivatives.jvp import attention_jvp
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
-from .jvp import attention_jvp
 from .problem.problem import Problem
-from .programs.block_mask_calls import dense_description, description, reasons_for_dense
 from .programs.calls import call_of, read
-from .programs.derivative import TANGENTS
-from .programs.derivative_form import form_of
 from .programs.describe import OF_FORWARD, report_of
 from .programs.executor import ReadCall
 from .replay.call_report import (

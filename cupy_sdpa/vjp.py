@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
+from .block_masks.block_mask_calls import dense_options
 from .boundary.compute import COMPUTE_DTYPES
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
 from .boundary.engine import refuse_fp8
@@ -21,7 +22,6 @@ from .layout import default_layout
 from .problem.arrays import BACKWARD, FORWARD, REQUESTED_GRADIENTS, REQUESTS
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
-from .programs.block_mask_calls import dense_options
 from .programs.calls import Call, results_of
 from .programs.decided_options import decided_options
 from .programs.passes import parse_backward, parse_forward

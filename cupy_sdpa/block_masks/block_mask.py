@@ -15,7 +15,6 @@ from .. import _html
 from .._typing import Array
 from ..boundary.argument import NoArray
 from ..boundary.options import read_count
-from ..kernels.blocks import BLOCK
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import check_function
 from . import segments
@@ -31,17 +30,8 @@ from .block_size import (
     with_blocks,
     with_exact_kinds,
 )
-from .evaluate import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    Function,
-    Rows,
-    answers_flex_attention,
-    evaluate,
-    evaluate_blocks,
-    partial_blocks,
-)
+from .blocks import BLOCK
+from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks, partial_blocks
 
 #: What a block is in :func:`numbers_of`, in place of the number of a partial block.
 ALL, NONE = -1, -2

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.blocks import BLOCK
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded, relocated
 from ..score_fn.tracer import record, trace
 from .block_mask import BlockMask
+from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes
 from .segments import Packed, Slice
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import in_words
-from ..kernels.blocks import BLOCK
 from ..runtime import cupy_runtime
+from .blocks import BLOCK
 from .evaluate import EMPTY, FULL, PARTIAL, Rows, kinds_of, partial_blocks
 
 

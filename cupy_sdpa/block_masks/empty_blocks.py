@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from ..runtime.interpreted_array import plain
 from ..score_fn.mask_analysis import Sides
+from .blocks import BLOCK
 from .evaluate import Function, evaluate_blocks
 from .method import blocks_of_band
 

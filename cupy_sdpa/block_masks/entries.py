@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.blocks import BLOCK
 from .block_mask import ALL, NONE, BlockMask, numbers_of
+from .blocks import BLOCK
 
 #: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
 #: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim

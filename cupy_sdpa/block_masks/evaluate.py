@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import in_words
-from ..kernels.blocks import BLOCK
 from ..runtime import cupy_runtime
 from ..score_fn.proxy import NO_BRANCHES
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import check_function, record
+from .blocks import BLOCK
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.
 EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.blocks import BLOCK
 from ..problem.band import Band
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import record
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
+from .blocks import BLOCK
 from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
 
 

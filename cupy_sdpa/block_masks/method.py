@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ..boundary import argument
 from ..boundary.layouts import check_strides_of
-from ..kernels.blocks import BLOCK
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
 from ..problem.view import View, is_on_gpu
@@ -19,6 +18,7 @@ from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
 from . import segments
 from .block_mask import BlockMask
+from .blocks import BLOCK
 from .entries import MASKED_COST, MASKED_GRADIENT_COST, MERGE_COST, Sizes, make_tables, rectangles
 from .evaluate import EMPTY, FULL, PARTIAL
 

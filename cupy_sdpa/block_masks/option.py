@@ -7,11 +7,11 @@ from typing import Any
 
 from ..boundary.options import read_band
 from ..problem.bucket import read_bucket
-from ..programs.block_mask_calls import reasons_for_dense, with_dense_mask
-from ..programs.block_mask_steps import add as add
-from ..programs.block_mask_steps import score_function
 from . import method
 from .block_mask import BlockMask
+from .block_mask_calls import reasons_for_dense, with_dense_mask
+from .block_mask_steps import add as add
+from .block_mask_steps import score_function
 from .intersection import within_band
 
 

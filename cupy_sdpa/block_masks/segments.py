@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.blocks import BLOCK
 from ..problem.band import Band
+from .blocks import BLOCK
 from .evaluate import Rows
 
 #: The largest number of calls on slices.

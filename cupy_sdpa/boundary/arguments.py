@@ -12,14 +12,7 @@ import numpy as np
 from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
 from ..problem.bucket import Rounding, read_bucket
 from ..problem.problem import Problem, Settings, row_stats_shape
-from ..problem.tensor_spec import (
-    FLOAT_DTYPES,
-    ITEMSIZE,
-    TensorSpec,
-    dense_spec,
-    has_callers_axes,
-    numpy_dtype,
-)
+from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, TensorSpec, dense_spec, has_callers_axes, numpy_dtype
 from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime

@@ -13,19 +13,7 @@ from typing import Any
 from ..cudnn.constants import DataType, PointwiseMode, ReduceTensorOp, RngDistribution
 from ..cudnn.descriptor import Descriptor
 from ..errors import Unsupported
-from ..graph.nodes import (
-    Bernoulli,
-    Graph,
-    Matmul,
-    Node,
-    PagedLoad,
-    Pointwise,
-    Reduction,
-    Softmax,
-    Tensor,
-    Transpose,
-    row_major,
-)
+from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor, Transpose, row_major
 from ..score_fn.modes import MODES, OPPOSITE
 
 #: cuDNN's data types by the names of numpy's dtypes.

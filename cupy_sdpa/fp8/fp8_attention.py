@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 
 from .._typing import Array
+from ..block_masks.block_mask_calls import dense_options
 from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.engine import refuse_fp8
@@ -20,7 +21,6 @@ from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View, is_on_gpu
-from ..programs.block_mask_calls import dense_options
 from ..programs.calls import Call, operation, results_of
 from ..programs.executor import ReadCall, composed, read_operands
 from ..programs.passes import result_views

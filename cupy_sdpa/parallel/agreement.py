@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..block_masks.block_mask_calls import dense_options
 from ..boundary.argument import read_arrays
 from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
-from ..programs.block_mask_calls import dense_options
 from ..programs.executor import ReadCall
 from ..programs.program import Program
 from ..replay.call_key import CallKey

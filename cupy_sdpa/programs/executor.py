@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ..boundary.argument import check_separate, read_arrays, tensor_name
-from ..boundary.call import (
-    BoundProblem,
-    Fill,
-    GivenStats,
-    LaunchRecord,
-    logger,
-    with_plan,
-)
+from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger, with_plan
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of

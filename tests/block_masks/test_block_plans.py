@@ -7,7 +7,8 @@ import pytest
 from planner import library_version, plan_problem
 
 from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, jvp_problems, zoo
-from cupy_sdpa.programs import block_mask_steps, describe
+from cupy_sdpa.block_masks import block_mask_steps
+from cupy_sdpa.programs import describe
 from cupy_sdpa.programs.calls import call_of, read
 from cupy_sdpa.support import gpus
 from cupy_sdpa.support.why_not import why_not

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 from engines import numbers
 
-from cupy_sdpa import (
-    attention_vjp,
-    cu_seqlens_with_gaps,
-    page_table_from_lists,
-    reference,
-)  # fmt: skip
+from cupy_sdpa import attention_vjp, cu_seqlens_with_gaps, page_table_from_lists, reference  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", numbers(8, quick=3))

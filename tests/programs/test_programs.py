@@ -21,7 +21,7 @@ from cupy_sdpa import (
     get_plan_cache,
     prepare,
     shared_prefix_attention,
-)  # fmt: skip
+)
 from cupy_sdpa.boundary.argument import read_array
 from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.problem.view import View

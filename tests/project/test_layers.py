@@ -24,11 +24,11 @@ LAYERS = (
     ("nnlib", "store", "kv_cache", "parallel"),
     ("vjp",),
     ("explanation", "preparation"),
-    ("attention_functions", "jvp", "helpers", "rope", "sequences", "tree", "weights"),
+    ("attention_functions", "derivatives", "helpers", "rope", "sequences", "tree"),
     ("fp8",),
-    ("offline",),
-    ("programs",),
+    ("offline", "libraries"),
     ("block_masks",),
+    ("programs",),
     ("replay",),
     ("boundary",),
     ("cudnn_engine", "numpy_engine"),
@@ -38,7 +38,7 @@ LAYERS = (
     ("problem",),
     ("runtime",),
     ("score_fn", "cudnn", "layout"),
-    ("version", "errors", "reference", "zoo", "tolerance", "_html", "_interrupt", "_typing", "_workers"),
+    ("hooks", "version", "errors", "reference", "zoo", "tolerance", "_html", "_interrupt", "_typing", "_workers"),
 )  # fmt: skip
 #: The most lines per module.
 LINES = 600

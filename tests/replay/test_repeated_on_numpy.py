@@ -9,16 +9,7 @@ from engines import Engine, not_parsed
 from replayed_calls import ROWS, calls_of, functions_run
 
 import cupy_sdpa
-from cupy_sdpa import (
-    attention,
-    attention_backward,
-    attention_jvp,
-    fp8,
-    prepare,
-    shared_prefix_attention,
-    weight_sums,
-    widen,
-)
+from cupy_sdpa import attention, attention_backward, attention_jvp, fp8, prepare, shared_prefix_attention, weight_sums, widen
 from cupy_sdpa.parallel import Loopback, context_parallel
 
 ENGINE = Engine("numpy", np)

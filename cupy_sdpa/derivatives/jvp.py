@@ -6,19 +6,23 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from ._typing import Array, ArrayT
-from .boundary.arguments import views_of_shapes
-from .boundary.compute import check_converted
-from .boundary.layouts import in_own_layout
-from .boundary.options import PAGES, Options, check_names, read_flag, takes_options
-from .boundary.user_functions import kept_options
-from .errors import Unsupported
-from .problem.problem import Problem, row_stats_dtype, row_stats_shape
-from .problem.tensor_spec import numpy_dtype
-from .problem.view import View
-from .programs.calls import Call, call_of, operation, read, results_of, run
-from .programs.decided_options import decided_options, split_options
-from .programs.derivative import (
+from .._typing import Array, ArrayT
+from ..boundary.arguments import views_of_shapes
+from ..boundary.compute import check_converted
+from ..boundary.layouts import in_own_layout
+from ..boundary.options import PAGES, Options, check_names, read_flag, takes_options
+from ..boundary.user_functions import kept_options
+from ..errors import Unsupported
+from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..problem.tensor_spec import numpy_dtype
+from ..problem.view import View
+from ..programs.calls import Call, call_of, operation, read, results_of, run
+from ..programs.decided_options import decided_options, split_options
+from ..programs.describe import problems_of
+from ..programs.executor import ReadCall, composed, read_operands
+from ..replay.call_key import CallKey
+from ..replay.replay_cache import run_cached
+from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,
     RESULTS,
@@ -29,11 +33,7 @@ from .programs.derivative import (
     derivative,
     read_form,
 )
-from .programs.derivative_form import Form, Widened
-from .programs.describe import problems_of
-from .programs.executor import ReadCall, composed, read_operands
-from .replay.call_key import CallKey
-from .replay.replay_cache import run_cached
+from .derivative_form import Form, Widened
 
 
 @takes_options(without=PAGES)

@@ -8,26 +8,26 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ._typing import Array
-from .block_masks.method import is_passed
-from .boundary.arguments import read_forward, views_of_shapes
-from .boundary.conversion import convert
-from .boundary.layouts import other_layout
-from .boundary.libraries import library_of
-from .boundary.options import Options, check_names, read_band, read_flag, read_scale, takes_options
-from .boundary.user_functions import FUNCTIONS, kept_options
-from .errors import Unsupported
-from .kernels.weights_kernel import exponentials, gathered, negated_rows, row_entropies
-from .problem.problem import Problem, row_stats_dtype, row_stats_shape
-from .problem.view import View
-from .programs.block_mask_calls import dense_options
-from .programs.calls import Call, call_of, operation, read, results_of
-from .programs.describe import problems_of
-from .programs.executor import ReadCall, composed, read_operands
-from .programs.program import Builder
-from .programs.steps import Constant
-from .replay.call_key import CallKey
-from .score_fn.recorded import Access, Recorded, relocated
+from .._typing import Array
+from ..block_masks.block_mask_calls import dense_options
+from ..block_masks.method import is_passed
+from ..boundary.arguments import read_forward, views_of_shapes
+from ..boundary.conversion import convert
+from ..boundary.layouts import other_layout
+from ..boundary.libraries import library_of
+from ..boundary.options import Options, check_names, read_band, read_flag, read_scale, takes_options
+from ..boundary.user_functions import FUNCTIONS, kept_options
+from ..errors import Unsupported
+from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..problem.view import View
+from ..programs.calls import Call, call_of, operation, read, results_of
+from ..programs.describe import problems_of
+from ..programs.executor import ReadCall, composed, read_operands
+from ..programs.program import Builder
+from ..programs.steps import Constant
+from ..replay.call_key import CallKey
+from ..score_fn.recorded import Access, Recorded, relocated
+from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options that both passes take.
 _SAME = ("scale", "softcap", "tensors", "bucket", "max_workspace", "layout")

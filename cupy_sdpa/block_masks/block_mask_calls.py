@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..block_masks.block_mask import BlockMask
-from ..block_masks.entries import Sizes
-from ..block_masks.method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
 from ..boundary.argument import as_int32
 from ..boundary.engine import interpreted
 from ..boundary.options import check_spelling, is_one_of
 from ..problem.view import View
+from ..programs.steps import Constant
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
-from .steps import Constant
+from .block_mask import BlockMask
+from .entries import Sizes
+from .method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
 
 
 def reasons_for_dense(

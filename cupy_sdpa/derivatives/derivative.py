@@ -18,17 +18,17 @@ from ..boundary.layouts import check_strides_of
 from ..boundary.options import Options, check_names, read_scale, takes_options
 from ..errors import Unsupported, in_words
 from ..hooks import PassOption
-from ..kernels.derivative_terms import Terms, add_terms, concatenate
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected
 from ..problem.validation import expected_arrays
 from ..problem.view import View
+from ..programs import passes
+from ..programs.decided_options import decided_options, split_options
+from ..programs.program import Builder
+from ..programs.steps import Check
 from ..runtime import cupy_runtime
-from . import passes
-from .decided_options import decided_options, split_options
 from .derivative_form import Form, Widened, form_of, wide_arrays, without_dropout
-from .program import Builder
-from .steps import Check
+from .derivative_terms import Terms, add_terms, concatenate
 
 #: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
 #: the tangents.

@@ -20,8 +20,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..kernels.derivative_terms import Concatenation, Constant
 from ..problem.view import View
+from .derivative_terms import Concatenation, Constant
 
 #: The options of dropout.
 _DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..block_masks.block_mask import BlockMask
-from ..block_masks.block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
-from ..block_masks.entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
-from ..block_masks.method import as_pages, flattened, gradient_function, is_attended, method_of
-from ..block_masks.segments import Packed, Slice, gradient_slices
 from ..boundary.options import band_options
-from ..kernels.blocks import BLOCK, copy_blocks, copy_elements
 from ..kernels.merge import Parts, Sources, merge, sum_blocks
 from ..problem.arrays import FORWARD, KEY_ARRAYS
 from ..problem.problem import row_stats_dtype
 from ..problem.view import View
+from ..programs.program import Builder
+from ..programs.steps import Constant
 from ..score_fn.expression import AXES
-from .program import Builder
-from .steps import Constant
+from .block_mask import BlockMask
+from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
+from .blocks import BLOCK, copy_blocks, copy_elements
+from .entries import Entries, PackedCopies, Sizes, Tables, attends, packed_copies, rectangles, sources
+from .method import as_pages, flattened, gradient_function, is_attended, method_of
+from .segments import Packed, Slice, gradient_slices
 
 #: The bytes of copies of blocks at a time; heads that need more are computed one part after the other.
 MAX_COPIES = 1 << 31

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.merge import BLOCK as BLOCK
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.interpreted_array import strided
 from ..runtime.memory import UNITS
-from .merge import BLOCK as BLOCK
 
 #: The number of threads in a thread block.
 THREADS = 128

@@ -1,0 +1,1 @@
+"""Directional derivatives, sums of the weights, and their entropy."""
