@@ -183,6 +183,8 @@ def widened(x, **options):
     return attention_jvp(x["q"], x["k"], x["v"], widened=x.held[0], **options)
 
 
+#: The most functions of the package that an exchange of NCCL enters, however many messages it has.
+OF_NCCL = 4
 #: Blocks on and below the diagonal.
 CAUSAL_BLOCKS = BlockMask.from_blocks(np.tri(2, dtype=bool).T, 140, 140)
 #: Rows that are functions of arrays: the shapes of random arrays, or a shape and a dtype, or two sets of values; and the function,

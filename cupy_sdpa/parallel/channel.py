@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,21 @@ ALIGNMENT = 256
 #: The bytes at the end of a message; the first four of them are the tag of the call.
 TAG_BYTES = ALIGNMENT
 
-
 #: The number of elements of a transfer.
 _size_of = operator.attrgetter("array.size")
-
-
-def _tag_of(flat: Any) -> Any:
-    """The tag of a message, an int32 array ``(1,)``."""
-    return flat[flat.size - TAG_BYTES :][:4].view(np.int32)
 
 
 class Channel:
     """Starts exchanges. Those of CuPy arrays are enqueued on a stream of their own, so that kernels run at the same time.
 
-    The first exchange of a call sends the call's tag, a checksum of its shapes and options, and compares it with the tag of the
-    first message that arrives. On a GPU the comparison is a kernel that writes to memory of the host, so nothing waits for it.
+    A repeated call enters :meth:`start_exchange` and :meth:`wait_for_exchange` once for each exchange. What runs on the stream
+    of the call, such as writing and comparing tags, is part of its CUDA graphs.
     """
 
     def __init__(self, exchanger: Exchanger) -> None:
         self.exchanger, self.rank, self.size = exchanger, exchanger.rank, exchanger.size
         self._streams: dict[int, Any] = {}
+        self._current_stream: Callable[[], Any]  # of CuPy; set with the first stream
         #: The events after the exchanges on a GPU that no call has waited for, by label.
         self._running: dict[str, Any] = {}
         #: Whether the present call has been compared with those of the other members, or is being compared.
@@ -62,36 +57,37 @@ class Channel:
             abort(str(error))
         return error
 
-    def start_exchange(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str, tag: int | None = None
-    ) -> None:
-        """Start an exchange, after the work on CuPy's current stream so far; with a tag, compare it.
+    def compare_tag(self, received: Any, tag: int) -> None:
+        """Compare the tag in a message, int32 ``(1,)``, with the tag of this call: a checksum of its shapes and options.
+
+        On a GPU a kernel compares it and writes to memory of the host, so nothing waits for it: the next :meth:`check` raises.
+        """
+        if not isinstance(received, np.ndarray):
+            if self._failed is None:
+                self._failed = memory.host_int32()
+            memory.differs(received, tag, self._failed)
+        elif received[0] != tag:
+            raise self._other_call()
+
+    def start_exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
+        """Start an exchange, after the work on CuPy's current stream so far.
 
         Empty arrays are not transferred.
         The arrays are in use until :meth:`wait_for_exchange`. The label, for messages, is the same for all members.
         """
         sends, receives = [*filter(_size_of, sends)], [*filter(_size_of, receives)]
         first = next(iter(sends or receives), None)
-        if first is None or not cupy_runtime.is_array(first.array):
-            if tag is not None:
-                for sent, _ in sends:
-                    _tag_of(sent)[0] = tag
+        if first is None or isinstance(first.array, np.ndarray):
             self.exchanger.exchange(sends, receives, label)  # also without arrays: members that are threads start it together
-            if tag is not None and receives and _tag_of(receives[0].array)[0] != tag:
-                raise self._other_call()
             return
-        if tag is not None:
-            for sent, _ in sends:
-                memory.clear(_tag_of(sent), tag)
-        stream, current = self._stream(first.array.data.device_id), cupy_runtime.cupy().cuda.get_current_stream()
+        device = first.array.data.device_id
+        if device not in self._streams:
+            self._add_stream(device)
+        stream, current = self._streams[device], self._current_stream()
         stream.wait_event(current.record())
         try:
             with stream:
                 self.exchanger.exchange(sends, receives, label)
-                if tag is not None and receives:
-                    if self._failed is None:
-                        self._failed = memory.host_int32()
-                    memory.differs(_tag_of(receives[0].array), tag, self._failed)
         except BaseException:
             current.wait_event(stream.record())  # a part of it may have started, and uses the arrays
             raise
@@ -100,9 +96,9 @@ class Channel:
     def wait_for_exchange(self, label: str, arrays: Sequence[Any] = ()) -> None:
         """Let later work on CuPy's current stream wait for an exchange, which uses the arrays until then."""
         if (done := self._running.pop(label, None)) is not None:
-            cupy_runtime.cupy().cuda.get_current_stream().wait_event(done)
+            self._current_stream().wait_event(done)
 
-    def _stream(self, device: int) -> Any:
-        if device not in self._streams:
-            self._streams[device] = cupy_runtime.cupy().cuda.Stream(non_blocking=True)
-        return self._streams[device]
+    def _add_stream(self, device: int) -> None:
+        """Create the stream of the exchanges on a device, which is the current one."""
+        cuda = cupy_runtime.cupy().cuda
+        self._streams[device], self._current_stream = cuda.Stream(non_blocking=True), cuda.get_current_stream

@@ -20,14 +20,24 @@ from .parts import copy
 
 
 class Message(NamedTuple):
-    """Arrays in one uint8 array, which is sent or received as a whole; the tag of the call is at its end."""
+    """Arrays in one uint8 array, which is sent or received as a whole; the tag of the call, int32 ``(1,)``, is at its end."""
 
     flat: View
     arrays: list[View]
+    tag: View
+
+
+class Exchange(NamedTuple):
+    """An exchange that was started: its messages to and from members, by their ranks, and the tag to compare, if any."""
+
+    sent: Mapping[int, Message]
+    received: Mapping[int, Message]
+    label: str
+    tag: int | None
 
 
 class MemberSteps:
-    """Adds copies and exchanges to a program; the first exchange compares the tag of the call, if it has one."""
+    """Adds copies and exchanges to a program; the first exchange compares the tag of the call, if ``tag`` is not None."""
 
     def __init__(self, builder: Builder, channel: Channel, tag: int | None = None) -> None:
         self.builder, self.rank, self.size, self._channel, self._tag = builder, channel.rank, channel.size, channel, tag
@@ -38,11 +48,12 @@ class MemberSteps:
 
     def message(self, specs: Sequence[Spec]) -> Message:
         """A message for arrays of these shapes and dtypes."""
-        dense = [View.dense("", shape, dtype, None) for shape, dtype in specs]
-        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in dense]
+        dense = [View.dense("", shape, dtype, None) for shape, dtype in [*specs, ((1,), np.int32)]]
+        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in dense[:-1]]
         flat = self.builder.temporary((sum(sizes) + TAG_BYTES,), np.uint8)
-        places = zip(dense, np.cumsum([0, *sizes]).tolist(), strict=False)
-        return Message(flat, [dataclasses.replace(view, storage=flat.storage, offset=place) for view, place in places])
+        places = zip(dense, np.cumsum([0, *sizes]).tolist(), strict=True)
+        *arrays, tag = (dataclasses.replace(view, storage=flat.storage, offset=place) for view, place in places)
+        return Message(flat, arrays, tag)
 
     def message_of(self, arrays: Sequence[View]) -> Message:
         """A message with copies of arrays."""
@@ -51,22 +62,28 @@ class MemberSteps:
             self.copy(target, source)
         return message
 
-    def start(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
-        """Start an exchange: messages to members, and messages from members, by their ranks."""
-        sends, receives = (
-            tuple(Transfer(message.flat, peer) for peer, message in messages.items() if peer != self.rank)
-            for messages in (sent, received)
-        )
+    def start(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> Exchange:
+        """Start an exchange: messages to members, and messages from members, by their ranks. The first one sends tags."""
+        sent, received = ({peer: x for peer, x in of.items() if peer != self.rank} for of in (sent, received))
+        tag, self._tag = self._tag, None
         if self.size > 1:
-            written = [x.array for x in (*sends, *receives)]  # also the tags of those that are sent
-            self.builder.run(self._channel.start_exchange, sends, receives, label, self._tag, writes=written, on_host=True)
-            self._tag = None
+            if tag is not None:
+                for target in dict.fromkeys(message.tag for message in sent.values()):
+                    self.builder.fill(target, tag)
+            sends, receives = (tuple(Transfer(x.flat, peer) for peer, x in of.items()) for of in (sent, received))
+            # nothing else writes a message of empty arrays
+            written = [transfer.array for transfer in (*sends, *receives)]
+            self.builder.run(self._channel.start_exchange, sends, receives, label, writes=written, on_host=True)
+        return Exchange(sent, received, label, tag)
 
-    def wait(self, sent: Mapping[int, Message], received: Mapping[int, Message], label: str) -> None:
-        """Let later steps wait for an exchange; the arguments are those of :meth:`start`."""
+    def wait(self, exchange: Exchange) -> None:
+        """Let later steps wait for an exchange."""
         if self.size > 1:
-            flat = tuple(x.flat for messages in (sent, received) for peer, x in messages.items() if peer != self.rank)
-            self.builder.run(self._channel.wait_for_exchange, label, flat, writes=(), on_host=True)
+            flat = tuple(x.flat for of in (exchange.sent, exchange.received) for x in of.values())
+            self.builder.run(self._channel.wait_for_exchange, exchange.label, flat, writes=(), on_host=True)
+            if exchange.tag is not None:
+                first = next(iter(exchange.received.values()))
+                self.builder.run(self._channel.compare_tag, first.tag, exchange.tag, writes=())
 
     def gather(self, own: Message, specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
         """Send a message to every member, and receive one from each; returns them in the order of the ranks."""
@@ -76,8 +93,7 @@ class MemberSteps:
         """Send a message to each member, and receive one from each, of the given arrays; that of this member is returned."""
         received = {peer: own[peer] if peer == self.rank else self.message(spec) for peer, spec in enumerate(specs)}
         sent = dict(enumerate(own))
-        self.start(sent, received, label)
-        self.wait(sent, received, label)
+        self.wait(self.start(sent, received, label))
         return [*received.values()]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..runtime import cupy_runtime, driver
@@ -26,26 +26,22 @@ class CupyCommunicator:
     """``cupy.cuda.nccl.NcclCommunicator``."""
 
     def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
+        from cupy.cuda import nccl
+
+        self._communicator, self._nccl = communicator, nccl
         self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
 
-    @contextlib.contextmanager
-    def grouped(self) -> Iterator[None]:
-        """A ``with`` block whose transfers are one NCCL group."""
-        nccl = _nccl()
+    def transfer(self, sends: Sequence[Transfer], receives: Sequence[Transfer], stream: Any) -> None:
+        """Enqueue transfers as one NCCL group."""
+        communicator, nccl, pointer = self._communicator, self._nccl, stream.ptr
         nccl.groupStart()
         try:
-            yield
+            for array, peer in sends:
+                communicator.send(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, peer, pointer)
+            for array, peer in receives:
+                communicator.recv(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, peer, pointer)
         finally:
             nccl.groupEnd()
-
-    def send(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer to a member."""
-        self._communicator.send(array.data.ptr, array.nbytes, _nccl().NCCL_UINT8, peer, stream.ptr)
-
-    def receive(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer from a member."""
-        self._communicator.recv(array.data.ptr, array.nbytes, _nccl().NCCL_UINT8, peer, stream.ptr)
 
     def error(self) -> str:
         """The error of an earlier transfer; empty for none."""
@@ -67,19 +63,15 @@ class Nccl4pyCommunicator:
         self._communicator = communicator
         self.rank, self.size = int(communicator.rank), int(communicator.nranks)
 
-    def grouped(self) -> contextlib.AbstractContextManager[Any]:
-        """A ``with`` block whose transfers are one NCCL group."""
+    def transfer(self, sends: Sequence[Transfer], receives: Sequence[Transfer], stream: Any) -> None:
+        """Enqueue transfers as one NCCL group."""
         import nccl.core
 
-        return nccl.core.group()  # type: ignore[no-any-return]
-
-    def send(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer to a member."""
-        self._communicator.send(array, peer=peer, stream=stream.ptr)
-
-    def receive(self, array: Any, peer: int, stream: Any) -> None:
-        """Enqueue a transfer from a member."""
-        self._communicator.recv(array, peer=peer, stream=stream.ptr)
+        with nccl.core.group():
+            for array, peer in sends:
+                self._communicator.send(array, peer=peer, stream=stream.ptr)
+            for array, peer in receives:
+                self._communicator.recv(array, peer=peer, stream=stream.ptr)
 
     def error(self) -> str:
         """The error of an earlier transfer; empty for none."""
@@ -122,7 +114,7 @@ class NcclGroup(Failing):
 
     def __init__(self, communicator: Any, timeout: float = DEFAULT_TIMEOUT, meeting: threading.Barrier | None = None) -> None:
         self.rank, self.size, self.timeout = communicator.rank, communicator.size, timeout
-        self._communicator, self._meeting = communicator, meeting
+        self._communicator, self._meeting, self._cuda = communicator, meeting, cupy_runtime.cupy().cuda
         self._running: deque[_Exchange] = deque()
         self._began = 0.0
         self._stopped = threading.Event()
@@ -130,40 +122,36 @@ class NcclGroup(Failing):
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
         """Enqueue transfers on CuPy's current stream; see :class:`~cupy_sdpa.parallel.group.Exchanger`."""
-        self._meet(label)
-        if sends or receives:
-            self._enqueue(sends, receives, label)
-        self._meet(label)
-
-    def _meet(self, label: str) -> None:
-        """Wait in the host for the other members, if they are threads."""
-        self.check()
+        if self._failure:
+            raise GroupError(self._failure)
         if self._meeting:
+            self._meet(self._meeting, label)
+        if sends or receives:
+            stream, event = self._cuda.get_current_stream(), self._cuda.Event
+            watched = not cupy_runtime.capturing()
+            before = stream.record(event(disable_timing=True)) if watched else None
             try:
-                self._meeting.wait(self.timeout)
-            except threading.BrokenBarrierError as error:
-                self.abort(
-                    f"member {self.rank} waited for {label!r}, and another member ended, failed, or did not call within "
-                    f"{self.timeout:g} s"
-                )
+                self._communicator.transfer(sends, receives, stream)
+            except Exception as error:
+                self.abort(f"member {self.rank} could not enqueue {label!r}: {type(error).__name__}: {error}")
                 raise GroupError(self._failure) from error
+            if watched:
+                self._running.append(_Exchange(label, before, stream.record(event(disable_timing=True))))
+                if self._thread is None:
+                    self._watch()
+        if self._meeting:
+            self._meet(self._meeting, label)
 
-    def _enqueue(self, sends: Sequence[Transfer], receives: Sequence[Transfer], label: str) -> None:
-        cupy = cupy_runtime.cupy()
-        stream, watched = cupy.cuda.get_current_stream(), not cupy_runtime.capturing()
-        before = stream.record(cupy.cuda.Event(disable_timing=True)) if watched else None
+    def _meet(self, meeting: threading.Barrier, label: str) -> None:
+        """Wait in the host for the other members, which are threads."""
         try:
-            with self._communicator.grouped():
-                for array, peer in sends:
-                    self._communicator.send(array, peer, stream)
-                for array, peer in receives:
-                    self._communicator.receive(array, peer, stream)
-        except Exception as error:
-            self.abort(f"member {self.rank} could not enqueue {label!r}: {type(error).__name__}: {error}")
+            meeting.wait(self.timeout)
+        except threading.BrokenBarrierError as error:
+            self.abort(
+                f"member {self.rank} waited for {label!r}, and another member ended, failed, or did not call within "
+                f"{self.timeout:g} s"
+            )
             raise GroupError(self._failure) from error
-        if watched:
-            self._running.append(_Exchange(label, before, stream.record(cupy.cuda.Event(disable_timing=True))))
-            self._watch()
 
     def abort(self, reason: str) -> None:
         """End all transfers of this member; every later call raises GroupError with the reason."""
@@ -175,15 +163,14 @@ class NcclGroup(Failing):
             self._communicator.abort()
 
     def _watch(self) -> None:
-        """Start the watchdog if it is not running."""
-        if self._thread is None:
-            device = cupy_runtime.cupy().cuda.runtime.getDevice()
-            self._thread = threading.Thread(target=self._run, args=(device,), name="cupy_sdpa watchdog", daemon=True)
-            self._thread.start()
+        """Start the watchdog."""
+        device = self._cuda.runtime.getDevice()
+        self._thread = threading.Thread(target=self._run, args=(device,), name="cupy_sdpa watchdog", daemon=True)
+        self._thread.start()
 
     def _run(self, device: int) -> None:
         """Check the exchanges until the group fails."""
-        with contextlib.suppress(Exception), cupy_runtime.cupy().cuda.Device(device):
+        with contextlib.suppress(Exception), self._cuda.Device(device):
             cuda = driver.bindings()  # queries of events must not end a capture of another thread
             cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             while not self._stopped.wait(_INTERVAL):
@@ -203,9 +190,3 @@ class NcclGroup(Failing):
                     f"member {self.rank} waited {self.timeout:g} s for {self._running[0].label!r}: another member ended, "
                     "failed, or called with other shapes or options"
                 )
-
-
-def _nccl() -> Any:
-    from cupy.cuda import nccl
-
-    return nccl

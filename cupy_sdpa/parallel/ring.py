@@ -24,7 +24,7 @@ from ..programs.program import Builder
 from ..runtime import cupy_runtime
 from .configuration import Configuration
 from .heads import to_heads, to_positions
-from .member_steps import MemberSteps, attend, attend_backward
+from .member_steps import Exchange, MemberSteps, attend, attend_backward
 from .parts import Part, as_bits
 
 Views = Mapping[str, View]
@@ -118,17 +118,18 @@ def ring_backward(steps: MemberSteps, config: Configuration, views: Views, optio
     dq = _zeros(builder, views["q"].shape, config.stats)
     sums = steps.message(config.key_specs(rank, config.stats))
     builder.fill(sums.flat, 0)
-    arriving: tuple[Any, ...] = ()
+    arriving: Exchange | None = None
     for step, (own, (keys, values)) in enumerate(zip(config.ring_calls, _travelling(steps, config, views), strict=True)):
         found = [(part, _gradients(builder, config, part, views, keys, values, options, deterministic)) for part in own]
         if arriving:
-            steps.wait(*arriving)
+            steps.wait(arriving)
         _add(builder, found, [dq, *sums.arrays])
         received = steps.message(config.key_specs((rank - step - 1) % size, config.stats))
-        arriving = {(rank + 1) % size: sums}, {(rank - 1) % size: received}, f"ring, step {step}: gradients of keys and values"
-        steps.start(*arriving)
+        label = f"ring, step {step}: gradients of keys and values"
+        arriving = steps.start({(rank + 1) % size: sums}, {(rank - 1) % size: received}, label)
         sums = received
-    steps.wait(*arriving)
+    assert arriving
+    steps.wait(arriving)
     for name, total in zip(("dq", "dk", "dv"), (dq, *sums.arrays), strict=True):
         builder.copy(views[name], total)
 
@@ -153,10 +154,10 @@ def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iter
     arrays, message = [views["k"], views["v"]], steps.message_of([views["k"], views["v"]])
     for step in range(1, size):
         received = steps.message(config.key_specs((rank - step) % size))
-        arriving = {(rank + 1) % size: message}, {(rank - 1) % size: received}, f"ring, step {step}: keys and values"
-        steps.start(*arriving)
+        label = f"ring, step {step}: keys and values"
+        arriving = steps.start({(rank + 1) % size: message}, {(rank - 1) % size: received}, label)
         yield arrays[0], arrays[1]
-        steps.wait(*arriving)
+        steps.wait(arriving)
         arrays, message = received.arrays, received
     yield arrays[0], arrays[1]
 

@@ -102,9 +102,10 @@ def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
 
 def capturing() -> bool:
     """Whether CuPy's current stream is being captured into a CUDA graph."""
-    pointer, runtime = stream(), cupy().cuda.runtime
+    cuda = cupy().cuda
+    pointer = cuda.get_current_stream().ptr
     # the default stream cannot be captured, nor, by CuPy, one of ROCm
-    return bool(pointer) and not runtime.is_hip and bool(runtime.streamIsCapturing(pointer))
+    return bool(pointer) and not cuda.runtime.is_hip and bool(cuda.runtime.streamIsCapturing(pointer))
 
 
 def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Any]]:

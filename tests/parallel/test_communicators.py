@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from parallel_cases import METHODS, Problem, assert_close
+from replayed_calls import OF_NCCL, functions_run
 
 from cupy_sdpa.parallel import Environment, GroupError, Loopback, MpiGroup, NcclGroup, environment, launchers, nccl, run_threads
 from cupy_sdpa.parallel.channel import Channel
@@ -147,6 +148,16 @@ def test_an_exchange_is_one_group_of_nccl(fake, nccl_calls):
     x = fake.zeros(32, np.uint8)
     group.exchange([Transfer(x, 2)], [Transfer(x[:16], 0)], "keys")
     assert nccl_calls == ["start", ("send", 32, 1, 2), ("recv", 16, 1, 0), "end"]
+    group.abort("the end")  # of its watchdog
+
+
+def test_host_work_of_an_exchange(fake, nccl_calls):
+    """An exchange enters as many functions of the package with one message as with several."""
+    group = as_exchanger(FakeNccl(nccl_calls))
+    for count in (1, 1, 3):
+        transfers = [Transfer(fake.zeros(32, np.uint8), peer) for peer in range(count)]
+        functions = functions_run(group.exchange, transfers, transfers, "keys")
+    assert functions <= OF_NCCL
     group.abort("the end")  # of its watchdog
 
 
