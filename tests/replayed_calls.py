@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -416,3 +417,33 @@ def functions_run(call, *arguments, **options):
         gc.enable()
     assert count, "the profiler saw no function, not even the public one"
     return count
+
+
+def arguments_read(call):
+    """How often the public calls of a function read each array and the options, by the number of the call and the name."""
+    number, depth, read = 0, 0, Counter()
+
+    def note(frame, event, _):
+        nonlocal number, depth
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE) or file.startswith(CHECK):
+            return
+        if event == "return":
+            depth -= 1
+        elif event == "call":
+            number += not depth
+            depth += 1
+            name = frame.f_code.co_name
+            if name == "read_array" and type(frame.f_locals["array"]).__name__ != "View":
+                read[number, frame.f_locals["name"]] += 1
+            elif name == "read_settings":
+                read[number, "options"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert all((n, "options") in read for n, _ in read), "the profiler did not see the functions that read"
+    return read

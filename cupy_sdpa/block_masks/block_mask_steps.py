@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..boundary.options import band_options
+from ..boundary.read_options import ReadOptions
 from ..kernels.merge import Parts, Sources, merge, sum_blocks
 from ..problem.arrays import FORWARD, KEY_ARRAYS
 from ..problem.problem import row_stats_dtype
@@ -48,30 +48,28 @@ class _Parts:
     """What the parts of a call with a block mask have in common; ``options`` are the others than the mask."""
 
     def __init__(
-        self, builder: Builder, q: View, k: View, mask: BlockMask, options: Mapping[str, Any], *, deterministic: bool
+        self, builder: Builder, q: View, k: View, mask: BlockMask, options: ReadOptions, *, deterministic: bool
     ) -> None:
         self.builder, self.mask, self.sizes = builder, mask, Sizes(q.shape[1], k.shape[1], q.shape[3])
         self.method = method_of(mask, self.sizes)
         self.flags: dict[str, Any] = {"deterministic": deterministic}
-        self.options = {name: value for name, value in options.items() if value is not None}
-        if "tensors" in self.options:
+        if "tensors" in options:
             # the copies of elements count whole elements from the first one
-            given = self.options["tensors"].items()
-            self.options["tensors"] = {name: x if _counts_elements(x) else builder.copied(x) for name, x in given}
-        self.scores = score_function(q.shape, k.shape, self.options)
-        for name in ("score_mod", "tensors"):
-            self.options.pop(name, None)
+            given = options["tensors"].items()
+            options |= {"tensors": {name: x if _counts_elements(x) else builder.copied(x) for name, x in given}}
+        self.scores = score_function(q.shape, k.shape, options)
+        self.options = options.without("score_mod", "tensors")
 
-    def options_of(self, part: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> dict[str, Any]:
+    def options_of(self, part: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> ReadOptions:
         """The options of a part, with the score function at its positions.
 
-        ``part`` has the options of this part only; ``key`` identifies it among those of the sizes.
+        ``part`` has what is different in this part, see :class:`.ReadOptions`; ``key`` identifies it among those of the sizes.
         """
-        options = {**self.options, **part}
+        options = self.options | part
         if self.scores is None:
             return options
         if key[0] == (0, self.mask.sq, 0, self.mask.skv):  # all queries and keys are at their positions
-            return {**options, **self.scores.options}
+            return options | self.scores.options
         found = stored(self.mask, (self.sizes, *key, "positions"), positions)
         numbers = self.scores.places(found, self.mask)
         places = dict(zip(numbers, self.constants((*key, "places"), numbers.values), strict=True))
@@ -87,7 +85,7 @@ class _Parts:
             tensors[name] = self.builder.temporary(index.shape, array.dtype)
             self.builder.run(copy_elements, tensors[name], array, index, writes=(tensors[name],))
         located = self.scores.located(names, {name: array.ndim for name, array in places.items()})
-        return {**options, "score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
+        return options | {"score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
     def constants(self, key: tuple[Any, ...], make: Callable[..., Iterable[Any]], *arguments: Any) -> list[View]:
         """Arrays that are known now, which are made once for a mask; ``key`` identifies them among those of the sizes."""
@@ -99,21 +97,21 @@ class _Parts:
         (found,) = self.constants(key, lambda: [make(*arguments)])
         return found
 
-    def attend(self, name: str, arrays: Arrays, options: Mapping[str, Any]) -> None:
+    def attend(self, name: str, arrays: Arrays, options: ReadOptions) -> None:
         """One step: the pass on the arrays of a part."""
         add = self.builder.attend_backward if "dout" in arrays else self.builder.attend
         add(name, options=options, **arrays, **self.flags)
 
-    def whole_options(self, **others: Any) -> dict[str, Any]:
+    def whole_options(self, **others: Any) -> ReadOptions:
         """The options of one call on the whole arrays."""
-        return {**self.options, **(self.scores.options if self.scores else {}), **others}
+        return self.options | {**(self.scores.options if self.scores else {}), **others}
 
     def packing(self, key: tuple[Any, ...], part: Packed | PackedCopies) -> dict[str, Any]:
-        """The options of packed sequences."""
+        """What packed sequences change."""
         starts_q, starts_kv = self.constants((*key, "starts"), lambda: (part.starts_q, part.starts_kv))
         return {
             "cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv, "max_seqlen_q": part.longest_q,
-            "max_seqlen_kv": part.longest_kv, **band_options(getattr(part, "band", None)),
+            "max_seqlen_kv": part.longest_kv, "band": getattr(part, "band", None),
         }  # fmt: skip
 
     def pairs(self, key: tuple[Any, ...], partial: Any) -> dict[str, Any]:
@@ -177,14 +175,14 @@ def add(
     builder: Builder,
     arrays: Arrays,
     mask: BlockMask,
-    options: Mapping[str, Any],
+    options: ReadOptions,
     *,
     deterministic: bool,
 ) -> None:
     """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
     backward = "dout" in arrays
     if backward:  # the log-sum-exp contains the sinks
-        options = {name: value for name, value in options.items() if name != "sinks"}
+        options = options.without("sinks")
     parts = _Parts(builder, arrays["q"], arrays["k"], mask, options, deterministic=deterministic)
     method = parts.method
     if method.packed:
@@ -264,7 +262,7 @@ def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
             rows = builder.temporary((q1 - q0, *stats.shape[1:]), stats.dtype)
             if backward:
                 builder.copy(rows, stats[q0:q1])
-        given = parts.options_of(band_options(band), (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
+        given = parts.options_of({"band": band}, (part[:4],), functools.partial(of_slice, part, parts.mask, parts.sizes))
         parts.attend("slice", {**own, "stats": rows}, given)
         for place, term in added:
             builder.add(place, term)
@@ -308,7 +306,8 @@ def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
     """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
     builder, mask = parts.builder, parts.mask
     q, k, v, out, stats = (arrays[name] for name in FORWARD)
-    groups, sinks = tables.groups, parts.options.pop("sinks", None)
+    groups, sinks = tables.groups, parts.options.get("sinks")
+    parts.options = parts.options.without("sinks")
     (_, hq, sq, batch), dv, wide = q.shape, v.shape[0], np.dtype(row_stats_dtype(q.dtype))
     pages = {"k": _pages(parts, k, groups), "v": _pages(parts, v, groups)}
     merges = bool(tables.copied) or sinks is not None
@@ -359,7 +358,7 @@ def _pages(parts: _Parts, x: View, groups: int) -> View:
     return parts.copies(x, parts.constant(("pages",), make), sizes.hkv if groups == 1 else 1)
 
 
-def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> dict[str, Any]:
+def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> ReadOptions:
     """The options of a call on batch entries of blocks, whose queries have these cumulative lengths."""
     arrays = entries.table, entries.lengths, np.array(starts, np.int32)
     table, lengths, cumulative = parts.constants((*key, "entries"), lambda: arrays)
@@ -407,7 +406,7 @@ def _copied(mask: BlockMask, sizes: Sizes) -> list[PackedCopies]:
 
 
 def _sum_of_copies(
-    parts: _Parts, arrays: Arrays, copied: Sequence[PackedCopies], hq: int, hkv: int, options: Sequence[Mapping[str, Any]]
+    parts: _Parts, arrays: Arrays, copied: Sequence[PackedCopies], hq: int, hkv: int, options: Sequence[ReadOptions]
 ) -> None:
     """The gradients of all copies, and their sums; hq and hkv are the heads of a copy."""
     builder, key_groups = parts.builder, 1 if parts.mask.heads == 1 else parts.sizes.hkv

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
-from ..problem.bucket import Rounding, read_bucket
+from ..problem.bucket import Rounding
 from ..problem.problem import Problem, Settings, row_stats_shape
 from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, TensorSpec, dense_spec, has_callers_axes, numpy_dtype
 from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
@@ -21,7 +21,8 @@ from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
 from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .call import BoundProblem, Fill
-from .options import check_factors, check_names, is_one_of, read_flag, read_scale, read_settings
+from .options import check_factors, check_names, is_one_of, read_flag
+from .read_options import ReadOptions, check_option_names, read_options
 
 
 def read_forward(
@@ -103,15 +104,14 @@ def _read(
 ) -> BoundProblem:
     """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
     deterministic = read_flag("deterministic", deterministic)
-    check_names(options)
-    user_functions.check_tensors(options)
+    check_option_names(options)
     passed, tensors, on_gpu = read_arrays(arrays, options)
     if options.get("layout") is None and not has_callers_axes() and not isinstance(passed["q"], View):
         for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
             layouts.check_strides_of(name, passed[name])
     head_dim, *_ = passed["q"].shape or (0,)
-    tau = read_scale(options.get("scale"), head_dim)
-    settings, scalars = read_settings(options, tau, deterministic=deterministic)
+    options = read_options(options, head_dim)
+    settings, scalars = options.settings._replace(deterministic=deterministic), {**options.scalars}
     seeds = {name: options[name] for name in SEEDS if name not in passed and options.get(name) is not None}
     fills = _read_seeds(passed, seeds, drawn=bool(settings.dropout and "dropout_mask" not in passed))
     specs = {name: spec_of(name, array) for name, array in passed.items()}
@@ -123,7 +123,7 @@ def _read(
     passed |= functions.arrays
     scalars.update(functions.scalars)
     *_, sq, skv, _ = problem.sizes
-    causal = options.get("causal")
+    causal = options.causal
     if problem.paged and causal and not isinstance(causal, str) and sq != skv:
         raise ValueError(
             f"causal is {causal} with page_table, and Sq is {sq}, and the pages have up to {skv} keys: pass "
@@ -136,10 +136,10 @@ def _read(
             check_lengths(problem, passed)
         results = [spec.name for spec in problem.results if spec.name in passed]
         check_separate(results, tensors | passed)  # those of tensors by the caller's names
-    bucket = _rounding(options.get("bucket"), problem)
-    if read_flag("batch_invariant", options.get("batch_invariant", False)):
+    bucket = _rounding(options, problem)
+    if options.batch_invariant:
         check_batch_invariant(problem, on_cudnn=on_gpu)
-    layouts.check_strides(problem, options, on_gpu=on_gpu)
+    layouts.check_strides(problem, options.layout, on_gpu=on_gpu)
     return BoundProblem(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)
 
 
@@ -188,11 +188,12 @@ def _define_problem(
     return problem, functions, gradients
 
 
-def _rounding(bucket: Any, problem: Problem) -> Rounding | None:
-    round_up = read_bucket(bucket)
+def _rounding(options: ReadOptions, problem: Problem) -> Rounding | None:
+    round_up = options.round_up
     if round_up and problem.paged:
         raise ValueError(
-            f"bucket is {bucket!r} and page_table is passed: omit bucket; pass a wider table, and longer q with seq_lens_q"
+            f"bucket is {options.bucket!r} and page_table is passed: omit bucket; pass a wider table, and longer q with "
+            "seq_lens_q"
         )
     if round_up and problem.packed and any(has_score_axes(spec.name) for spec in problem.tensors):
         raise ValueError(

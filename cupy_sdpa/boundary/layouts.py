@@ -233,13 +233,13 @@ def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
     return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
 
 
-def check_strides(problem: Problem, options: Mapping[str, Any], *, on_gpu: bool) -> None:
-    """Check that arrays whose layout is not named are not in another one, as far as their strides show it.
+def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
+    """Check that arrays whose ``layout`` is not named are not in another one, as far as their strides show it.
 
     A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
     the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
     """
-    if options.get("layout") is not None or is_named():
+    if layout is not None or is_named():
         return
     confirm = _OF_OPERATORS if on_gpu else _CONFIRM.format(_own(len(problem.q.shape)))
     results = {spec.name for spec in problem.results}

@@ -283,7 +283,7 @@ def check_spelling(options: Iterable[str]) -> None:
         raise TypeError(f"there is no option {name}{hint}") from None
 
 
-def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool = False) -> tuple[Settings, dict[str, float]]:
+def read_settings(options: Mapping[str, Any], tau: float) -> tuple[Settings, dict[str, float]]:
     """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution."""
     softcap = read_softcap(options.get("softcap"))
     settings = Settings(
@@ -293,8 +293,7 @@ def read_settings(options: Mapping[str, Any], tau: float, *, deterministic: bool
         read_dropout(options),
         _optional_count(options, "max_seqlen_q", "the length of the longest sequence"),
         _optional_count(options, "max_seqlen_kv", "the length of the longest sequence"),
-        deterministic,
-        _optional_count(options, "max_workspace", "a number of bytes"),
+        max_workspace=_optional_count(options, "max_workspace", "a number of bytes"),
         num_splits=_optional_count(options, "num_splits", "a number of chunks", least=1),
     )
     for name in ("max_seqlen_q", "max_seqlen_kv"):

@@ -15,7 +15,8 @@ from ..boundary.arguments import read_forward
 from ..boundary.compute import cast, check_converted
 from ..boundary.conversion import convert, needs_conversion
 from ..boundary.layouts import check_strides_of
-from ..boundary.options import Options, check_names, read_scale, takes_options
+from ..boundary.options import Options, check_names, takes_options
+from ..boundary.read_options import ReadOptions
 from ..errors import Unsupported, in_words
 from ..hooks import PassOption
 from ..problem.problem import row_stats_dtype, row_stats_shape
@@ -27,7 +28,7 @@ from ..programs.decided_options import decided_options, split_options
 from ..programs.program import Builder
 from ..programs.steps import Check
 from ..runtime import cupy_runtime
-from .derivative_form import Form, Widened, form_of, wide_arrays, without_dropout
+from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms, concatenate
 
 #: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
@@ -54,7 +55,7 @@ NO_TANGENTS_OF_OPTIONS = (
 def derivative(
     builder: Builder,
     views: Mapping[str, View],
-    options: Mapping[str, Any],
+    options: ReadOptions,
     *,
     form: Form,
     passed: PassOption | None = None,
@@ -63,12 +64,10 @@ def derivative(
 ) -> None:
     """Add the steps that write the output, its derivative, and the log-sum-exp if there is an array for it.
 
-    ``views`` has the arrays of the call, without those that are not passed, and its results; the options have views in place of
-    arrays, and no block mask.
+    ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
     own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
     q, k, v, dq, dk, dv, out, dout, stats = (own[name] for name in ARRAYS)
-    options = {**options, "scale": read_scale(options.get("scale"), form.head_dim)}
     flags: dict[str, Any] = {"passed": passed, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
@@ -77,7 +76,7 @@ def derivative(
         given = {"q": q, "k": k, "v": values, "out": target} | ({} if stats is None else {"stats": stats})
         passes.add(builder, given, options, return_stats=stats is not None, **flags)
 
-    def gradient(name: str, keys: View, products: View, options: Mapping[str, Any]) -> View:
+    def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
         """The gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
@@ -109,7 +108,7 @@ def derivative(
         if form.joint:
             means = scores
         elif not form.centered:
-            means = gradient("means", wide.ones, products, without_dropout(options))
+            means = gradient("means", wide.ones, products, options.without(*DROPOUT) | {"dropout": 0.0})
     terms = Terms(scores, output if form.values else None, means, form.head_dim, form.value_dim, form.mean_index)
     given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
@@ -121,15 +120,19 @@ def derivative(
 # Arguments
 
 
-def read_form(
-    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
-) -> Form:
-    """Check the arrays, as far as copying them requires, and return the form of the derivative."""
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Check that there are no tangents of options and no pages; raises Unsupported."""
     for name in ("dbias", "dsinks", "dtensors"):
         if options.get(name) is not None:
             raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_DERIVATIVES)
+
+
+def read_form(
+    q: Any, k: Any, v: Any, tangents: tuple[Any, Any, Any], widened: Widened | None, options: Any, *, deterministic: bool
+) -> Form:
+    """Check the arrays, as far as copying them requires, and return the form of the derivative."""
     if not _may_copy(q, k, v):
         read_forward(q, k, v, {name: value for name, value in options.items() if name != "block_mask"})  # raises
     for name, array in (("q", q), ("k", k), ("v", v)) if options.get("layout") is None else ():
@@ -262,6 +265,7 @@ def widen(
         return convert(widen, arrays, options, deterministic=deterministic)  # type: ignore[no-any-return]
     passed, dtype, others = split_options(decided_options(arrays, options))
     check_names(others)
+    check_supported(others)
     if dtype is not None:
         check_converted(arrays)
         rounded: Any = (None if x is None else cast(x, dtype, cupy_runtime.temporary) for x in arrays.values())

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from ..problem.view import View
 from .derivative_terms import Concatenation, Constant
 
-#: The options of dropout.
-_DROPOUT = ("dropout_p", "seed", "offset", "dropout_mask")
+#: The inputs of dropout.
+DROPOUT = ("seed", "offset", "dropout_mask")
 #: cuDNN's kernels for gradients take head dims up to 128 or up to 256, depending on the GPU.
 TILES = (128, 256)
 #: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
@@ -132,11 +132,6 @@ def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool
 
 def _rounded(width: int, multiple: int) -> int:
     return -(-width // multiple) * multiple
-
-
-def without_dropout(options: Mapping[str, Any]) -> Any:
-    """The options without those of dropout."""
-    return {name: value for name, value in options.items() if name not in _DROPOUT}
 
 
 def _tile(width: int) -> int:

@@ -29,6 +29,7 @@ from .derivative import (
     TANGENTS,
     WIDENED,
     check_results,
+    check_supported,
     check_widened,
     derivative,
     read_form,
@@ -134,12 +135,13 @@ def _call(
 def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
     passed, dtype, others = split_options(key.options)
+    check_supported(others)
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
         check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
-    of_form, tangents = {**options, "block_mask": passed and passed.value}, (own["dq"], own["dk"], own["dv"])
+    of_form, tangents = {**others, "block_mask": passed and passed.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
     q, v = views["q"], views["v"]
     check_results(own["out"], own["dout"], own["stats"], q, v, dtype)

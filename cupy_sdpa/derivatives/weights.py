@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
@@ -15,9 +16,11 @@ from ..boundary.arguments import read_forward, views_of_shapes
 from ..boundary.conversion import convert
 from ..boundary.layouts import other_layout
 from ..boundary.libraries import library_of
-from ..boundary.options import Options, check_names, read_band, read_flag, read_scale, takes_options
+from ..boundary.options import Options, check_names, read_flag, takes_options
+from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import FUNCTIONS, kept_options
 from ..errors import Unsupported
+from ..problem.band import Band
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.view import View
 from ..programs.calls import Call, call_of, operation, read, results_of
@@ -29,10 +32,8 @@ from ..replay.call_key import CallKey
 from ..score_fn.recorded import Access, Recorded, relocated
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
-#: The options that both passes take.
-_SAME = ("scale", "softcap", "tensors", "bucket", "max_workspace", "layout")
 #: The options of queries, and those of keys in their place.
-_PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv", "max_seqlen_q": "max_seqlen_kv"}
+_PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
 #: The options that weights are not summed with, and what to do.
 _REFUSED = {
     "bias": "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
@@ -213,13 +214,13 @@ def _parse_entropy(key: CallKey) -> ReadCall:
     return composed(key, arrays, views, {"entropies": entropies}, build)
 
 
-def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, options: Mapping[str, Any]) -> None:
+def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, options: ReadOptions) -> None:
     """Add the steps of :func:`weight_entropy`."""
     stats, out = builder.temporary(entropies.shape, entropies.dtype), builder.temporary(q.shape, q.dtype)
     builder.part = "the mean key of each query"
     builder.attend("attention", q, k, k, options, out=out, stats=stats)
     builder.part = "entropy"
-    scale = read_scale(options.get("scale"), q.shape[0])
+    scale = options.scalars["scale"]
     builder.run(row_entropies, entropies, stats, q, out, options.get("sinks"), scale, writes=[entropies])
 
 
@@ -239,10 +240,9 @@ def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
 # The steps
 
 
-def _build(builder: Builder, q: View, k: View, sums: View, options: Mapping[str, Any]) -> None:
+def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions) -> None:
     """Add the steps that write ``sum_i exp(s_ij - L_i)`` of every key: exp of the log-sum-exp of the scores ``s_ij - L_i``."""
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
-    options = {**options, "scale": read_scale(options.get("scale"), q.shape[0])}
     wide = sums.dtype
     stats = builder.temporary(row_stats_shape(q.shape), wide)
     builder.part = "statistics of queries"
@@ -254,7 +254,7 @@ def _build(builder: Builder, q: View, k: View, sums: View, options: Mapping[str,
         keys = builder.temporary((dim, heads, table.shape[0] * size, table.shape[1]), k.dtype)
         builder.run(gathered, keys, k, table, options["seq_lens_kv"], writes=[keys])
     packed = starts is not None
-    longest, batch = (q.shape[2], q.shape[3]) if starts is None else (options["max_seqlen_q"], starts.shape[0] - 1)
+    longest, batch = (q.shape[2], q.shape[3]) if starts is None else (options.settings.max_seqlen_q or 0, starts.shape[0] - 1)
     group, of_queries = q.shape[1] // max(k.shape[1], 1), sums.shape[0 if packed else 1] == q.shape[1]
     for member in range(group):
         own = slice(member, None, group)
@@ -262,25 +262,23 @@ def _build(builder: Builder, q: View, k: View, sums: View, options: Mapping[str,
         builder.run(negated_rows, bias, stats[own] if packed else stats[:, own], starts, writes=[bias])
         logarithms = builder.temporary(row_stats_shape(keys.shape), wide)
         out = builder.temporary(keys.shape, keys.dtype)
-        swapped = {**_swapped(builder, options, own, k.shape[1]), "bias": bias}
+        swapped = _swapped(builder, options, own, k.shape[1]) | {"bias": bias}
         queries = q[:, own]
         builder.attend("attention", keys, queries, queries, swapped, out=out, stats=logarithms)
         target = sums if not of_queries else sums[own] if packed else sums[:, own]
         builder.run(exponentials, target, logarithms, member > 0 and not of_queries, writes=[target])
 
 
-def _swapped(builder: Builder, options: Mapping[str, Any], own: slice, count: int) -> dict[str, Any]:
+def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> ReadOptions:
     """The options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
-    group = own.step
-    found = {name: options[name] for name in _SAME if name in options}
-    if "cu_seqlens_q" in options:
-        found.pop("bucket", None)  # the bias has the size of the longest sequences
+    group, settings, packed = own.step, options.settings, "cu_seqlens_q" in options
+    found: dict[str, Any] = {"tensors": options["tensors"]} if "tensors" in options else {}
     for name, other in _PAIRS.items():
         found |= {new: options[old] for new, old in ((name, other), (other, name)) if old in options}
-    if options.get("cu_seqlens_q") is None:
-        found.pop("max_seqlen_kv", None)  # the maximum of seq_lens_q, which is checked
-    if (band := read_band(options.get("causal"), options.get("window"))) is not None:
-        found["window"] = (band.right, band.left, "bottom_right" if band.bottom_right else "top_left")
+    found["max_seqlen_q"] = settings.max_seqlen_kv
+    found["max_seqlen_kv"] = settings.max_seqlen_q if packed else None  # otherwise the maximum of seq_lens_q, which is checked
+    if (band := settings.band) is not None:
+        found["band"] = Band(band.right, band.left, band.bottom_right)
     if (mask := options.get("mask")) is not None:
         found["mask"] = (mask if mask.shape[2] == 1 else mask[:, :, own]).transpose(1, 0, 2, 3)
     if (slopes := options.get("alibi_slopes")) is not None:
@@ -291,7 +289,8 @@ def _swapped(builder: Builder, options: Mapping[str, Any], own: slice, count: in
                 function, tensors = _of_heads(builder, function, options.get("tensors") or {}, own, count)
                 found["tensors"] = {**found.get("tensors", {}), **tensors}
             found[name] = _exchanged(name, function)
-    return found
+    # with packed sequences the bias has the size of the longest ones
+    return dataclasses.replace(options, inputs={}, round_up=None if packed else options.round_up) | found
 
 
 def _of_heads(

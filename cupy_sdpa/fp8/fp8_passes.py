@@ -11,6 +11,7 @@ import numpy as np
 
 from ..boundary.arguments import check_counts, read_forward
 from ..boundary.call import BoundProblem
+from ..boundary.read_options import ReadOptions
 from ..kernels import fp8_kernels, mean_kernels
 from ..problem.problem import row_stats_shape
 from ..problem.tensor_spec import numpy_dtype, storage_dtype
@@ -86,7 +87,7 @@ def factors_in(factors: Any, number: int) -> tuple[Any, Any]:
 def forward(
     builder: Builder,
     views: Mapping[str, View],
-    options: Mapping[str, Any],
+    options: ReadOptions,
     *,
     dtype: str,
     rotated: bool,
@@ -133,7 +134,7 @@ def forward(
 def _forward_with_mean(
     builder: Builder,
     views: dict[str, Any],
-    options: Mapping[str, Any],
+    options: ReadOptions,
     dtype: str,
     out_dtype: str | None,
     return_stats: Any,
@@ -172,9 +173,7 @@ def _forward_with_mean(
     return call
 
 
-def _read(
-    views: Mapping[str, Any], options: Mapping[str, Any], dtype: str, out_dtype: str | None, return_stats: Any
-) -> BoundProblem:
+def _read(views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any) -> BoundProblem:
     """The call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
@@ -185,7 +184,7 @@ def _read(
 
 
 def read_results(
-    views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, out_dtype: str | None, return_stats: Any
+    views: Mapping[str, View], options: ReadOptions, *, dtype: str, out_dtype: str | None, return_stats: Any
 ) -> BoundProblem:
     """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
 
@@ -202,7 +201,7 @@ def read_results(
 
 
 def keep_in_fp8(
-    builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, return_stats: Any, out_dtype: str
+    builder: Builder, views: Mapping[str, View], options: ReadOptions, *, dtype: str, return_stats: Any, out_dtype: str
 ) -> None:
     """Add the steps of a forward pass whose q, k and v are kept in FP8 for the gradients.
 
@@ -225,7 +224,7 @@ def keep_in_fp8(
     forward(builder, given, options, dtype=dtype, rotated=True, **flags)
 
 
-def backward(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], *, dtype: str, **flags: Any) -> None:
+def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, *, dtype: str, **flags: Any) -> None:
     """Add the steps of the gradients at the values that :func:`keep_in_fp8` kept, computed in the dtype of the output.
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.

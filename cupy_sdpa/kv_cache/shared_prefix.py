@@ -13,7 +13,8 @@ from .._typing import Array
 from ..boundary.argument import spec_of
 from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS
-from ..boundary.options import Options, check_names, is_one_of, takes_options
+from ..boundary.options import Options, is_one_of, takes_options
+from ..boundary.read_options import ReadOptions
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
@@ -109,7 +110,7 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
     call = read_forward(**own, options=options, return_stats=return_stats)
     page = call.problem.k.shape[2]
     # A sequence may have fewer keys after the prefix than queries: keys that only some queries see are no part of it.
-    hidden = call.problem.q.shape[2] - 1 if options.get("causal") else 0
+    hidden = call.problem.q.shape[2] - 1 if options.causal else 0
     pages = max(0, int(shared_prefix) - hidden) // max(page, 1)
     check = functools.partial(_check_elements, call.problem, int(shared_prefix), int(shared_prefix) // max(page, 1))
 
@@ -124,12 +125,11 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
     return composed(key, arrays, views, result_views(call, views, views["q"].dtype), build)
 
 
-def _add_steps(builder: Builder, views: Mapping[str, View], options: Mapping[str, Any], pages: int) -> None:
+def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions, pages: int) -> None:
     """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
     q, k, v, out = (views[name] for name in _NAMES)
-    stats, sinks, options = views.get("stats"), views.get("sinks"), dict(options)
-    table, lengths = options.pop("page_table"), options.pop("seq_lens_kv")
-    options.pop("sinks", None)
+    stats, sinks, options = views.get("stats"), views.get("sinks"), options.without("sinks")
+    table, lengths = options["page_table"], options["seq_lens_kv"]
     (_, _, sq, b), integers, stats_dtype = q.shape, np.dtype(np.int32), np.dtype(row_stats_dtype(q.dtype))
     shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
     builder.run(paged.divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
@@ -138,12 +138,12 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: Mapping[str
         "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), stats_dtype)
     }  # fmt: skip
     builder.branch = True
-    builder.attend("own keys", q, k, v, {**options, **own}, **results)
+    builder.attend("own keys", q, k, v, options | own, **results)
     builder.branch = False
-    prefix = {"page_table": shared, "seq_lens_kv": length, "causal": False}
+    prefix = {"page_table": shared, "seq_lens_kv": length, "band": None}
     # deterministic: also the keys of one query are split, so that the merge below is the only one
     parts = builder.attend_to_parts(
-        "shared prefix", _as_one_entry(builder, q), k, v, {**options, **prefix}, deterministic=builder.on_gpu
+        "shared prefix", _as_one_entry(builder, q), k, v, options | prefix, deterministic=builder.on_gpu
     )
     groups = [_of_sequences(part, sq, b) for part in parts]
     groups.append(merge.Parts(results["out"][..., None], results["stats"][..., None]))
@@ -170,9 +170,8 @@ def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
     )
 
 
-def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -> None:
+def _check(q: Array, k: Array, shared_prefix: int, options: ReadOptions) -> None:
     """Check the prefix and the options."""
-    check_names({name: value for name, value in options.items() if name != "compute_dtype"})
     if options.get("page_table") is None or options.get("seq_lens_kv") is None:
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
@@ -185,8 +184,8 @@ def _check(q: Array, k: Array, shared_prefix: int, options: Mapping[str, Any]) -
             f"shared_prefix is {shared_prefix}; it must be a multiple of the page size {page} from 0 to {page * width}, the "
             "keys of the page table"
         )
-    if not is_one_of(options.get("causal"), (None, False, "bottom_right")):
-        raise ValueError(f"causal is {options.get('causal')!r}; with a shared prefix it must be 'bottom_right' or False")
+    if not is_one_of(options.causal, (None, False, "bottom_right")):
+        raise ValueError(f"causal is {options.causal!r}; with a shared prefix it must be 'bottom_right' or False")
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..boundary.argument import read_arrays
 from ..boundary.compute import check_converted, read_compute_dtype
 from ..boundary.options import is_one_of
-from ..programs.executor import ReadCall
+from ..programs.executor import Operands, ReadCall
 from ..programs.program import Program
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import keep_recent
@@ -20,7 +19,7 @@ from ..runtime import cupy_runtime
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer
-from .group_arguments import Offsets, configure, key_of
+from .group_arguments import Offsets, configure, key_of, read_member_operands
 from .group_report import choose
 from .member import Member
 
@@ -64,8 +63,10 @@ class Agreement:
                 self._channel.abandon()
             raise
 
-    def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Member:
+    def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request, operands: Operands) -> Member:
         """What this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
+
+        ``operands`` are these arrays and options after they were read.
 
         Raises:
             TypeError, ValueError, Unsupported: arguments are invalid, or no method supports them.
@@ -73,7 +74,7 @@ class Agreement:
         self._arguments = arrays.values()
         key = key_of(arrays, options, of)
         if (member := self._members.get(key)) is None:
-            config = configure(self._channel.rank, self._channel.size, arrays, options, of)
+            config = configure(self._channel.rank, self._channel.size, operands, options, of)
             choice = choose(config, self._method if of.method is None else read_method(of.method))
             member = Member(config, choice, self._channel, of, self.compare if self._check else None)
             if key is not None:
@@ -123,11 +124,11 @@ class Parser:
             name: value.array if isinstance(value, Offsets) else value for name, value in key.options.items()
         }
         dtype = options.pop("compute_dtype", None)
+        operands = read_member_operands(arrays, options)
         if dtype is not None:
-            read_arrays(arrays, {})
-            check_converted(arrays)
-        self.member = self._agreement.member(arrays, options, self._of._replace(dtype=dtype))
-        return self.member.read(key, arrays, options, self._programs)
+            check_converted({name: operands.views[name] for name in arrays})
+        self.member = self._agreement.member(arrays, options, self._of._replace(dtype=dtype), operands)
+        return self.member.read(key, operands, self._programs)
 
 
 def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.options import band_options
+from ..boundary.read_options import ReadOptions
 from ..helpers import dropout_mask
 from ..problem.arrays import LENGTHS, SEEDS
 from ..problem.problem import Problem, row_stats_dtype
 from ..problem.tensor_spec import numpy_dtype
+from ..problem.view import View
+from ..programs.executor import Operands
 from ..programs.program import Builder
 from ..programs.steps import Constant
 from ..score_fn.recorded import Recorded
@@ -38,6 +40,11 @@ class Request(NamedTuple):
     deterministic: bool = False
     return_dsinks: bool = False
     dtype: str | None = None
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays."""
+        return ("q", "k", "v", "dout", "out", "stats") if self.backward else ("q", "k", "v")
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -148,7 +155,7 @@ class Configuration:
         share_buffers([part for own in made for part in own])
         return made
 
-    def part_options(self, part: Part, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
+    def part_options(self, part: Part, builder: Builder, options: ReadOptions) -> ReadOptions:
         """The options of a part."""
         _, _, heads, *_, entries = self.problem.sizes
         if self.packed and part.sequence is None:
@@ -160,7 +167,7 @@ class Configuration:
         first = (part.sequence or 0, 0, i, j) if self.positional else (0, 0, 0, 0)
         return self._options(builder, options, Window(first, counts, part.diagonal, own), part)
 
-    def head_options(self, builder: Builder, options: Mapping[str, Any]) -> dict[str, Any]:
+    def head_options(self, builder: Builder, options: ReadOptions) -> ReadOptions:
         """The options of the call on this member's heads of whole sequences."""
         sq, skv = self.longest
         *_, entries = self.problem.sizes
@@ -170,14 +177,13 @@ class Configuration:
         window = Window((0, rows.start, 0, 0), (entries, rows.stop - rows.start, sq, skv), diagonal, diagonal)
         made = self._options(builder, options, window, self.everything)
         if (sinks := options.get("sinks")) is not None:
-            made["sinks"] = aligned(builder, sinks[rows])
+            made |= {"sinks": aligned(builder, sinks[rows])}
         return made
 
-    def _options(self, builder: Builder, options: Mapping[str, Any], window: Window, part: Part) -> dict[str, Any]:
-        made = options_at(builder, options, self.functions, window) | band_options(part.band) | part.packing(builder)
-        if options.get("dropout_p"):  # a mask of the part is among the options that were sliced
-            names = ("dropout_p",) if "dropout_mask" in made else ("dropout_p", *SEEDS)
-            made |= {name: options[name] for name in names if options.get(name) is not None}
+    def _options(self, builder: Builder, options: ReadOptions, window: Window, part: Part) -> ReadOptions:
+        made = options_at(builder, options, self.functions, window) | {"band": part.band, **part.packing(builder)}
+        if options.settings.dropout and "dropout_mask" not in made:  # a mask of the part is among the options that were sliced
+            made |= {name: options[name] for name in SEEDS if name in options}
         return made
 
     @property
@@ -193,16 +199,19 @@ class Configuration:
         lengths = tuple(zip(self.queries.lengths, self.keys.lengths, strict=True)) if self.packed else None
         return Part(Selection([]), Selection([]), self.problem.band, (0, 0), None, 0, lengths)
 
-    def with_dropout_mask(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options with the dropout mask of the whole sequences in place of the seed, on the CPU."""
+    def with_dropout_mask(self, operands: Operands) -> Operands:
+        """The operands with the dropout mask of the whole sequences in place of the seed, on the CPU."""
         if not self.drawn or self.on_gpu:
-            return options
+            return operands
         _, _, hq, hkv, sq, skv, entries = self.problem.sizes
         shapes = (1, hq, sq, entries), (1, hkv, skv, entries)
         q, k = (np.zeros(shape, np.float32, order="F") for shape in shapes)
-        drawn = {name: options[name] for name in ("dropout_p", *SEEDS) if options.get(name) is not None}
-        mask = dropout_mask(q, k, **drawn)
-        return {**{name: value for name, value in options.items() if name not in SEEDS}, "dropout_mask": mask}
+        arrays, views, options = operands
+        seeds = {name: arrays.get(name, options[name]) for name in SEEDS if name in options}
+        mask = dropout_mask(q, k, dropout_p=options.settings.dropout, **seeds)
+        arrays = {name: x for name, x in arrays.items() if name not in SEEDS} | {"dropout_mask": mask}
+        views = {name: View.of(name, x) for name, x in arrays.items()}
+        return Operands(arrays, views, options.without(*SEEDS) | {"dropout_mask": views["dropout_mask"]})
 
     def key_specs(self, rank: int, dtype: Any = None) -> list[Spec]:
         """The shapes and dtypes of the keys and values that a member holds, or of their gradients."""

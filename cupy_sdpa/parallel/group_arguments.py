@@ -9,17 +9,18 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_arrays, device_of, read_array, read_arrays, tensor_name
+from ..boundary.argument import check_arrays, device_of, tensor_name
 from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
-from ..boundary.options import check_names
-from ..boundary.user_functions import FUNCTIONS, check_tensors, function_identities
+from ..boundary.read_options import ReadOptions
+from ..boundary.user_functions import FUNCTIONS, function_identities
 from ..errors import Unsupported, in_words
 from ..problem.arrays import CU_SEQLENS, LENGTHS
 from ..problem.problem import Problem
 from ..problem.tensor_spec import numpy_dtype
 from ..problem.validation import expected_arrays
 from ..problem.view import View
+from ..programs.executor import Operands, read_operands
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from .configuration import Configuration, Request
@@ -53,21 +54,33 @@ class Offsets:
         return str(self.array.dtype), self.array.tobytes()
 
 
-def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Configuration:
+def read_member_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
+    """Read the arrays and the options of a call; offsets, which are for whole sequences, remain on the host."""
+    device = device_of(arrays["q"])
+    offsets = {
+        name: View.dense(name, np.shape(options[name]), np.int32, device)
+        for name in CU_SEQLENS
+        if options.get(name) is not None
+    }
+    operands, views, read = read_operands(arrays, {**options, **offsets})
+    of_member = {name: x for name, x in operands.items() if name not in CU_SEQLENS}
+    return Operands(of_member, {name: views[name] for name in of_member}, read.without(*CU_SEQLENS))
+
+
+def configure(rank: int, size: int, operands: Operands, options: Mapping[str, Any], of: Request) -> Configuration:
     """Validate the arguments of a call: q, k and v, and in the backward pass dout, out and stats; and its options.
+
+    ``options`` are the options before they were read.
 
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
     """
-    check_names(options)
-    check_tensors(options)
     for name, reason in _EXCLUDED.items():
         if (value := options.get(name)) is not None and value is not False:
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
-    read_arrays(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})  # checks all; these are on the host
-    given = {name: read_array(name, x) for name, x in arrays.items()}
+    given = {name: operands.views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
-    if isinstance(q, InterpretedArray):
+    if isinstance(operands.arrays["q"], InterpretedArray):
         raise Unsupported(
             "engine is 'cupy', which a group does not support: its members exchange keys while cuDNN computes. Omit engine for "
             "cuDNN, or pass numpy arrays"
@@ -83,8 +96,8 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
     for name, layout in (("q", queries), ("k", keys), ("v", keys), ("dout", queries), ("out", queries)):
         if name in given and given[name].shape[2] != layout.share(rank):
             _raise_share(name, given[name].shape, layout, rank, packed)
-    problem = _problem(given, options, queries, keys, of.dtype)
-    on_gpu = device_of(given["q"]) is not None
+    problem = _problem(given, operands.options, queries, keys, of.dtype)
+    on_gpu = q.storage.device is not None
     drawn = bool(problem.settings.dropout) and options.get("dropout_mask") is None
     if drawn and on_gpu and size > 1:
         raise Unsupported(
@@ -97,7 +110,7 @@ def configure(rank: int, size: int, arrays: Mapping[str, Any], options: Mapping[
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
-    functions = functions_of(options, problem)
+    functions = functions_of(operands.options, problem)
     positional = drawn or any(options.get(name) is not None for name in _POSITIONAL)
     text = _text(problem, {**options, **functions}, queries, keys)
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
@@ -170,10 +183,10 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
     )
 
 
-def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layout, keys: Layout, dtype: str | None) -> Problem:
+def _problem(given: Mapping[str, View], options: ReadOptions, queries: Layout, keys: Layout, dtype: str | None) -> Problem:
     """The problem of the call on one GPU, without functions."""
-    known = {name: value for name, value in options.items() if name not in (*FUNCTIONS, "tensors")}
-    device = device_of(given["q"])
+    options = options.without(*FUNCTIONS, "tensors")
+    device = given["q"].storage.device
     views: dict[str, Any] = {}
     for name, layout in (("q", queries), ("k", keys), ("v", keys)):
         x = given[name]
@@ -181,10 +194,10 @@ def _problem(given: Mapping[str, Any], options: Mapping[str, Any], queries: Layo
         views[name] = View.dense(name, (*x.shape[:2], layout.total, *x.shape[3:]), kind, device)
     if queries.packed:
         for side, layout in (("q", queries), ("kv", keys)):
-            known[f"cu_seqlens_{side}"] = View.dense("", (len(layout.lengths) + 1,), np.int32, device)
-            if known.get(f"max_seqlen_{side}") is None:
-                known[f"max_seqlen_{side}"] = max(layout.lengths, default=0)
-    return read_forward(**views, options=known).problem
+            options |= {f"cu_seqlens_{side}": View.dense("", (len(layout.lengths) + 1,), np.int32, device)}
+            if getattr(options.settings, f"max_seqlen_{side}") is None:
+                options |= {f"max_seqlen_{side}": max(layout.lengths, default=0)}
+    return read_forward(**views, options=options).problem
 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from ..boundary.read_options import ReadOptions
 from ..kernels.merge import accumulate
 from ..problem.arrays import KEY_ARRAYS
 from ..problem.problem import row_stats_shape
@@ -22,7 +22,7 @@ from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import Layout
 
 Views = Mapping[str, View]
-Options = Mapping[str, Any]
+Options = ReadOptions
 #: The query heads and the key/value heads of a member.
 HeadsOf = Callable[[int], tuple[slice, slice]]
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from ..boundary.arguments import check_lengths
 from ..boundary.layouts import of_caller
-from ..problem.arrays import CU_SEQLENS, LENGTHS
+from ..boundary.read_options import ReadOptions
+from ..problem.arrays import LENGTHS
 from ..problem.problem import row_stats_shape
 from ..problem.view import View
-from ..programs.executor import ReadCall, composed, read_operands
+from ..programs.executor import Operands, ReadCall, composed
 from ..programs.passes import rounded
 from ..programs.program import Builder, Program
 from ..programs.steps import Check
@@ -58,24 +59,20 @@ class Member:
             self._is_compared = True
         self._channel.begun = True
 
-    def read(
-        self, key: CallKey, arrays: Mapping[str, Any], options: Mapping[str, Any], programs: dict[Hashable, Program]
-    ) -> ReadCall:
-        """The call on arrays by name, with options without ``compute_dtype``; ``programs`` keeps its program."""
+    def read(self, key: CallKey, operands: Operands, programs: dict[Hashable, Program]) -> ReadCall:
+        """The call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
         config, of = self.config, self.of
-        if config.size > 1:
-            options = config.with_dropout_mask(options)
-        operands, views, own = read_operands(arrays, {name: x for name, x in options.items() if name not in CU_SEQLENS})
+        arrays, views, options = config.with_dropout_mask(operands) if config.size > 1 else operands
         q, k, v = (views[name] for name in "qkv")
         device = q.storage.device
         shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape, "out": (v.shape[0], *q.shape[1:])}
         new = {name: View.dense(name, shape, q.dtype, device) for name, shape in shapes.items()}
         new["stats"] = View.dense("stats", row_stats_shape(q.shape), config.stats, device)
         new["dsinks"] = View.dense("dsinks", q.shape[1:2], np.float32, device)
-        build = functools.partial(self._add, views=views, options={**own, **config.functions})
-        return composed(key, operands, views, {name: new[name] for name in of.results}, build, programs=programs)
+        build = functools.partial(self._add, views=views, options=options | config.functions)
+        return composed(key, arrays, views, {name: new[name] for name in of.results}, build, programs=programs)
 
-    def _add(self, builder: Builder, views: Views, options: Mapping[str, Any]) -> None:
+    def _add(self, builder: Builder, views: Views, options: ReadOptions) -> None:
         """Add the steps of the call."""
         config, of = self.config, self.of
         steps = MemberSteps(builder, self._channel, zlib.crc32(self._text.encode()) >> 1 if self._compare else None)
@@ -93,10 +90,11 @@ class Member:
             builder.checks.append(Check(functools.partial(check_lengths, config.problem), lengths))
 
 
-def _alone(steps: MemberSteps, config: Configuration, views: Views, options: Mapping[str, Any], **backward: bool) -> None:
+def _alone(steps: MemberSteps, config: Configuration, views: Views, options: ReadOptions, **backward: bool) -> None:
     """Add the steps of the call of a single member."""
-    builder = steps.builder
-    given = {**config.everything.packing(builder), **options}
+    builder, settings = steps.builder, config.problem.settings
+    longest = {"max_seqlen_q": settings.max_seqlen_q, "max_seqlen_kv": settings.max_seqlen_kv}
+    given = options | config.everything.packing(builder) | longest
     if backward:
         arrays = [views[name] for name in ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")]
         attend_backward(builder, arrays, given, given_stats="whole", **backward)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..boundary.call import GivenStats
+from ..boundary.read_options import ReadOptions
 from ..problem.arrays import BACKWARD, REQUESTS
 from ..problem.view import View
 from ..programs import passes
@@ -105,14 +106,14 @@ def bytes_sent(program: Program) -> int:
     return sum(transfer.array.nbytes for sends in started for transfer in sends)
 
 
-def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: View, options: Mapping[str, Any]) -> None:
+def attend(builder: Builder, arrays: tuple[View, View, View], out: View, stats: View, options: ReadOptions) -> None:
     """Add attention of q, k and v."""
     views = dict(zip("qkv", arrays, strict=True)) | {"out": out, "stats": stats}
     passes.add(builder, views, options, return_stats=True)
 
 
 def attend_backward(
-    builder: Builder, arrays: Sequence[View], options: Mapping[str, Any], *, deterministic: bool, given_stats: GivenStats
+    builder: Builder, arrays: Sequence[View], options: ReadOptions, *, deterministic: bool, given_stats: GivenStats
 ) -> None:
     """Add the gradients of attention; the arrays are dout, q, k, v, out, stats, dq, dk and dv."""
     views = dict(zip(BACKWARD, arrays, strict=True))

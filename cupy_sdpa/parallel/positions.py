@@ -6,11 +6,13 @@ the scores, and functions that see the positions in the whole sequence.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import FUNCTIONS, trace_functions
 from ..problem.arrays import LENGTHS, SCORE_INPUTS
 from ..problem.problem import Problem
@@ -19,9 +21,6 @@ from ..programs.program import Builder
 from ..score_fn.expression import AXES
 from ..score_fn.recorded import Access, Recorded, relocated
 from ..score_fn.tracer import record
-
-#: The options that are the same for every part.
-SAME = ("scale", "softcap", "max_workspace")
 
 
 class Window(NamedTuple):
@@ -37,24 +36,23 @@ class Window(NamedTuple):
     own_diagonal: int
 
 
-def functions_of(options: Mapping[str, Any], problem: Problem) -> dict[str, Recorded]:
+def functions_of(options: ReadOptions, problem: Problem) -> dict[str, Recorded]:
     """The functions of a call by the names of their options, recorded and checked with the problem without functions."""
     given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
     if not given:
         return {}
     functions = record(given, dict(options.get("tensors") or {}))
-    trace_functions({**options, **functions}, problem)  # checks them
+    trace_functions(options | functions, problem)  # checks them
     return functions
 
 
-def options_at(
-    builder: Builder, options: Mapping[str, Any], recorded: Mapping[str, Recorded], window: Window
-) -> dict[str, Any]:
-    """The options of a call at some positions, except masks of bands, packing, sinks and dropout.
+def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Recorded], window: Window) -> ReadOptions:
+    """The options of a call at some positions, except masks of bands, packing, sinks and seeds.
 
     ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
     """
-    made = {name: options[name] for name in SAME if options.get(name) is not None}
+    made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
+    scalars = {**options.scalars}
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
     for name in SCORE_INPUTS:
         if (array := options.get(name)) is not None:
@@ -69,12 +67,15 @@ def options_at(
         made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(builder, slopes[h : h + heads])
     elif slopes is not None:  # the call's own diagonal is another one
         tensors[_SLOPES] = slopes
-        score_mod = _with_alibi(functions.get("score_mod"), made.pop("softcap", None), window.diagonal)
+        score_mod, made["softcap"] = (
+            _with_alibi(functions.get("score_mod"), scalars.pop("softcap", None), window.diagonal),
+            False,
+        )
         functions |= record({"score_mod": score_mod}, tensors)
     ranges = dict(zip(AXES, zip(window.first, window.counts, strict=True), strict=True))
     known = list(dict.fromkeys(access for function in functions.values() for access in function.reads))
     if not any(window.first) and all(_is_whole(tensors[access.name], access, ranges) for access in known):
-        return made | functions | ({"tensors": tensors} if tensors else {})
+        return dataclasses.replace(options, inputs={"tensors": tensors} if tensors else {}, scalars=scalars) | made | functions
     local, reads = {}, {}
     for number, access in enumerate(known):
         axes = [ranges[axis] if isinstance(axis, str) else None for axis in access.axes]
@@ -85,7 +86,7 @@ def options_at(
         reads[access] = access._replace(name=f"t{number}")
     starts = {axis: start for axis, start in zip(AXES, window.first, strict=True) if start}
     made |= {name: relocated(function, reads, starts=starts, places={}) for name, function in functions.items()}
-    return made | ({"tensors": local} if local else {})
+    return dataclasses.replace(options, inputs={"tensors": local} if local else {}, scalars=scalars) | made
 
 
 #: The name of the slopes among the arrays of a function.

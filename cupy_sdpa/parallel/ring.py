@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..boundary.read_options import ReadOptions
 from ..kernels import ragged
 from ..kernels.merge import Parts, merge
 from ..problem.problem import row_stats_shape
@@ -28,7 +29,7 @@ from .member_steps import Exchange, MemberSteps, attend, attend_backward
 from .parts import Part, as_bits
 
 Views = Mapping[str, View]
-Options = Mapping[str, Any]
+Options = ReadOptions
 
 
 def ring_forward(steps: MemberSteps, config: Configuration, views: Views, options: Options) -> None:
@@ -209,4 +210,4 @@ def _with_finite_bias(builder: Builder, options: Options) -> Options:
     finite = builder.temporary(bias.shape, np.float32)
     builder.copy(finite, bias)
     builder.run(ragged.replace_infinite, finite, writes=(finite,))
-    return {**options, "bias": finite}
+    return options | {"bias": finite}

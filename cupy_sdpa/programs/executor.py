@@ -8,12 +8,13 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ..boundary.argument import check_separate, read_arrays, tensor_name
 from ..boundary.call import BoundProblem, Fill, GivenStats, LaunchRecord, logger, with_plan
+from ..boundary.read_options import ReadOptions, check_option_names, read_options
 from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, function_identities
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
@@ -361,22 +362,31 @@ def _compiled(
 # Calls of several steps
 
 
-def read_operands(
-    arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
-    """Read the arrays of a call of several steps, each once; everything else is checked and built with their views.
+class Operands(NamedTuple):
+    """The arguments of a call of several steps after they were read: everything else is checked and built with these.
 
-    Returns:
-        The arrays that are passed by name, also those of the options; their views; and the options that are passed, with views
-        in place of arrays.
+    Attributes:
+        arrays: the arrays that are passed by name, also those of the options.
+        views: their views.
+        options: the options, with views in place of arrays.
     """
+
+    arrays: dict[str, Any]
+    views: dict[str, View]
+    options: ReadOptions
+
+
+def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
+    """Read the arrays and the options of a call of several steps, each once."""
+    check_option_names(options)
     passed, tensors, _ = read_arrays(arrays, options)
     operands = passed | tensors
     views = {name: view_of(name, array) for name, array in operands.items()}
     described = {name: views.get(name, value) for name, value in options.items() if value is not None}
     if tensors:
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
-    return operands, views, described
+    head_dim, *_ = views["q"].shape or (0,)
+    return Operands(operands, views, read_options(described, head_dim))
 
 
 def view_of(name: str, array: Any) -> View:

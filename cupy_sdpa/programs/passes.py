@@ -10,6 +10,7 @@ from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
 from ..boundary.layouts import VECTORS
+from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import Gradients, gradient_name, kept_options
 from ..hooks import PassOption
 from ..problem.arrays import BACKWARD, FORWARD
@@ -83,7 +84,7 @@ def _read_operands(
     dtype: str | None,
     results: Sequence[str],
     result: Any,
-) -> tuple[dict[str, Any], dict[str, View], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), options))
     of_call = {name: views.get(name) for name in key.names}
@@ -96,7 +97,7 @@ def _read_operands(
 
 def _results_of(
     views: Mapping[str, View],
-    options: Mapping[str, Any],
+    options: ReadOptions,
     *,
     gradients: bool = False,
     passed: PassOption | None = None,
@@ -149,7 +150,7 @@ def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> d
 def add(
     builder: Builder,
     views: Mapping[str, View],
-    options: Mapping[str, Any],
+    options: ReadOptions,
     *,
     passed: PassOption | None = None,
     dtype: str | None = None,
@@ -159,8 +160,8 @@ def add(
 ) -> None:
     """Add the steps of a pass: of the gradients if ``dout`` is among the views, otherwise of the forward pass.
 
-    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded. The options have
-    views in place of arrays. ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
+    ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
+    ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
     """
     backward = "dout" in views
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engines import Engine
 from parallel_cases import METHODS, TEXT_BYTES, Problem, assert_close
-from replayed_calls import OF_NCCL, functions_run
+from replayed_calls import OF_NCCL, arguments_read, functions_run
 from validated_steps import validated_steps
 
 import cupy_sdpa
@@ -336,6 +336,30 @@ def test_a_repeated_call_is_not_parsed(size, engine):
         cp = context_parallel(Loopback(1).members[0])
         first = functions_run(cp.attention, *arrays[:3])
         assert functions_run(cp.attention, *arrays[:3]) < first / 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_call_reads_its_arguments_once(method, size):
+    """Each array and the options are read once, also in another dtype: the member's calls are built from what was read."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((8, 4, 16, 1)).astype(np.float32, order="F") for _ in range(4)]
+    options = {
+        "causal": True, "softcap": 2.0, "seq_lens_kv": np.full(1, 15, np.int32), "score_mod": lambda s, b, h, i, j, x: s * x[h],
+        "tensors": {"x": np.ones(4, np.float32)}, "compute_dtype": "float16",
+    }  # fmt: skip
+
+    def member(group):
+        cp = context_parallel(group, method=method)
+        q, k, v, dout = map(cp.shard, arrays)
+        results = []
+        forward = arguments_read(lambda: results.extend(cp.attention(q, k, v, return_stats=True, **options)))
+        return forward, arguments_read(lambda: cp.attention_backward(dout, q, k, v, *results, **options))
+
+    for passes in run_threads(Loopback(size).members, member):
+        for read in passes:
+            assert {name for _, name in read} >= {"q", "k", "v", "options", "seq_lens_kv", "tensors['x']"}
+            assert set(read.values()) == {1}, read
 
 
 class Counted:

@@ -2,13 +2,11 @@
 
 import logging
 import re
-import sys
-from collections import Counter
 
 import numpy as np
 import pytest
 from engines import Engine, numbers, on_cudnn
-from replayed_calls import CHECK, PACKAGE, PARSED, REPLAY, ROWS, calls_of, functions_run
+from replayed_calls import PARSED, REPLAY, ROWS, arguments_read, calls_of, functions_run
 from validated_steps import compared, validated_steps
 
 from cupy_sdpa import (
@@ -22,7 +20,6 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
-from cupy_sdpa.boundary.argument import read_array
 from cupy_sdpa.preparation import Prepared
 from cupy_sdpa.problem.view import View
 from cupy_sdpa.programs.calls import Call, call_of, operation, read, results_of
@@ -92,25 +89,10 @@ WITH_PULLBACK = {"attention_vjp", "compute_dtype", "FP8 and its gradients", "fun
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in WITH_PULLBACK | PARSED])
 def test_every_array_is_read_once(name):
-    """The first call of a kind checks each array once: the parts of a call are built from views."""
-    calls, number, read = calls_of(Engine("numpy", np), name, preallocated=False), [0], Counter()
-
-    def of_package(frame):
-        return frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_code.co_filename.startswith(CHECK)
-
-    def count(frame, event, _):
-        if event == "call" and of_package(frame):
-            number[0] += not of_package(frame.f_back)
-            if frame.f_code is read_array.__code__ and not isinstance(frame.f_locals["array"], View):
-                read[number[0], frame.f_locals["name"]] += 1
-
-    before = sys.getprofile()
+    """The first call of a kind checks each array once, and its options once: its parts are built from views."""
+    calls = calls_of(Engine("numpy", np), name, preallocated=False)
     with validated_steps():  # parses calls that other tests made before
-        sys.setprofile(count)
-        try:
-            calls.launch()
-        finally:
-            sys.setprofile(before)
+        read = arguments_read(calls.launch)
     assert read
     assert set(read.values()) == {1}, read
 

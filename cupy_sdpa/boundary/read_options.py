@@ -1,0 +1,88 @@
+"""The options of a call after they were read: what the parts of a call take, so that nothing is read again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..problem.arrays import OPTION_ARRAYS
+from ..problem.bucket import read_bucket
+from ..problem.problem import Settings
+from .options import check_names, read_flag, read_scale, read_settings
+from .user_functions import FUNCTIONS, check_tensors
+
+#: The options that remain as they are: arrays, seeds, functions and the arrays that these read.
+_INPUTS = (*OPTION_ARRAYS, *FUNCTIONS, "tensors")
+
+
+@dataclass(frozen=True)
+class ReadOptions(Mapping[str, Any]):
+    """A mapping of the options that are arrays or functions, and what the others mean.
+
+    ``options | changes`` replaces inputs, and fields of the settings.
+
+    Attributes:
+        inputs: the arrays, seeds, functions and ``tensors`` that are passed.
+        settings: what determines a plan; not deterministic, and without the program of functions.
+        scalars: the numbers that are passed by value.
+        round_up: how ``bucket`` rounds a length up; None for exact lengths.
+        batch_invariant: whether bits must not depend on the batch.
+        causal, bucket, layout: as they were passed, for messages and for what depends on how they were written.
+    """
+
+    inputs: Mapping[str, Any]
+    settings: Settings
+    scalars: Mapping[str, float]
+    round_up: Callable[[int], int] | None
+    batch_invariant: bool
+    causal: Any
+    bucket: Any
+    layout: str | None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.inputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inputs)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __or__(self, changes: Mapping[str, Any]) -> ReadOptions:
+        settings = {name: value for name, value in changes.items() if name in Settings._fields}
+        inputs = {**self.inputs, **{name: value for name, value in changes.items() if name not in settings}}
+        return dataclasses.replace(self, inputs=inputs, settings=self.settings._replace(**settings))
+
+    def without(self, *names: str) -> ReadOptions:
+        """The options without some inputs."""
+        return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})
+
+
+def check_option_names(options: Mapping[str, Any]) -> None:
+    """Check that every option exists, and that ``tensors`` has names; options that were read are right."""
+    if not isinstance(options, ReadOptions):
+        check_names(options)
+        check_tensors(options)
+
+
+def read_options(options: Mapping[str, Any], head_dim: int) -> ReadOptions:
+    """Read the options of a call with a head dim, whose names and ``tensors`` were checked; those that were read are returned.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+    if isinstance(options, ReadOptions):
+        return options
+    settings, scalars = read_settings(options, read_scale(options.get("scale"), head_dim))
+    return ReadOptions(
+        inputs={name: options[name] for name in _INPUTS if options.get(name) is not None},
+        settings=settings,
+        scalars=scalars,
+        round_up=read_bucket(options.get("bucket")),
+        batch_invariant=read_flag("batch_invariant", options.get("batch_invariant", False)),
+        causal=options.get("causal"),
+        bucket=options.get("bucket"),
+        layout=options.get("layout"),
+    )
