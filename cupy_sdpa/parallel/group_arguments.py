@@ -55,14 +55,10 @@ class Offsets:
 
 
 def read_member_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Operands:
-    """Read the arrays and the options of a call; offsets, which are for whole sequences, remain on the host."""
-    device = device_of(arrays["q"])
-    offsets = {
-        name: View.dense(name, np.shape(options[name]), np.int32, device)
-        for name in CU_SEQLENS
-        if options.get(name) is not None
-    }
-    operands, views, read = read_operands(arrays, {**options, **offsets})
+    """Read the arrays and the options of a call; the offsets of whole sequences are read where these are cut, on the host."""
+    passed = [name for name in CU_SEQLENS if options.get(name) is not None]
+    stand_ins = {name: View.dense(name, (0,), np.int32, device_of(arrays["q"])) for name in passed}
+    operands, views, read = read_operands(arrays, {**options, **stand_ins})
     of_member = {name: x for name, x in operands.items() if name not in CU_SEQLENS}
     return Operands(of_member, {name: views[name] for name in of_member}, read.without(*CU_SEQLENS))
 
