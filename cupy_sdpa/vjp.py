@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
+import numpy as np
+
 from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
 from .block_masks.block_mask_calls import dense_options
@@ -108,7 +110,9 @@ def attention_vjp(
     elif isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
-    if not needs_conversion(q, options):
+    # in this case both calls permute axes themselves, and repeat with the caller's arrays
+    is_shared = kind is None and "engine" not in options and (isinstance(q, np.ndarray) or cupy_runtime.is_array(q))
+    if is_shared or not needs_conversion(q, options):
         return _forward(q, k, v, kept, outputs)
     conversion = Conversion(q, kept)
     compute = functools.partial(_forward, options=conversion.options, outputs=outputs)

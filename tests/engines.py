@@ -192,7 +192,7 @@ def not_parsed():
         pytest.fail("the call was parsed")
 
     parsing = (
-        (user_functions, "trace"), (arguments, "read_settings"), (arguments, "make_problem"), (arguments, "spec_of"),
+        (user_functions, "trace"), (arguments, "read_options"), (arguments, "make_problem"), (arguments, "spec_of"),
         (Problem, "__post_init__"),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

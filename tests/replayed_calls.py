@@ -192,6 +192,10 @@ CAUSAL_BLOCKS = BlockMask.from_blocks(np.tri(2, dtype=bool).T, 140, 140)
 #: which takes further options.
 FUNCTIONS = {
     "attention_vjp": (QKV, by_pullback),
+    "attention_vjp, no batch axis": ({name: shape[:3] for name, shape in QKV.items()}, by_pullback),
+    "attention_vjp, layout": (
+        {name: shape[::-1] for name, shape in QKV.items()}, lambda x, **options: by_pullback(x, layout="bshd", **options),
+    ),
     "no batch axis": ({name: shape[:3] for name, shape in QKV.items()}, lambda x, **options: both_passes(x, causal=True, **options)),
     "layout": ({name: shape[::-1] for name, shape in {**QKV, "q": QKV["k"], "dout": QKV["k"]}.items()}, in_layout),
     "compute_dtype": (FLOAT32, lambda x, **options: by_pullback(x, **{"compute_dtype": "float16", **options})),
@@ -342,7 +346,7 @@ class FunctionCalls(Calls):
 
     def __init__(self, engine, name, **options):
         self.engine, (self.kinds, self.function), self.given = engine, FUNCTIONS[name], options
-        self.passes, self.in_c_order = 1 + ("dout" in self.kinds), name.startswith("layout")
+        self.passes, self.in_c_order = 1 + ("dout" in self.kinds), "layout" in name
         self.memory = Arrays({name: engine.put(x) for name, x in self.values(0).items()})
         self.index = 0
 
