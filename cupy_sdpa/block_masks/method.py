@@ -12,7 +12,7 @@ from ..boundary import argument
 from ..boundary.layouts import check_strides_of
 from ..problem.tensor_spec import dtype_name
 from ..problem.validation import expected_arrays
-from ..problem.view import View, is_on_gpu
+from ..problem.view import View, device_of
 from ..score_fn.expression import AXES
 from ..score_fn.mask_analysis import Sides
 from ..score_fn.tracer import trace
@@ -169,7 +169,7 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if getattr(array, "ndim", 0) != 4:
             raise ValueError(f"{name} has shape {getattr(array, 'shape', None)}; with a block mask it must be (D, H, S, B)")
-        check_strides_of(name, array, required=is_on_gpu(array))
+        check_strides_of(name, array, required=device_of(array) is not None)
     (_, hq, sq, batch), (_, hkv, skv, _) = q.shape, k.shape
     if k.shape[1:] != v.shape[1:] or k.shape[3] != batch or q.shape[0] != k.shape[0] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -209,4 +209,4 @@ def check_arrays(
     argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
-            check_strides_of(name, given[name], required=is_on_gpu(q), written=name in results)
+            check_strides_of(name, given[name], required=device_of(q) is not None, written=name in results)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import in_words
 from ..problem.arrays import INTEGERS, OPTION_ARRAYS, SEEDS
 from ..problem.tensor_spec import Expected, TensorSpec, byte_range, check_spec
-from ..problem.view import Elements, View
+from ..problem.view import Elements, View, device_of
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
 from .libraries import check_one_library, library_of
@@ -106,7 +106,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
         TypeError: q, k or v is None, an array is none, or arrays of several libraries are mixed.
         ValueError: arrays are on different devices.
     """
-    passed = {**arrays, **{name: options.get(name) for name in OPTION_ARRAYS}}
+    passed = {**arrays, **{name: options[name] for name in OPTION_ARRAYS if options.get(name) is not None}}
     passed = {name: x for name, x in passed.items() if not (name in SEEDS and _is_integer(name, x))}
     check_one_library(passed)
     checked = {name: read_array(name, x) for name, x in passed.items() if x is not None or name in ("q", "k", "v")}
@@ -148,13 +148,6 @@ def as_int32(name: str, array: Any) -> Any:
     if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
         raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must have 32 bits")
     return found.astype(np.int32)
-
-
-def device_of(array: Any) -> int | None:
-    """The number of the GPU of a CuPy array or its view; None for numpy arrays, and for arrays of the interpreter."""
-    if isinstance(array, View):
-        return array.storage.device
-    return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:

@@ -30,7 +30,7 @@ from ..problem.tensor_spec import (
     order_obstacle,
     stride_obstacle,
 )
-from ..problem.view import View, is_on_gpu
+from ..problem.view import View, device_of
 from .argument import as_int32, spec_of
 
 P = ParamSpec("P")
@@ -259,7 +259,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
     ``required``: the call needs these strides, also if a layout is named. ``written``: the array is a result. ``remedy`` is the
     end of the message, by default what a call on the CPU takes.
     """
-    on_gpu = is_on_gpu(array)
+    on_gpu = device_of(array) is not None
     if not (on_gpu or isinstance(array, (np.ndarray, View))) or array.ndim not in (3, 4):
         return
     if array.strides[0] != array.itemsize or min(array.strides) < 0 or array.shape[0] == 1:

@@ -20,7 +20,7 @@ from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
 from ..problem.tensor_spec import dtype_name, storage_dtype
-from ..problem.view import View, is_on_gpu
+from ..problem.view import View, device_of
 from ..programs.calls import Call, operation, results_of
 from ..programs.executor import ReadCall, composed, read_operands
 from ..programs.passes import result_views
@@ -169,7 +169,7 @@ class _Request(NamedTuple):
         writes = _writes(out_dtype, arrays["k"], converts=self.converts)
         inner = {name: view for name, view in views.items() if name != "out"}
         call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-        results = result_views(call, views, storage_dtype(out_dtype or dtype, is_on_gpu(arrays["k"])))
+        results = result_views(call, views, storage_dtype(out_dtype or dtype, device_of(arrays["k"]) is not None))
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}

@@ -26,7 +26,7 @@ from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..problem.view import View, is_on_gpu
+from ..problem.view import View, device_of
 from ..programs.calls import Call, results_of
 from ..programs.executor import ReadCall, composed, read_operands
 from ..programs.program import Builder
@@ -330,7 +330,7 @@ def check_type(name: str, x: Any) -> None:
 
 def check_source(x: Any, lengths: Any) -> None:
     """Check an array to convert, or its view, in the layout of this package, and its lengths."""
-    on_gpu = is_on_gpu(x)
+    on_gpu = device_of(x) is not None
     name = dtype_name(x.dtype)
     if name not in (SOURCES if on_gpu else (*SOURCES, "float64")):
         raise TypeError(f"x is {name}; quantize takes {', '.join(SOURCES)}: convert with .astype")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..boundary.argument import check_arrays, device_of, tensor_name
+from ..boundary.argument import check_arrays, tensor_name
 from ..boundary.arguments import read_forward
 from ..boundary.layouts import check_strides_of
 from ..boundary.read_options import ReadOptions
@@ -19,7 +19,7 @@ from ..problem.arrays import CU_SEQLENS, LENGTHS
 from ..problem.problem import Problem
 from ..problem.tensor_spec import numpy_dtype
 from ..problem.validation import expected_arrays
-from ..problem.view import View
+from ..problem.view import View, device_of
 from ..programs.executor import Operands, read_operands
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray

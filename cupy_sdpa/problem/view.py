@@ -164,9 +164,11 @@ class View:
         return View(self.storage, self.dtype, tuple(shape), tuple(strides), offset)
 
 
-def is_on_gpu(array: Any) -> bool:
-    """Whether an array is CuPy's, or the view of one."""
-    return array.storage.device is not None if isinstance(array, View) else cupy_runtime.is_array(array)
+def device_of(array: Any) -> int | None:
+    """The number of the GPU of a CuPy array or its view; None for numpy arrays, and for arrays of the interpreter."""
+    if isinstance(array, View):
+        return array.storage.device
+    return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
 def on_host(view: View, array: Any) -> Any:

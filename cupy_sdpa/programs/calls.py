@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..boundary.argument import INT32, as_int32, device_of, read_array
+from ..boundary.argument import INT32, as_int32, read_array
 from ..boundary.arguments import read_forward
 from ..boundary.conversion import Conversion, needs_conversion
 from ..problem.problem import row_stats_dtype, row_stats_shape
-from ..problem.view import View
+from ..problem.view import View, device_of
 from ..replay.call_key import CallKey
 from ..replay.replay_cache import BoundPrograms, cache_call, is_cacheable, run_cached
 from ..runtime import cupy_runtime

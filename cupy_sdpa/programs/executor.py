@@ -24,7 +24,7 @@ from ..problem import trace
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.tensor_spec import TensorSpec
-from ..problem.view import View, is_on_gpu, on_host
+from ..problem.view import View, device_of, on_host
 from ..replay.call_key import HOST, CallKey, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
@@ -79,7 +79,7 @@ class ReadCall:
     @property
     def on_gpu(self) -> bool:
         """Whether the arrays are CuPy's, or views of such arrays, which have no elements."""
-        return is_on_gpu(self.arrays["q"])
+        return device_of(self.arrays["q"]) is not None
 
     def on(self, arrays: dict[str, Any]) -> ReadCall:
         """The same call on other arrays of the same dtypes, shapes, strides and alignments."""

@@ -105,6 +105,14 @@ def test_every_array_is_read_once(name):
     assert set(read.values()) == {1}, read
 
 
+def test_an_array_may_have_the_name_of_an_option(engine):
+    """An operation whose lengths are an argument, not an option, gets them."""
+    x, lengths = engine.normal(0, 16, 2, 20, 2), engine.put(np.array([20, 3], np.int32))
+    arrays, views, _ = read_operands({"q": x, "k": x, "v": x, "seq_lens_kv": lengths}, {})
+    assert arrays["seq_lens_kv"] is lengths
+    assert views["seq_lens_kv"].shape == (2,)
+
+
 def test_calls_of_a_cache_are_explained(engine):
     """A shared prefix: the steps, the launches with their plans, and the bytes of temporary arrays."""
     cache = KVCache(64, 2, pages=40, batch=2, page_size=16, dtype=engine.dtype, numpy=not engine.on_cudnn)
