@@ -67,10 +67,8 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
         made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(builder, slopes[h : h + heads])
     elif slopes is not None:  # the call's own diagonal is another one
         tensors[_SLOPES] = slopes
-        score_mod, made["softcap"] = (
-            _with_alibi(functions.get("score_mod"), scalars.pop("softcap", None), window.diagonal),
-            False,
-        )
+        made["softcap"] = False
+        score_mod = _with_alibi(functions.get("score_mod"), scalars.pop("softcap", None), window.diagonal)
         functions |= record({"score_mod": score_mod}, tensors)
     ranges = dict(zip(AXES, zip(window.first, window.counts, strict=True), strict=True))
     known = list(dict.fromkeys(access for function in functions.values() for access in function.reads))
