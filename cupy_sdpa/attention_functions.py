@@ -12,10 +12,10 @@ from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import check_layout, other_layout
 from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
 from .layout import default_layout
-from .problem.arrays import BACKWARD, FORWARD, REQUESTS
+from .problem.arrays import FORWARD, REQUESTS
 from .programs.calls import Call, operation, run
 from .programs.decided_options import decided_options
-from .programs.passes import parse_backward, parse_forward
+from .programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
 from .replay.call_key import CallKey
 from .replay.replay_cache import run_cached
 
@@ -141,15 +141,16 @@ def _forward_call(
 # fmt: off
 @overload
 def attention_backward(
-    dout: Array, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
-    return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False,
-    dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
+    dout: Array | None, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
+    deterministic: bool = False, return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False,
+    return_dtensors: Literal[False] = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
+    **options: Unpack[Options],
 ) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, stats: Array, *, deterministic: bool = False,
-    return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False, dq: Array | None = None,
-    dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
+    dout: Array | None, q: Array, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
 ) -> tuple[Any, ...]: ...
 # fmt: on
 @takes_options(without=PAGES)
@@ -161,6 +162,7 @@ def attention_backward(
     out: Any = ...,
     stats: Any = ...,
     *positional: Any,
+    dstats: Array | None = None,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
@@ -172,19 +174,22 @@ def attention_backward(
 ) -> tuple[Any, ...]:
     r"""The gradients of :func:`attention` with respect to q, k and v; on request also to the bias, the sinks and ``tensors``.
 
-    .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O)), \qquad
+    .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O) + dL), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
 
     P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. An error of the
     log-sum-exp is a relative error of the gradients: a float32 one has an error of 6e-8 times its magnitude.
 
     Args:
-        dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype.
+        dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype; or None for 0, if dstats is passed.
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
         stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)``, in Fortran order: float32, and float64 for float64
             inputs, which may also have a float32 one. On the CPU, out and stats of another call raise ValueError, unless
             ``score_mod`` is passed; with ``block_mask`` only statistics that are too small do.
+        dstats: dL, the gradient of the log-sum-exp, of the shape and dtype of stats, any strides. It is ignored where the
+            log-sum-exp is -inf. On the GPU it needs at least two more head dims of v: see :doc:`/derivatives`, also for its
+            precision. Default None: 0.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on
@@ -224,7 +229,11 @@ def attention_backward(
             read_flag(name, value)
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     tag = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
-    arrays = (dout, q, k, v, out, stats) if dq is dk is dv is None else (dout, q, k, v, out, stats, dq, dk, dv)
+    arrays: tuple[Any, ...] = (dout, q, k, v, out, stats)
+    if dstats is not None:
+        arrays = (*arrays, dq, dk, dv, dstats)
+    elif not dq is dk is dv is None:
+        arrays = (*arrays, dq, dk, dv)
     results = run_cached(tag, arrays, options)
     if results is None:
         flags = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
@@ -234,12 +243,12 @@ def attention_backward(
 
 @operation(
     attention_backward,
-    BACKWARD,
+    GRADIENT_ARRAYS,
     {"deterministic": False, **dict.fromkeys(REQUESTS, False)},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
     """A call of :func:`attention_backward` as a value."""
-    names = BACKWARD[: len(arrays)]
+    names = GRADIENT_ARRAYS[: len(arrays)]
     check_layout(options.get("layout"))
     check_order(dict(zip(names, arrays, strict=True)), other_layout(options))
     flags = {name: read_flag(name, value) for name, value in flags.items()}

@@ -21,32 +21,38 @@ from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .layout import default_layout
-from .problem.arrays import BACKWARD, FORWARD, REQUESTED_GRADIENTS, REQUESTS
+from .problem.arrays import FORWARD, REQUESTED_GRADIENTS, REQUESTS
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.calls import Call, results_of
 from .programs.decided_options import decided_options
-from .programs.passes import parse_backward, parse_forward
+from .programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
 from .replay.call_key import CallKey
 from .runtime import cupy_runtime
 from .support.batch import NOT_DETERMINISTIC, not_invariant
 
 GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.
-_OWN_RESULTS = frozenset(("out", "return_stats", "stats"))
+_OWN_RESULTS = frozenset(("out", "stats"))
 
 
 # fmt: off
 @overload
 def attention_vjp(
-    q: ArrayT, k: Array, v: Array, *, deterministic: bool = False, return_dbias: Literal[False] = False,
-    return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False, **options: Unpack[Options],
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
+    return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[ArrayT, ArrayT, ArrayT]]]: ...
 @overload
 def attention_vjp(
-    q: ArrayT, k: Array, v: Array, *, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
-    return_dtensors: DTensors = False, **options: Unpack[Options],
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
+@overload
+def attention_vjp(
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False, return_dbias: bool = False,
+    return_dsinks: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
+) -> tuple[tuple[ArrayT, Any], Pullback[tuple[Any, ...]]]: ...
 # fmt: on
 @takes_options(without=PAGES)
 def attention_vjp(
@@ -54,16 +60,18 @@ def attention_vjp(
     k: Any = ...,
     v: Any = ...,
     *positional: Any,
+    return_stats: bool = False,
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
     **options: Unpack[Options],
-) -> tuple[Array, Pullback[Any]]:
+) -> tuple[Any, Pullback[Any]]:
     """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
 
     Args:
         q, k, v, options: as for :func:`attention`.
+        return_stats: also return the log-sum-exp; the pullback then also takes its gradient. Default False.
         deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
         return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
@@ -71,7 +79,8 @@ def attention_vjp(
             kept in place of q, k and v. The output and the gradients have the dtype of q.
 
     Returns:
-        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times.
+        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times. With ``return_stats``
+        ``((out, stats), pullback)`` and ``pullback(dout, dstats)``; one of dout and dstats may be None, which is 0.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
@@ -82,9 +91,14 @@ def attention_vjp(
     >>> dq, dk, dv = pullback(np.ones_like(out))
     >>> pullback
     <pullback of attention, keeps 272 bytes>
+
+    The z-loss is the mean of the squares of the log-sum-exp:
+
+    >>> (out, stats), pullback = cupy_sdpa.attention_vjp(q, k, v, causal=True, return_stats=True)
+    >>> dq, dk, dv = pullback(np.ones_like(out), 2 * stats / stats.size)
     """
     if positional or v is ... or default_layout() is not None:
-        found: tuple[Array, Pullback[Any]] = special_call(attention_vjp, locals())
+        found: tuple[Any, Pullback[Any]] = special_call(attention_vjp, locals())
         return found
     if not _OWN_RESULTS.isdisjoint(options):
         extra = sorted(_OWN_RESULTS.intersection(options))
@@ -102,6 +116,7 @@ def attention_vjp(
         requested = others[row.request]
         if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
             raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
+    of_stats = return_stats is not False and read_flag("return_stats", return_stats)
     outputs: dict[str, Any] = {"deterministic": deterministic, **others}
     kept = kept_options(q, options)
     kind = options.get("compute_dtype")
@@ -112,27 +127,29 @@ def attention_vjp(
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     # in this case both calls permute axes themselves, and repeat with the caller's arrays
     is_shared = kind is None and "engine" not in options and (isinstance(q, np.ndarray) or cupy_runtime.is_array(q))
+    conversion = None
     if is_shared or not needs_conversion(q, options):
-        return _forward(q, k, v, kept, outputs)
-    conversion = Conversion(q, kept)
-    compute = functools.partial(_forward, options=conversion.options, outputs=outputs)
-    out, pullback = conversion.run(compute, {"q": q, "k": k, "v": v}, ("out",))
-    pullback.conversion = conversion
-    return out, pullback
+        out, stats, pullback = _forward(q, k, v, kept, outputs)
+    else:
+        conversion = Conversion(q, kept)
+        compute = functools.partial(_forward, options=conversion.options, outputs=outputs)
+        out, stats, pullback = conversion.run(compute, {"q": q, "k": k, "v": v}, ("out", "stats"))
+    pullback.conversion, pullback.takes_dstats = conversion, of_stats
+    return ((out, stats) if of_stats else out), pullback
 
 
-def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Pullback[Any]]:
-    """The forward pass of arrays of numpy or CuPy, and its pullback; ``outputs`` are the flags of the backward pass."""
+def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Any, Pullback[Any]]:
+    """The output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
     rest: Any = {**options}
     if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
         rest = {**dense_options(q, k, options)}
         del rest["compute_dtype"]
         out, stats, *in_fp8 = forward_in_fp8(q, k, v, dtype, rest)
 
-        def fp8_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv), in_fp8, dtype, rest, **outputs))
+        def fp8_backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            return tuple(gradients_in_fp8((dout, out, stats, dq, dk, dv, dstats), in_fp8, dtype, rest, **outputs))
 
-        return out, Pullback(fp8_backward, (*in_fp8[:3], out, stats), rest, outputs)
+        return out, stats, Pullback(fp8_backward, (*in_fp8[:3], out, stats), rest, outputs)
     if rest.get("batch_invariant") and not outputs["deterministic"] and cupy_runtime.is_array(q):
         raise not_invariant(NOT_DETERMINISTIC)  # the pullback would raise it
     of_forward: Mapping[str, Any] = {} if rest.get("compute_dtype") is None else decided_options({"q": q, "k": k}, rest)
@@ -140,11 +157,12 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
         rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
 
-        def backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            found: tuple[Any, ...] = attention_backward(dout, q, k, v, out, stats, **rest, **outputs, dq=dq, dk=dk, dv=dv)
+        def backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+            given = {"dstats": dstats, "dq": dq, "dk": dk, "dv": dv}
+            found: tuple[Any, ...] = attention_backward(dout, q, k, v, out, stats, **rest, **outputs, **given)
             return found
 
-        return out, Pullback(backward, (q, k, v, out, stats), rest, outputs)
+        return out, stats, Pullback(backward, (q, k, v, out, stats), rest, outputs)
     deterministic = outputs["deterministic"] is not False and read_flag("deterministic", outputs["deterministic"])
     key = CallKey(("forward, kept", deterministic), FORWARD[:3], (q, k, v), of_forward)
     parse = functools.partial(parse_forward, kept=True, return_stats=True, deterministic=deterministic)
@@ -156,10 +174,11 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
     tag = ("backward, kept", out.dtype, *map(repr, outputs.values()))
     parse_gradients = functools.partial(parse_backward, result=out.dtype, **outputs)
 
-    def rounded_backward(dout: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-        return tuple(results_of(Call(CallKey(tag, BACKWARD, (dout, *kept, dq, dk, dv), of_gradients), parse_gradients)))
+    def rounded_backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
+        arrays = (dout, *kept, dq, dk, dv, dstats)
+        return tuple(results_of(Call(CallKey(tag, GRADIENT_ARRAYS, arrays, of_gradients), parse_gradients)))
 
-    return out, Pullback(rounded_backward, kept, rest, outputs)
+    return out, stats, Pullback(rounded_backward, kept, rest, outputs)
 
 
 class Pullback(Generic[GradientsT]):
@@ -173,7 +192,7 @@ class Pullback(Generic[GradientsT]):
 
     def __init__(
         self,
-        backward: Callable[[Any, Any, Any, Any], tuple[Any, ...]],
+        backward: Callable[..., tuple[Any, ...]],
         arrays: tuple[Any, ...],
         options: Mapping[str, Any],
         outputs: Mapping[str, Any],
@@ -181,16 +200,31 @@ class Pullback(Generic[GradientsT]):
         self._backward, self._arrays, self._options, self._outputs = backward, arrays, options, outputs
         #: The conversion of dout and of the gradients; None for arrays of numpy and CuPy.
         self.conversion: Conversion | None = None
+        #: Whether the caller got the log-sum-exp, so that it can have a gradient.
+        self.takes_dstats = False
 
     @has_own_axes
-    def __call__(self, dout: Array, *, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None) -> GradientsT:
+    def __call__(
+        self,
+        dout: Array | None,
+        dstats: Array | None = None,
+        *,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+    ) -> GradientsT:
         """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
+        if dstats is not None and not self.takes_dstats:
+            raise TypeError(
+                "dstats is passed, the second positional argument, but the call did not return the log-sum-exp: pass "
+                "return_stats=True to attention_vjp"
+            )
         gradients: Any
         if self.conversion is None:
-            gradients = self._backward(dout, dq, dk, dv)
+            gradients = self._backward(dout, dstats, dq, dk, dv)
         else:
-            names = gradient_names(self._outputs)
-            gradients = self.conversion.run(self._backward, {"dout": dout, "dq": dq, "dk": dk, "dv": dv}, names)
+            arrays = {"dout": dout, "dstats": dstats, "dq": dq, "dk": dk, "dv": dv}
+            gradients = self.conversion.run(self._backward, arrays, gradient_names(self._outputs))
         return gradients  # type: ignore[no-any-return]
 
     @property

@@ -27,9 +27,10 @@ T = TypeVar("T")
 logger = logging.getLogger("cupy_sdpa")
 
 
-#: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), of these and other keys ("part"),
-#: or of other roundings of q and k ("other"). On the CPU they are checked accordingly.
-GivenStats = Literal["whole", "part", "other"]
+#: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), also where out and dout have the
+#: rows of the gradient of the log-sum-exp ("appended"), of these and other keys ("part"), or of other roundings of q and k
+#: ("other"). On the CPU they are checked accordingly.
+GivenStats = Literal["whole", "appended", "part", "other"]
 
 
 class LaunchRecord(NamedTuple):

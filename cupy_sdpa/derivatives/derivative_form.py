@@ -20,16 +20,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..kernels.concatenation import Concatenation, Constant
 from ..problem.view import View
-from .derivative_terms import Concatenation, Constant
+from ..programs.stats_gradient import MULTIPLE, rounded_up
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")
 #: cuDNN's kernels for gradients take head dims up to 128 or up to 256, depending on the GPU.
 TILES = (128, 256)
-#: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
-#: and deterministic gradients need equal head dims, see support/known_bugs.py.
-MULTIPLE = 8
 
 
 class Form(NamedTuple):
@@ -121,17 +119,13 @@ def form_of(
 def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool, exact_mean: bool, equal: bool) -> Form:
     queries, keys, values = given
     score_width, product_width = head_dim + value_dim, head_dim * (queries + keys)
-    with_mean = _rounded(score_width + 1, MULTIPLE)
+    with_mean = rounded_up(score_width + 1, MULTIPLE)
     joint = exact_mean and (queries or keys) and with_mean <= _tile(score_width)
     if joint:
         score_width = with_mean
     if equal:
-        score_width = product_width = _rounded(max(score_width, product_width), 2 * MULTIPLE)
+        score_width = product_width = rounded_up(max(score_width, product_width), 2 * MULTIPLE)
     return Form(head_dim, value_dim, queries, keys, values, centered, joint, score_width, product_width)
-
-
-def _rounded(width: int, multiple: int) -> int:
-    return -(-width // multiple) * multiple
 
 
 def _tile(width: int) -> int:

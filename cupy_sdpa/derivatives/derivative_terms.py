@@ -1,122 +1,15 @@
-"""The two kernels of a directional derivative: concatenation along head_dim, and the sum of its terms; also on numpy arrays."""
+"""The sum of the terms of a directional derivative: a CUDA kernel, and the same on numpy arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.concatenation import COLUMNS, MAX_BLOCKS, ROWS, VECTOR, Address, address, alignment_of
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
-
-
-class Constant(NamedTuple):
-    """``width`` constants along head_dim: ``first``, then zeros."""
-
-    width: int
-    first: float = 0.0
-
-
-class Concatenation(NamedTuple):
-    """Arrays to concatenate along head_dim.
-
-    The target is ``(W, H, S, B)`` or packed ``(W, H, T)``, in Fortran order. The parts are arrays ``(D, H, S, B)`` of its dtype
-    with any strides, or constants; their head dims add up to W.
-    """
-
-    target: Any
-    parts: Sequence[Any]
-
-
-#: A part of a target as the kernel copies it: addresses, bytes, and elements; ``source`` 0 for a constant.
-_PART = Struct("Part", "source source_d source_h source_s source_b target pitch width heads length rows first")
-#: The parts of a launch, at most: three arrays of three parts, and three of two.
-_PARTS = Struct("Arguments", parts=(_PART, 16))
-#: Threads along head_dim and along rows, and the maximum number of blocks of a part.
-_COLUMNS, _ROWS, _MAX_BLOCKS = 8, 32, 4096
-#: Bytes that a thread copies at once.
-_VECTOR = 16
-
-
-def concatenate(wanted: Sequence[Concatenation]) -> None:
-    """Concatenate arrays along head_dim; on the GPU all of them in one launch, without synchronization."""
-    wanted = [one for one in wanted if one.target.size]
-    if not wanted:
-        return
-    if not cupy_runtime.is_array(wanted[0].target):
-        for one in wanted:
-            _concatenate_on_cpu(*one)
-        return
-    itemsize = wanted[0].target.itemsize
-    parts: list[tuple[Any, ...]] = []
-    aligned = True
-    for one in wanted:
-        aligned &= _add_parts(parts, one)
-    rows = max([one.target.size // len(one.target) for one in wanted])
-    grid = min(-(-rows // _ROWS), _MAX_BLOCKS), len(parts)
-    kernel = _concatenate_kernel(_VECTOR if aligned else itemsize, itemsize)
-    kernel(grid, (_COLUMNS, _ROWS), (_PARTS(parts),))
-
-
-def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
-    start = 0
-    for part in parts:
-        width = part.width if isinstance(part, Constant) else part.shape[0]
-        if isinstance(part, Constant):
-            target[start : start + width] = 0
-            target[start : start + min(width, 1)] = part.first
-        else:
-            target[start : start + width] = part
-        start += width
-
-
-def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
-    """Add the parts of a target to a list; returns whether all of them can be copied 16 bytes at a time."""
-    target = wanted.target
-    _, heads, length, *_ = target.shape
-    itemsize, pitch, start = target.itemsize, target.shape[0] * target.itemsize, target.data.ptr
-    aligned, places = True, pitch
-    for part in wanted.parts:
-        if isinstance(part, Constant):
-            width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{itemsize}"))
-            source = _NONE
-        else:
-            width, first, source = part.shape[0], 0, _place(part, 0)
-        if not width:
-            continue
-        parts.append((*source, start, pitch, width, heads, length, target.size // len(target), first))
-        if source.address:
-            aligned &= source.d == itemsize
-            places |= _places(source)
-        places |= start | (width * itemsize)
-        start += width * itemsize
-    return aligned and places % _VECTOR == 0
-
-
-@cuda_kernel
-def _concatenate_kernel(size: int, itemsize: int) -> str:
-    """The kernel of :func:`concatenate`; a thread copies ``size`` bytes at a time, and ``blockIdx.y`` is the part."""
-    count = size // itemsize
-    kind = {2: "unsigned short", 4: "unsigned"}[itemsize]
-    return f"""{_PARTS}
-        struct alignas({size}) Unit {{ {kind} x[{count}]; }};
-        extern "C" __global__ void cupy_sdpa_concatenate(const Arguments arguments) {{
-            const Part& p = arguments.parts[blockIdx.y];
-            const long long step = (long long)gridDim.x * blockDim.y;
-            for (long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y; row < p.rows; row += step) {{
-                const long long h = row % p.heads, s = row / p.heads % p.length, b = row / p.heads / p.length;
-                const long long source = p.source + h * p.source_h + s * p.source_s + b * p.source_b;
-                const long long target = p.target + row * p.pitch;
-                for (long long d = threadIdx.x * {count}; d < p.width; d += blockDim.x * {count}) {{
-                    Unit unit = {{}};
-                    if (p.source) unit = *(const Unit*)(source + d * p.source_d);
-                    else if (d == 0) unit.x[0] = p.first;
-                    *(Unit*)(target + d * {itemsize}) = unit;
-                }}
-            }}
-        }}"""
 
 
 class Terms(NamedTuple):
@@ -170,54 +63,28 @@ def _add_terms_on_cpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
         out[...] = output[:width]
 
 
-class _Array(NamedTuple):
-    """An array as the kernel reads or writes it: the address of the first element, and strides in bytes; 0 for none."""
-
-    address: int
-    d: int
-    h: int
-    s: int
-    b: int
-
-
-#: No array.
-_NONE = _Array(0, 0, 0, 0, 0)
-
-
 _ARRAYS = ("scores", "values", "means", "output", "out", "dout")
 #: The sizes of the result, and the arrays.
-_TERMS = Struct("Arguments", "width heads length rows", **dict.fromkeys(_ARRAYS, Struct("Array", " ".join(_Array._fields))))
+_TERMS = Struct("Arguments", "width heads length rows", **dict.fromkeys(_ARRAYS, Struct("Array", " ".join(Address._fields))))
 
 
 def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
     width, heads, length, *_ = dout.shape
     rows = dout.size // width
     arrays = [
-        _place(terms.scores, terms.score_start), _place(terms.values, terms.value_start), _place(terms.means, terms.mean_index),
-        _place(output, 0), _place(out, 0), _place(dout, 0),
+        address(terms.scores, terms.score_start), address(terms.values, terms.value_start),
+        address(terms.means, terms.mean_index), address(output, 0), address(out, 0), address(dout, 0),
     ]  # fmt: skip
     itemsize = dout.itemsize
     aligned, places = True, width * itemsize
     for name, array in zip(_ARRAYS, arrays, strict=True):
-        if array.address and name != "means":  # a mean is one element of a row
+        if array.first and name != "means":  # a mean is one element of a row
             aligned &= array.d == itemsize
-            places |= _places(array)
-    aligned &= places % _VECTOR == 0
+            places |= alignment_of(array)
+    aligned &= places % VECTOR == 0
     arguments = _TERMS(width, heads, length, rows, *arrays)
-    grid = (min(-(-rows // _ROWS), _MAX_BLOCKS),)
-    _add_terms_kernel(dout.dtype.name, _VECTOR // itemsize if aligned else 1)(grid, (_COLUMNS, _ROWS), (arguments,))
-
-
-def _place(array: Any, start: int) -> _Array:
-    if array is None:
-        return _NONE
-    strides = *array.strides, *(() if array.ndim == 4 else (0,))
-    return _Array(array.data.ptr + start * array.strides[0], *strides)
-
-
-def _places(array: _Array) -> int:
-    """The bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
-    return array.address | array.h | array.s | array.b
+    grid = (min(-(-rows // ROWS), MAX_BLOCKS),)
+    _add_terms_kernel(dout.dtype.name, VECTOR // itemsize if aligned else 1)(grid, (COLUMNS, ROWS), (arguments,))
 
 
 @cuda_kernel

@@ -23,7 +23,7 @@ from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View, device_of
 from ..programs.calls import Call, operation, results_of
 from ..programs.executor import ReadCall, composed, read_operands
-from ..programs.passes import result_views
+from ..programs.passes import read_stats_gradient, result_views
 from ..replay.call_key import CallKey
 from ..runtime import cupy_runtime
 from ..support.rules import writes_16_bits
@@ -274,7 +274,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
 
 
 #: The arrays of :func:`gradients_in_fp8`.
-_OF_GRADIENTS = ("dout", "out", "stats", "dq", "dk", "dv", "q", "k", "v", "factors", "mean")
+_OF_GRADIENTS = ("dout", "out", "stats", "dq", "dk", "dv", "dstats", "q", "k", "v", "factors", "mean")
 
 
 def gradients_in_fp8(
@@ -282,8 +282,8 @@ def gradients_in_fp8(
 ) -> list[Any]:
     """The gradients at the values that :func:`forward_in_fp8` kept.
 
-    ``arrays`` are dout, out, stats, dq, dk and dv; the last three may be None. ``outputs`` are ``deterministic`` and others, as
-    for :func:`cupy_sdpa.attention_backward`.
+    ``arrays`` are dout, out, stats, dq, dk, dv and dstats; the last four may be None, with dstats also dout.
+    ``outputs`` are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
     """
     kept = (*kept, None)[:5]
     key = CallKey(("backward in fp8", dtype, *map(repr, outputs.values())), _OF_GRADIENTS, (*arrays, *kept), options)
@@ -293,15 +293,17 @@ def gradients_in_fp8(
 def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) -> ReadCall:
     """Check the arguments of :func:`gradients_in_fp8`."""
     out, names = key.array("out"), _OF_GRADIENTS[:6]
-    if key.array("dout") is None:
+    if key.array("dout") is key.array("dstats") is None:
         raise TypeError("dout is None; the backward pass needs it: it is the gradient of the output")
     arrays, views, options = read_operands(key.named(), kept_options(out, key.options))
     own: dict[str, Any] = {name: views.get(name) for name in names}
     for name in ("q", "k", "v"):
         own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)
     call = read_backward(**own, options=options, **outputs)
+    refusal = read_stats_gradient({**views, **own}, None)
     build = functools.partial(backward, views=views, options=options, dtype=dtype, **outputs)
-    return composed(key, arrays, views, result_views(call, views, out.dtype), build, gradients=call.gradients)
+    results = result_views(call, views, out.dtype)
+    return composed(key, arrays, views, results, build, gradients=call.gradients, refusal=refusal)
 
 
 def _refuse_others(q: Any, k: Any, v: Any) -> None:

@@ -81,7 +81,8 @@ class RowCheck:
 
     The pass computes ``P = exp(S - L)`` and ``dS = P o (dO V^T - D)`` with ``D = rowsum(dO o O)`` in any case. Rows of P add up
     to 1, or to ``1 - exp(sink - L)``, and rows of dS to ``D (1 - sum(P))``. If the call has only a part of the keys of its rows
-    (``whole`` is False), rows of P add up to less.
+    (``whole`` is False), rows of P add up to less. The ``appended`` last rows along the head dim of dO and O are no part of the
+    output: D of the graph has them (:mod:`cupy_sdpa.programs.stats_gradient`).
 
     The tolerance is a bound of the rounding errors, in float32 for every dtype: statistics of a GPU and of merged parts were
     computed in float32. With u = 2^-23, a unit of float32 for the sums of tensor cores, which truncate:
@@ -98,8 +99,8 @@ class RowCheck:
     be refused. Score functions may magnify these errors without a bound: their rows are not checked.
     """
 
-    def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool) -> None:
-        self.sinks, self.keep, self.whole = sinks, 1 - dropout, whole
+    def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool, appended: int = 0) -> None:
+        self.sinks, self.keep, self.whole, self.appended = sinks, 1 - dropout, whole, appended
         self.tensors = analyze(graph).inputs
         #: The sums of the rows of P of the current tile.
         self.sums = np.zeros(0)
@@ -141,14 +142,15 @@ class RowCheck:
     def check_out(self, tile: Tile) -> None:
         """Check the sums of the rows of dS: at first without the parts of the tolerance that depend on the scores and out."""
         dout, out = self.read(tile, "dout"), self.read(tile, "out")
-        d = self.keep * np.einsum("bhij,bhij->bhi", dout, out)
-        found = np.add.reduce(tile.values[SCORE_GRADIENT], axis=-1) + d * self.sums  # the sums of the rows of P o dP
+        own = slice(dout.shape[-1] - self.appended)
+        subtracted, d = (self.keep * np.einsum("bhij,bhij->bhi", dout[..., of], out[..., of]) for of in (slice(None), own))
+        found = np.add.reduce(tile.values[SCORE_GRADIENT], axis=-1) + subtracted * self.sums  # the sums of the rows of P o dP
         units = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-9, 2.0**-134)}
         unit, subnormal = units.get(self.tensors["out"].dtype, (_UNIT, 2.0**-150))
         columns, head_dim = tile.all_columns, dout.shape[-1]
         # weights below the smallest normal float16 are rounded by up to 2^-25
         least = 2 * unit + columns * 2.0**-25 + _UNIT * (head_dim + columns)
-        values = self.largest(tile, "v")
+        values = self.largest(tile, "v") + (self.appended > 0)  # the gradient of L is added to dP as it is
         if (np.square(found - d) < np.einsum("bhij,bhij->bhi", dout, dout) * np.square(values * least)).all():
             return
         errors = least + 2 * np.expm1(self.tolerance(tile))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..score_fn.expression import is_captured
 
-#: What an array is for: q, k and v; a result of the forward pass; the gradient of the output, which the backward pass gets; a
+#: What an array is for: q, k and v; a result of the forward pass; the gradient of a result, which the backward pass gets; a
 #: gradient, which it returns; an option; or a factor of FP8 arrays.
 Role = Literal["input", "result", "cotangent", "gradient", "option", "factor"]
 
@@ -77,6 +77,7 @@ _ROWS = (
     ArrayRow("rng_dump", "Skv Sq Hq B", "float32", "result"),
     ArrayRow("amax_out", "1", "float32", "result"),
     ArrayRow("dout", "Dv Hq Sq B", "q", "cotangent"),
+    ArrayRow("dstats", "Sq Hq B", "statistics", "cotangent"),
     ArrayRow("dq", "D Hq Sq B", "q", "gradient", "q"),
     ArrayRow("dk", "D Hkv Skv B", "k", "gradient", "k"),
     ArrayRow("dv", "Dv Hkv Skv B", "v", "gradient", "v"),

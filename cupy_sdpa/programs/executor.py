@@ -19,6 +19,7 @@ from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, functi
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
+from ..kernels.stats_gradient import ROWS
 from ..numpy_engine.interpreter import RowCheck, evaluate
 from ..problem import trace
 from ..problem.bucket import Rounding
@@ -311,7 +312,8 @@ def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCh
         return None
     if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
         return None
-    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=attend.given_stats == "whole")
+    whole, appended = attend.given_stats in ("whole", "appended"), ROWS if attend.given_stats == "appended" else 0
+    return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole, appended=appended)
 
 
 def _workspace(plan: Plan) -> Any:

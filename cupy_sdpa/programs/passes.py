@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..boundary.argument import check_arrays as check_specs
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, GivenStats
 from ..boundary.compute import check_converted
@@ -22,7 +23,10 @@ from ..replay.call_key import CallKey
 from .decided_options import split_options
 from .executor import ReadCall, compiled, composed, read_operands
 from .program import Builder
+from .stats_gradient import needs_equal, refusal, with_rows
 
+#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key.
+GRADIENT_ARRAYS = (*BACKWARD, "dstats")
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
 
@@ -54,19 +58,21 @@ def parse_backward(
     deterministic: bool = False,
     **requests: Any,
 ) -> ReadCall:
-    """Read a call of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk and dv, and decided options.
+    """Read a call of :func:`cupy_sdpa.attention_backward`: dout to stats, perhaps dq, dk, dv and dstats, and decided options.
 
     ``result`` is the dtype of dout, dq, dk and dv if q, k, v and out were kept by :func:`parse_forward`. Default None: q's.
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
     flags = {"deterministic": deterministic, **requests}
+    of_stats = key.named().get("dstats") is not None
     for name in ("dout", "out", "stats"):
-        if key.array(name) is None:
+        if key.array(name) is None and not (name == "dout" and of_stats):
+            also = ", or dstats, the gradient of stats, or both" * (name == "dout")
             raise TypeError(
-                f"{name} is None; the backward pass needs it: attention(..., return_stats=True) returns out and stats"
+                f"{name} is None; the backward pass needs it{also}: attention(..., return_stats=True) returns out and stats"
             )
     passed, dtype, others = split_options(key.options)
-    if passed is None and dtype is None:
+    if passed is None and dtype is None and not of_stats:
         call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
         return compiled(call)
@@ -74,7 +80,21 @@ def parse_backward(
     of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
     results, gradients = _results_of(views, options, gradients=True, result=result, **of_call)
     build = functools.partial(add, views=views, options=options, **of_call)
-    return composed(key, arrays, views, results, build, gradients=gradients)
+    why = read_stats_gradient(views, dtype)
+    return composed(key, arrays, views, results, build, gradients=gradients, refusal=why)
+
+
+def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
+    """Check ``dstats`` of a call that computes in a dtype, or in that of q, and return what says why it is not supported.
+
+    Returns None without ``dstats``.
+    """
+    if "dstats" not in views:
+        return None
+    q, k, v = (views[name] for name in "qkv")
+    table = expected_arrays(q, k, v, given=views, computed=dtype)
+    check_specs([table["dstats"]], {"q": q, "dstats": views["dstats"]})
+    return functools.partial(refusal, q.shape[0], v.shape[0], alone=views.get("dout") is None)
 
 
 def _read_operands(
@@ -123,6 +143,8 @@ def _results_of(
         shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
     kind = q.dtype if dtype is None else numpy_dtype(dtype)
     dense: dict[str, Any] = {name: View.dense(name, shape, kind, q.storage.device) for name, shape in shapes.items()}
+    if dtype is None:  # their strides are checked
+        dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
     return result_views(call, views, own), call.gradients
 
@@ -158,15 +180,20 @@ def add(
     deterministic: bool = False,
     **outputs: Any,
 ) -> None:
-    """Add the steps of a pass: of the gradients if ``dout`` is among the views, otherwise of the forward pass.
+    """Add the steps of a pass: of the gradients if ``dout`` or ``dstats`` is among the views, otherwise of the forward pass.
 
     ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
     ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
     """
-    backward = "dout" in views
+    backward, of_stats = "dout" in views, "dstats" in views
+    backward |= of_stats
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}
-    given = {name: views.get(name) for name in (BACKWARD if backward else FORWARD)}
+    given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
     own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
+    equal = needs_equal(options, block_mask=passed is not None, deterministic=deterministic, **outputs)
+    own, narrow = with_rows(builder, own, equal=equal)
+    if of_stats:
+        given_stats = "appended" if given_stats == "whole" else given_stats
     if passed is None:
         read = read_backward if backward else read_forward
         call = read(**own, options=options, deterministic=deterministic, **outputs)
@@ -175,6 +202,7 @@ def add(
         builder.call("gradients" if backward else "attention", call)
     else:
         passed.module.add(builder, own, passed.value, options, deterministic=deterministic)
+    narrow()
     finish()
 
 

@@ -1,0 +1,86 @@
+"""The gradient of the log-sum-exp as two numbers of 16 bits: a CUDA kernel, and the same on numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..runtime import cupy_runtime
+from ..runtime.cuda_code import Struct, cuda_kernel
+from ..runtime.dtypes import TYPES
+
+#: The rows that :func:`append_stats_gradient` writes.
+ROWS = 2
+#: The arrays as the kernel reads them: addresses, lengths, and strides in bytes.
+_ARGUMENTS = Struct(
+    "Arguments",
+    "dout dstats stats heads tokens rows row dout_d dout_h dout_s dout_b dstats_h dstats_s dstats_b stats_h stats_s stats_b",
+)
+#: Threads of a block, and the maximum number of blocks.
+_THREADS, _MAX_BLOCKS = 256, 1 << 16
+
+
+def append_stats_gradient(dout: Any, dstats: Any, stats: Any) -> None:
+    """Write -dL, the negative gradient of the log-sum-exp, into the last two rows of dout; one launch.
+
+    The first of them is -dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
+
+    Args:
+        dout: ``(W, Hq, Sq, B)`` or packed ``(W, Hq, Tq)``, any strides; the other rows are not written.
+        dstats, stats: dL and L, ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
+    """
+    if not cupy_runtime.is_array(dout):
+        found = np.where(np.isneginf(stats), 0, -dstats)
+        found = found.swapaxes(0, 1) if found.ndim == 3 else found
+        with np.errstate(over="ignore", invalid="ignore"):
+            high = found.astype(dout.dtype)
+            dout[-2] = high
+            dout[-1] = np.where(np.isfinite(high), found - high.astype(found.dtype), 0)
+        return
+    if not dout.size:
+        return
+    width, heads, tokens = dout.shape[:3]
+    steps = (*dout.strides, 0)[:4]
+    arguments = _ARGUMENTS(
+        dout,
+        dstats,
+        stats,
+        heads,
+        tokens,
+        dout.size // width,
+        width - ROWS,
+        *steps,
+        *_steps_of_rows(dstats),
+        *_steps_of_rows(stats),
+    )
+    grid = (min(-(-dout.size // width // _THREADS), _MAX_BLOCKS),)
+    _append_kernel(dout.dtype.name)(grid, (_THREADS,), (arguments,))
+
+
+def _steps_of_rows(x: Any) -> tuple[int, int, int]:
+    """The strides along heads, tokens and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
+    first, second, *batch = x.strides
+    return (second, first, batch[0]) if batch else (first, second, 0)
+
+
+@cuda_kernel
+def _append_kernel(dtype: str) -> str:
+    """The kernel of :func:`append_stats_gradient`; a thread writes both numbers of a row."""
+    of = TYPES[dtype]
+    return f"""{of.header}{_ARGUMENTS}
+        extern "C" __global__ void cupy_sdpa_append_stats_gradient(const Arguments a) {{
+            const float none = __int_as_float(0xff800000);  // -inf
+            const long long step = (long long)gridDim.x * blockDim.x;
+            for (long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x; row < a.rows; row += step) {{
+                const long long h = row % a.heads, s = row / a.heads % a.tokens, b = row / a.heads / a.tokens;
+                const float stats = *(const float*)(a.stats + h * a.stats_h + s * a.stats_s + b * a.stats_b);
+                const float dstats = *(const float*)(a.dstats + h * a.dstats_h + s * a.dstats_s + b * a.dstats_b);
+                const float found = stats == none ? 0.0f : -dstats;
+                const {of.name} high = {of.name}(found);
+                const float rest = found - float(high);
+                const long long place = a.dout + a.row * a.dout_d + h * a.dout_h + s * a.dout_s + b * a.dout_b;
+                *({of.name}*)place = high;
+                *({of.name}*)(place + a.dout_d) = {of.name}(isfinite(float(high)) ? rest : 0.0f);
+            }}
+        }}"""
