@@ -14,13 +14,14 @@ from .block_masks.entries import Sizes
 from .block_masks.option import read as within_options
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
-from .boundary.options import OF_CALLS, DTensors, Options, takes_options
+from .boundary.options import OF_CALLS, DTensors, Options, read_flag, takes_options
 from .derivatives.derivative import TANGENTS
 from .derivatives.derivative_form import form_of
 from .derivatives.jvp import attention_jvp
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
 from .problem.problem import Problem
+from .programs import stats_gradient
 from .programs.calls import call_of, read
 from .programs.describe import OF_FORWARD, report_of
 from .programs.executor import ReadCall
@@ -59,6 +60,7 @@ def problem(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
+    dstats: bool = False,
     **options: Any,
 ) -> Problem:
     """The problem of a call, from shapes and dtypes: for :func:`explain` and :func:`cupy_sdpa.store.build`.
@@ -75,6 +77,7 @@ def problem(
         backward: the problem of the gradients. Default False.
         deterministic: as for the call.
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        dstats: whether gradients of the log-sum-exp are passed with those of the output. Default False.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
@@ -88,6 +91,9 @@ def problem(
     forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads per key/value head), 4096 \
 queries, 4096 keys, head dim 128, causal from the top left
     """
+    if backward and read_flag("dstats", dstats):
+        flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dtensors": return_dtensors}
+        q, k, v, options = stats_gradient.wide_shapes(q, k, v, options, dtype, flags)
     return read_shapes(
         q, k, v, options, dtype=dtype, out_dtype=out_dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
         return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors, deterministic=deterministic,
@@ -113,6 +119,7 @@ def explain(
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dstats: Array | None = None,
     gpu: str | None = None,
     cudnn: str | None = None,
     **options: Unpack[Options],
@@ -131,6 +138,7 @@ def explain(
         jvp: explain :func:`cupy_sdpa.attention_jvp` with the tangents dq, dk and dv that are passed, or with all of them if
             none is; the report has all passes. Default False.
         dout, out, stats, dq, dk, dv: as for the call; missing arrays are assumed to be dense, in Fortran order.
+        dstats: as for the call. Default None: the gradients have no term of the log-sum-exp.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the device of the
             arrays, or the current one.
         cudnn: a version, such as ``"9.19"``. If it is not the installed version, the report is based on the support table alone
@@ -156,7 +164,7 @@ def explain(
     """
     flags: dict[str, Any] = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic}
     outputs: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
-    results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
+    results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv, "dstats": dstats}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
     if jvp and backward:
@@ -191,6 +199,8 @@ def explain(
         given_tangents = tuple(name in own for name in TANGENTS)
         form = form_of(own["q"].shape[0], own["v"].shape[0], given_tangents, options, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
+    if backward and dstats is not None and report.reasons:
+        report = dataclasses.replace(report, reasons=(*report.reasons, stats_gradient.REMEDY))
     if options.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}

@@ -26,25 +26,25 @@ ResultT = TypeVar("ResultT")
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    **options: Unpack[Options],
+    dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    **options: Unpack[Options],
+    dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[tuple[ArrayT, Any]]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"],
     backward: Literal[False] = False, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
-    return_dtensors: DTensors = False, **options: Unpack[Options],
+    return_dtensors: DTensors = False, dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
 @overload
 def prepare(
     q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    **options: Unpack[Options],
+    dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[Any]: ...
 # fmt: on
 @takes_options
@@ -59,6 +59,7 @@ def prepare(
     return_dbias: bool = False,
     return_dsinks: bool = False,
     return_dtensors: DTensors = False,
+    dstats: Array | None = None,
     **options: Unpack[Options],
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
@@ -72,9 +73,11 @@ def prepare(
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
         return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        dstats: for ``backward`` an array like the gradient of the log-sum-exp that every call passes; its elements are not
+            read. Default None: the calls pass none.
 
     Returns:
-        The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``.
+        The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``, also with ``dstats=``.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as the call.
@@ -94,6 +97,7 @@ def prepare(
     if backward:
         outputs |= {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
         function, arrays = attention_backward, {"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}
+        arrays |= {} if dstats is None else {"dstats": dstats}
     else:
         outputs["return_stats"] = return_stats
         function, arrays = attention, {"q": q, "k": k, "v": v}
@@ -117,8 +121,8 @@ class Prepared(Generic[ResultT]):
     ) -> None:
         """Plan the call.
 
-        ``arrays`` are by name in the order of the function's arguments; of a backward pass dout, out and stats may be None. The
-        prepared call may replace the ``options``, but not the ``outputs``, which are the other arguments.
+        ``arrays`` are by name in the order of the function's arguments; of a backward pass dout, out and stats may be None, and
+        dstats is passed by name. The prepared call may replace the ``options``, but not the ``outputs``, which are the other arguments.
         """
         missing = OF_FORWARD if "dout" in arrays else None
         call = read(call_of(function, **arrays, **options, **outputs), missing=missing)
@@ -127,7 +131,8 @@ class Prepared(Generic[ResultT]):
             raise report.error("\n".join(report.reasons))
         self.problem = call.problem or report.problem
         self.report = report
-        self._function, self._inputs, self._options, self._outputs = function, tuple(arrays), options, outputs
+        self._inputs = tuple(name for name in arrays if name != "dstats")
+        self._function, self._options, self._outputs = function, options, outputs
         self._problems, self._given = _problems(call), _in_words(arrays, options)
         self._constants = [call.program.constant(name) for name in call.program.constants]  # keeps them
         self._tag = object()  # in the replay cache: every call with it has been compared with the problem
@@ -142,6 +147,7 @@ class Prepared(Generic[ResultT]):
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
+        dstats: Array | None = None,
         **options: Unpack[Options],
     ) -> ResultT:
         """Compute.
@@ -149,17 +155,19 @@ class Prepared(Generic[ResultT]):
         Args:
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
             out, stats, dq, dk, dv: arrays to write the results into.
+            dstats: the gradient of the log-sum-exp, if the backward pass was prepared with one.
             options: options that differ from those of :func:`prepare`, such as other lengths.
 
         Raises:
             ValueError: the arguments define a problem that differs from the prepared one.
         """
         merged = {**self._options, **options} if options else self._options
-        passed = (*arrays, out, stats) if dq is dk is dv is None else (*arrays, out, stats, dq, dk, dv)
+        passed = (*arrays, out, stats) if dq is dk is dv is dstats is None else (*arrays, out, stats, dq, dk, dv, dstats)
         tag = self._tag, len(arrays)
         results = run_cached(tag, passed, merged)
         if results is None:
             named = self._named(arrays, {"out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv})
+            named |= {} if dstats is None else {"dstats": dstats}
             merged = kept_options(named["q"], merged)  # as in prepare: a recorded function may read its arrays in another order
 
             if repeated := [name for name in options if name in self._outputs]:
@@ -168,7 +176,7 @@ class Prepared(Generic[ResultT]):
                     f"{name} is {merged[name]!r}, and was set by prepare: prepare another call with another {name}="
                 )
             call = call_of(self._function, **named, **merged, **self._outputs)
-            key = CallKey(tag, (*self._inputs, *_RESULTS)[: len(passed)], passed, merged)
+            key = CallKey(tag, (*self._inputs, *_RESULTS, "dstats")[: len(passed)], passed, merged)
             results = run(call, key, check=functools.partial(self._check, _in_words(named, merged)))
         result: Any = results[0] if len(results) == 1 else tuple(results)
         return result  # type: ignore[no-any-return]

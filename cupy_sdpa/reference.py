@@ -122,6 +122,7 @@ def attention_backward(
     dropout_mask: NDArray[Any] | None = None,
     cu_seqlens_q: NDArray[Any] | None = None,
     cu_seqlens_kv: NDArray[Any] | None = None,
+    dstats: NDArray[Any] | None = None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     **options: Any,
@@ -129,7 +130,7 @@ def attention_backward(
     r"""The gradients of :func:`attention`, by the chain rule with the Jacobian of the softmax of each row.
 
     .. math:: dv_j \mathrel{+}= p_{ij}\, do_i, \qquad dp_{ij} = do_i \cdot v_j, \qquad
-              ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il}\Bigr), \qquad
+              ds_{ij} = p_{ij} \Bigl(dp_{ij} - \sum_l p_{il}\, dp_{il} + dL_i\Bigr), \qquad
               dq_i = \tau \sum_j ds_{ij} k_j, \qquad dk_j \mathrel{+}= \tau\, ds_{ij}\, q_i
 
     Dao 2023, "FlashAttention-2", section 2.2. The output and the log-sum-exp of the forward pass are not needed. With
@@ -142,6 +143,7 @@ def attention_backward(
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``.
         q, k, v, scale, softcap, bias, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as for
             :func:`attention`.
+        dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``; None is 0.
         return_dbias, return_dsinks: whether to return the gradients of the bias and of the sinks too.
 
     Returns:
@@ -165,6 +167,7 @@ def attention_backward(
         options |= {"dropout_mask": dropout_mask, "return_dbias": bias is not None, "return_dsinks": True, "dbias": dbias}
         for queries, keys, own in _sequences(cu_seqlens_q, cu_seqlens_kv, options):
             own_dbias = own.pop("dbias")
+            own["dstats"] = None if dstats is None else dstats[:, queries].T[..., None]
             arrays = [x[:, :, places, None] for x, places in ((dout, queries), (q, queries), (k, keys), (v, keys))]
             found = attention_backward(*arrays, **own)
             for whole, places, part in zip((dq, dk, dv), (queries, keys, keys), found, strict=False):
@@ -181,7 +184,9 @@ def attention_backward(
         p, p_sink, _, _ = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
         keep = _keep(dropout_mask, h, b, s.shape) / (1 - dropout_p)
         slope = 1.0 if softcap is None else 1 - np.tanh(tau * (qh.T @ kh) / softcap) ** 2
-        own_dq, own_dk, own_dv, ds, delta = gradients(p, doh.T, qh.T, kh.T, vh.T, scale=tau, keep=keep, slope=slope)
+        exists = p.any(axis=1) | (p_sink > 0)  # the log-sum-exp is not -inf
+        dl = np.where(exists, 0 if dstats is None else dstats[:, h, b], 0)[:, None]
+        own_dq, own_dk, own_dv, ds, delta = gradients(p, doh.T, qh.T, kh.T, vh.T, scale=tau, keep=keep, slope=slope, dstats=dl)
         dq[:, h, :, b] = own_dq.T
         dk[:, g, :, b] += own_dk.T
         dv[:, g, :, b] += own_dv.T
@@ -286,9 +291,10 @@ def gradients(
     keep: Any = 1.0,
     slope: Any = 1.0,
     out: Any = None,
+    dstats: Any = 0.0,
     rounded: Callable[[Any], Any] = _unrounded,
 ) -> tuple[Any, ...]:
-    r"""Return the gradients of q, k and v, those of the scores, ds, and the row sums :math:`\delta = \sum_l p_{il}\, dp_{il}`.
+    r"""Return the gradients of q, k and v, of the scores, ds, and :math:`\delta = \sum_l p_{il}\, dp_{il} - dL_i`.
 
     Args:
         p: the weights, ``(..., Sq, Skv)``.
@@ -297,11 +303,12 @@ def gradients(
         scale: :math:`\tau`.
         keep: the factors of dropout.
         slope: the derivative of the scores by :math:`\tau\, q_i \cdot k_j`.
-        out: the output, if :math:`\delta` is computed as a kernel computes it, :math:`do_i \cdot o_i`.
+        out: the output, if :math:`\delta` is computed as a kernel computes it, from :math:`do_i \cdot o_i`.
+        dstats: :math:`dL`, the gradient of the log-sum-exp, ``(..., Sq, 1)``.
         rounded: rounds the factors of the products of matrices, as a kernel does.
     """
     dp = (dout @ v.swapaxes(-1, -2)) * keep
-    delta = ((p * dp) if out is None else dout * out).sum(axis=-1, keepdims=True)
+    delta = ((p * dp) if out is None else dout * out).sum(axis=-1, keepdims=True) - dstats
     ds = p * (dp - delta)
     dproduct = rounded(ds * slope)
     dv = rounded(p * keep).swapaxes(-1, -2) @ dout

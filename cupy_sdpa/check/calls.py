@@ -152,17 +152,29 @@ class CaseRunner:
             return in_group(case, views, options, self.backward_options if case.backward else {}, vjp=again)
         if again and case.backward:
             self.count += 2
-            out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **self.backward_options)
-            return {"out": out} | self.gradients_by_name(pullback(form.array(views["dout"])))
+            flags = self.backward_options | ({"return_stats": True} if "dstats" in case.options else {})
+            out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **flags)
+            gradients = pullback(*self.cotangents(memory, form))
+            return dict(
+                zip(("out", "stats"), out if "dstats" in case.options else (out,), strict=False)
+            ) | self.gradients_by_name(gradients)
         prepared = again and not {"shared_prefix", "merge", "cache"} & case.options.keys()  # calls of another function
         function = _prepare_and_call if prepared else forward_function(case)
         results = self.forward(function, memory, options | given, index, form)
         if case.backward:
             self.count += 1
             options |= {name: views[name] for name in ("dq", "dk", "dv") if name in views} | self.backward_options
-            gradients = cupy_sdpa.attention_backward(views["dout"], q, k, v, results["out"], results["stats"], **options)
+            dout, *of_stats = self.cotangents(memory)
+            options |= dict(zip(("dstats",), of_stats, strict=False))
+            gradients = cupy_sdpa.attention_backward(dout, q, k, v, results["out"], results["stats"], **options)
             results |= self.gradients_by_name(gradients)
         return results
+
+    def cotangents(self, memory: Memory, form: Form = GIVEN) -> list[Any]:
+        """The gradients of the output and, if the case has it, of the log-sum-exp."""
+        of_stats = self.case.options.get("dstats")
+        dout = None if of_stats == "alone" else form.array(memory.views["dout"])
+        return [dout] if of_stats is None else [dout, form.array(memory.views["dstats"])]
 
     def _derivative(self, memory: Memory, options: dict[str, Any], form: Form, *, widen: bool) -> dict[str, Any]:
         """Call :func:`cupy_sdpa.attention_jvp`, or :func:`cupy_sdpa.widen` before it."""
@@ -210,7 +222,7 @@ class CaseRunner:
         given: dict[str, Any] = {name: views[name] for name in ("out", "stats") if name in views}
         reports = [cupy_sdpa.explain(q, k, v, return_stats=self.stats, **options, **given, **self.deterministic)]
         if self.case.backward:
-            options |= {name: views[name] for name in ("dout", *RESULTS) if name in views} | self.backward_options
+            options |= {name: views[name] for name in ("dout", "dstats", *RESULTS) if name in views} | self.backward_options
             reports.append(cupy_sdpa.explain(q, k, v, backward=True, **options))
         return reports
 
@@ -271,6 +283,6 @@ def problems(case: Case) -> list[Any]:
         return [cupy_sdpa.problem(q.shape, k.shape, v.shape, dtype=case.options["fp8"], return_stats=stats, **options)]
     both = [cupy_sdpa.problem(q, k, v, return_stats=stats, **options)]
     if case.backward:
-        options |= {name: True for name in GRADIENTS if name in case.options}
+        options |= {name: True for name in (*GRADIENTS, "dstats") if name in case.options}
         both.append(cupy_sdpa.problem(q, k, v, backward=True, **options))
     return both

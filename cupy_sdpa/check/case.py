@@ -30,7 +30,9 @@ The options of a case are literals. Their values:
 ``cache``           the fields of :class:`Cache`: the keys are appended to a ``KVCache``
 ``weight_sums``     ``"query heads"`` or ``"key heads"``: the call is ``weight_sums``, for the sums of these heads
 ``weight_entropy``  True: the call is ``weight_entropy``
-``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``
+``jvp``             the letters of the arrays with tangents, such as ``"qk"``: the call is ``attention_jvp``; with ``stats``
+                    also for the derivative of the log-sum-exp
+``dstats``          True: the backward pass also gets a gradient of the log-sum-exp; ``"alone"``: only this
 ``preallocated``    True: results are written to preallocated arrays
 ``offset``          a number that is added to the products of all queries and keys, by the first element of the head dim
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,

@@ -9,8 +9,8 @@ from .case import GRADIENTS, REQUIRES
 #: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.
 #: ``"pairs"`` is the next pair of options, ``"few"`` is each option with a probability of 4 %.
 SHARES = {
-    "pairs": 26, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 8, "parallel": 10, "shared_prefix": 4, "merge": 4,
-    "cache": 6, "weight_sums": 2, "weight_entropy": 2, "tree": 2,
+    "pairs": 24, "few": 6, "block_mask": 14, "fp8": 8, "jvp": 8, "paged": 8, "parallel": 10, "shared_prefix": 4, "merge": 4,
+    "cache": 6, "weight_sums": 2, "weight_entropy": 2, "tree": 2, "dstats": 2,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
 #: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
@@ -53,8 +53,8 @@ CONFLICTS: tuple[set[str], ...] = (
     *({"block_mask", "mask", other} for other in ("mask_mod", "tree")),
     *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree")),
     *({"packed", "bucket", other} for other in _NOT_IN_PACKED_BUCKETS),
-    *({"paged", other} for other in ("seq_lens_kv", "bucket", "jvp", *GRADIENTS)),
-    *({"jvp", other} for other in GRADIENTS),
+    *({"paged", other} for other in ("seq_lens_kv", "bucket", "jvp", "dstats", *GRADIENTS)),
+    *({"jvp", other} for other in ("dstats", *GRADIENTS)),
 )
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask", "tree"}

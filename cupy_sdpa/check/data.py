@@ -36,7 +36,7 @@ FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Form
 #: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
 FP8_SCALE = 64.0
 #: Parts of the seed, to separate the random numbers of lengths, tangents, trees and means from those of the arrays.
-_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM = 77, 78, 79, 80
+_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM, _STATS_STREAM = 77, 78, 79, 80, 81
 #: The number of pages that no table lists before the lengths.
 UNUSED = 3
 #: Part of the seed of the page table.
@@ -68,7 +68,7 @@ class Data:
 
     Attributes:
         case: the case that the values belong to.
-        arrays: q, k, v, dout and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by name; NaN
+        arrays: q, k, v, dout, dstats and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by name; NaN
             where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
         lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
@@ -109,6 +109,8 @@ def build(case: Case, index: int) -> Data:
         data.arrays |= build_pages(case, seeded, data.dense, data.lengths[1])
     of_tangents = np.random.default_rng([case.seed, index, _TANGENTS_STREAM])
     data.arrays |= {f"t{name}": _position_array(data, of_tangents, f"t{name}") for name in case.options.get("jvp", "")}
+    if "dstats" in case.options:
+        data.arrays["dstats"] = _stats_gradient(data, np.random.default_rng([case.seed, index, _STATS_STREAM]))
     for name, make in _OPTION_ARRAYS.items():
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
@@ -193,7 +195,7 @@ def packed_total(case: Case, side: int) -> int:
 
 
 def shape_of(case: Case, name: str) -> tuple[int, ...]:
-    """The shape of q, k, v, out, stats or a gradient of one of them."""
+    """The shape of q, k, v, out, stats or a gradient of one of them, also of an input of the backward pass."""
     return pool_shape(case, name) if case.paged and name in ("k", "v") else dense_shape(case, name)
 
 
@@ -204,26 +206,38 @@ def dense_shape(case: Case, name: str) -> tuple[int, ...]:
     dim = case.dv if name in ("v", "dv", "tv", "out", "dout", "jvp") else case.d
     if "packed" in case.options and not (is_key_array and case.paged):
         length = packed_total(case, int(is_key_array))
-        return (heads, length) if name == "stats" else (dim, heads, length)
-    return (length, heads, case.b) if name == "stats" else (dim, heads, length, case.b)
+        return (heads, length) if name in ("stats", "dstats") else (dim, heads, length)
+    return (length, heads, case.b) if name in ("stats", "dstats") else (dim, heads, length, case.b)
 
 
 def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
     """q, k, v, dout or a tangent: random inside the sequences, NaN in the padding."""
     case, side = data.case, int(name[-1] in "kv")
     array = rng.standard_normal(dense_shape(case, name), np.float32)
-    lengths, starts = data.lengths[side], data.starts[side]
-    if starts is not None:
-        positions = np.arange(array.shape[2])
-        inside = (positions[:, None] >= starts[:-1]) & (positions[:, None] < starts[:-1] + lengths)
-        array = np.where(inside.any(axis=1), array, np.nan)
-    elif lengths is not None:
-        array = np.where(np.arange(array.shape[2])[:, None] < lengths, array, np.nan)
+    array = np.where(_in_sequences(data, side, array.shape[2]), array, np.nan)
     if "offset" in case.options and name in "qk":
         array[0] = case.options["offset"] if name == "q" else 1
     if "fp8" in case.options:
         array = round_fp8(array, case.options["fp8"], FP8_SCALE)
     return np.asfortranarray(array.astype(dtype_of(case.dtype)))
+
+
+def _in_sequences(data: Data, side: int, count: int) -> Any:
+    """Whether each of ``count`` positions of the queries (0) or keys (1) is in a sequence: ``(count, B)``, packed ``(count,)``."""
+    lengths, starts, positions = data.lengths[side], data.starts[side], np.arange(count)[:, None]
+    if starts is not None:
+        return ((positions >= starts[:-1]) & (positions < starts[:-1] + lengths)).any(axis=1)
+    return np.ones((count, 1), bool) if lengths is None else positions < lengths
+
+
+def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
+    """The gradient of the log-sum-exp: random inside the sequences, NaN in the padding."""
+    case = data.case
+    array = rng.standard_normal(dense_shape(case, "dstats"), np.float32)
+    packed = array.ndim == 2
+    inside = _in_sequences(data, 0, array.shape[1 if packed else 0])
+    array = np.where(inside if packed else inside[:, None], array, np.float32(np.nan))
+    return np.asfortranarray(array.astype(np.float64) if case.dtype == "float64" else array)
 
 
 def _random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:

@@ -324,6 +324,7 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
     "weight_sums": lambda sampler: sampler.pick("query heads", "query heads", "key heads"),
     "weight_entropy": lambda sampler: True,
     "jvp": lambda sampler: sampler.pick("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv"),
+    "dstats": lambda sampler: sampler.pick(True, True, "alone"),
     "preallocated": lambda sampler: True,
     "bucket": lambda sampler: sampler.pick(16, 128, "power_of_two"),
     "max_workspace": lambda sampler: sampler.pick(1 << 24, 1 << 30),
@@ -364,7 +365,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
             sampler.options[name] = OPTIONS[name](sampler)
     options = {name: sampler.options[name] for name in OPTIONS if name in required}
     sampler.backward = not FORWARD_ONLY & options.keys() and (
-        any(name in options for name in (*GRADIENTS, "deterministic")) or sampler.chance(0.6)
+        any(name in options for name in (*GRADIENTS, "dstats", "deterministic")) or sampler.chance(0.6)
     )
     layouts = sampler.layouts() if sampler.chance(0.4) else {}
     dtypes = ["float16", "bfloat16"]

@@ -35,6 +35,7 @@ class Inputs:
 
     Attributes:
         q, dout: ``(B, Hkv, G, Sq, D)`` and ``(B, Hkv, G, Sq, Dv)`` in float64.
+        dstats: the gradient of the log-sum-exp, ``(B, Hkv, G, Sq, 1)``; 0.0 without one.
         k, v: ``(B, Hkv, 1, Skv, D)`` and ``(B, Hkv, 1, Skv, Dv)`` in float64.
         lengths: the lengths of the queries and of the keys, ``(B,)`` each.
         group: the number of query heads per key head.
@@ -55,6 +56,10 @@ class Inputs:
         self.shape = case.b, case.hkv, self.group, case.sq, case.skv
         self.merged_shape = case.b, case.hq, case.sq, case.skv
         self.q, self.dout, self.k, self.v = (self._padded(name) for name in ("q", "dout", "k", "v"))
+        self.dstats: Any = 0.0
+        if (of_stats := case.options.get("dstats")) is not None:
+            self.dout = 0 * self.dout if of_stats == "alone" else self.dout
+            self.dstats = self._padded("dstats")
         #: The mean of v in FP8, which is part of v; it broadcasts to its shape.
         self.mean: Any = 0.0
         if data.mean is not None:
@@ -72,6 +77,8 @@ class Inputs:
     def _padded(self, name: str) -> Array:
         """An array as ``(B, Hkv, G, S, D)`` in float64, 0 beyond the lengths; keys and values have G = 1."""
         array, side = self.data.dense.get(name, self.data.arrays[name]), int(name[-1] in "kv")
+        if name == "dstats":  # as one channel
+            array = array[None] if array.ndim == 2 else array.transpose(1, 0, 2)[None]
         lengths, maximum, starts = self.lengths[side], (self.case.sq, self.case.skv)[side], self.data.starts[side]
         if starts is None:
             transposed = array.transpose(3, 1, 2, 0)
@@ -362,6 +369,7 @@ class Results:
         dq, dk, dv, self.ds, delta = gradients(
             p, dout, self.q, self.k, self.v, scale=work.type(inputs.scale), keep=np.asarray(inputs.keep, work),
             slope=np.asarray(self.truth.score_derivative, work), out=self.out, rounded=self._round,
+            dstats=np.asarray(inputs.dstats, work),
         )  # fmt: skip
         values["dq"] = self._round(inputs.to_call_shape(inputs.merge_heads(dq), 0))
         values["dk"] = self._round(inputs.to_call_shape(dk.sum(axis=2), 1))

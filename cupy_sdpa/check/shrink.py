@@ -50,7 +50,7 @@ def _all_candidates(case: Case) -> Iterator[Case]:
                 yield single
     for name in case.options:
         yield case.without(name)
-    if case.backward and not any(name in case.options for name in GRADIENTS):
+    if case.backward and not any(name in case.options for name in (*GRADIENTS, "dstats")):
         yield case.with_(backward=False)
     for name in case.layouts:
         yield case.with_(layouts={other: layout for other, layout in case.layouts.items() if other != name})
@@ -118,5 +118,5 @@ _SIMPLEST = {
     "packed": ("full", "full", 0, 0, 0, "int32"), "softcap": 2.0, "dropout": (0.5, "seed", 0, 0),
     "score_mod": ("near_key_100", ""), "mask_mod": ("key_100", ""), "tree": "parents", "stats": True, "parallel": ("ring", 2),
     "shared_prefix": 1, "merge": 2, "cache": (1, "full", 1, "", False), "weight_sums": "query heads", "weight_entropy": True,
-    "jvp": "q", "bucket": 128,
+    "jvp": "q", "dstats": True, "bucket": 128,
 }  # fmt: skip

@@ -130,6 +130,8 @@ class _Floors:
         out, abs_dout = np.abs((p * keep) @ inputs.v), np.abs(inputs.dout)
         of_delta = np.sqrt((abs_dout**2 * (of_out + self.rounding * out) ** 2).sum(axis=-1, keepdims=True))
         of_delta = of_delta + 4 * self.work * (abs_dout * out).sum(axis=-1, keepdims=True)
+        size = np.abs(inputs.dstats)  # the gradient of L is rounded to two numbers of the dtype
+        of_delta = of_delta + ((2 * self.half) ** 2 + 4 * self.work) * size + self.subnormal * (size > 0)
         of_dp = 4 * self.work * _norms(inputs.dout) * _norms(inputs.v).swapaxes(-1, -2) * keep
         of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
         of_element = ds * (self.rounding + self.approximate + of_p) + p * of_dp + self.subnormal * (p > 0)
@@ -182,7 +184,7 @@ class _Floors:
             floors["dbias"] += spacing(bias.dtype) * _max_abs(values["dbias"]) + _subnormal(bias.dtype)
         if "dsinks" in values:
             weight = self.truth.sink_weight
-            delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True)
+            delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True) - inputs.dstats
             of_dsinks = DEVIATIONS * np.sqrt(((weight * of_delta) ** 2).sum(axis=(0, 3, 4)))
             of_weight = (weight * np.abs(delta) * (4 * SINGLE + 2 * self.of_stats)).sum(axis=(0, 3, 4))
             floors["dsinks"] = _finite_max(of_dsinks + of_weight)

@@ -22,16 +22,16 @@ _THREADS, _MAX_BLOCKS = 256, 1 << 16
 
 
 def append_stats_gradient(dout: Any, dstats: Any, stats: Any) -> None:
-    """Write -dL, the negative gradient of the log-sum-exp, into the last two rows of dout; one launch.
+    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout; one launch.
 
-    The first of them is -dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
+    The first of them is dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
 
     Args:
         dout: ``(W, Hq, Sq, B)`` or packed ``(W, Hq, Tq)``, any strides; the other rows are not written.
         dstats, stats: dL and L, ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
     """
     if not cupy_runtime.is_array(dout):
-        found = np.where(np.isneginf(stats), 0, -dstats)
+        found = np.where(np.isneginf(stats), 0, dstats)
         found = found.swapaxes(0, 1) if found.ndim == 3 else found
         with np.errstate(over="ignore", invalid="ignore"):
             high = found.astype(dout.dtype)
@@ -76,7 +76,7 @@ def _append_kernel(dtype: str) -> str:
                 const long long h = row % a.heads, s = row / a.heads % a.tokens, b = row / a.heads / a.tokens;
                 const float stats = *(const float*)(a.stats + h * a.stats_h + s * a.stats_s + b * a.stats_b);
                 const float dstats = *(const float*)(a.dstats + h * a.dstats_h + s * a.dstats_s + b * a.dstats_b);
-                const float found = stats == none ? 0.0f : -dstats;
+                const float found = stats == none ? 0.0f : dstats;
                 const {of.name} high = {of.name}(found);
                 const float rest = found - float(high);
                 const long long place = a.dout + a.row * a.dout_d + h * a.dout_h + s * a.dout_s + b * a.dout_b;

@@ -23,7 +23,7 @@ from ..replay.call_key import CallKey
 from .decided_options import split_options
 from .executor import ReadCall, compiled, composed, read_operands
 from .program import Builder
-from .stats_gradient import needs_equal, refusal, with_rows
+from .stats_gradient import needs_equal, refusal, sum_of_sinks, with_rows
 
 #: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key.
 GRADIENT_ARRAYS = (*BACKWARD, "dstats")
@@ -200,6 +200,8 @@ def add(
         call.given_stats = given_stats
         call.arrays |= {name: views[name] for name in call.result_names if name in views and name not in call.arrays}
         builder.call("gradients" if backward else "attention", call)
+        if of_stats and call.problem.dsinks and call.problem.trivial and views["dstats"].size:
+            sum_of_sinks(builder, views["dsinks"], views["dstats"], views["stats"])
     else:
         passed.module.add(builder, own, passed.value, options, deterministic=deterministic)
     narrow()

@@ -1,7 +1,7 @@
 """The gradient of the log-sum-exp: rows along head dim, from which the backward pass computes it.
 
 With dL, the gradient of the log-sum-exp, the gradient of the scores is ``dS = P ∘ (dO Vᵀ − D + dL)``, where
-``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays: two rows of O are 1, those of dO are -dL in two parts,
+``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays: two rows of O are -1, those of dO are dL in two parts,
 and those of V are 0. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
 """
 
@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..boundary.arguments import views_of_shapes
+from ..boundary.layouts import in_own_layout
+from ..boundary.options import read_scale
 from ..kernels.concatenation import Concatenation, Constant, concatenate
+from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
 from ..problem.view import View
 from .steps import Steps
@@ -82,7 +86,7 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
         widen_result("dq", of_scores)
         widen_result("dk", of_scores)
     widen("v", v, of_values, parts=(v,) if given else ())
-    widen("out", out, of_values, *[Constant(1, 1.0)] * ROWS, parts=(out,) if given else ())
+    widen("out", out, of_values, *[Constant(1, -1.0)] * ROWS, parts=(out,) if given else ())
     widen("dout", out, of_values, parts=(dout,) if given else ())
     if given:
         widen_result("dv", of_values)
@@ -97,6 +101,29 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
             steps.copy(target, source[: target.shape[0]])
 
     return made, finish
+
+
+def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
+    """The gradient of the sinks of a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
+    of_heads = dstats if dstats.ndim == 2 else dstats.transpose(1, 0, 2)
+    rows = steps.temporary((ROWS, *of_heads.shape), dstats.dtype)
+    steps.run(append_stats_gradient, rows, dstats, stats, writes=[rows])
+    first = rows[0] if dstats.ndim == 3 else rows[0][..., None]  # heads, tokens, batch
+    steps.run(sum_over_scores, first.transpose(1, 2, 0)[..., None], dsinks[None, None, :, None], writes=[dsinks])
+
+
+def wide_shapes(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
+) -> tuple[View, View, View, dict[str, Any]]:
+    """The arrays, or shapes with a dtype, of q, k and v as views with the rows of dL, and the options without a layout."""
+    own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
+    views, options = views_of_shapes(**own, options=options, dtype=dtype)
+    head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
+    of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, block_mask=False, **flags))
+    for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):
+        if width != views[name].shape[0]:
+            views[name] = View.dense(name, (width, *views[name].shape[1:]), views[name].dtype, 0)
+    return views["q"], views["k"], views["v"], {**options, "scale": read_scale(options.get("scale"), head_dim)}
 
 
 def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: bool) -> str:
