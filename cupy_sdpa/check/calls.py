@@ -184,8 +184,10 @@ class CaseRunner:
         self.count += 1
         if widen:
             given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
-        results = cupy_sdpa.attention_jvp(q, k, v, dout=array(views.get("jvp")), return_stats=stats, **given, **options)
-        return dict(zip(("out", "jvp", "stats"), results, strict=False))
+        results = cupy_sdpa.attention_jvp(
+            q, k, v, dout=array(views.get("jvp")), return_stats=stats, return_dstats=stats, **given, **options
+        )
+        return dict(zip(("out", "jvp", "stats", "dstats"), results, strict=False))
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form = GIVEN) -> dict[str, Any]:
         """Call a forward function; with gradients it also returns the log-sum-exp."""

@@ -357,6 +357,7 @@ class Results:
         keep = np.asarray(inputs.keep, work)
         found, self.mean = directional_derivative(self.p, self.dscores, self.v, dv, keep=keep, rounded=self._round)
         self.values["jvp"] = inputs.to_call_shape(inputs.merge_heads(found), 0)
+        self.values["dstats"] = inputs.to_call_shape(inputs.merge_heads(self.mean[..., 0]), 0)
 
     def _add_gradients(self) -> None:
         """Add the gradients; the derivatives of the score function are those of the truth."""

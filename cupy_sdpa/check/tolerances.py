@@ -94,7 +94,7 @@ class _Floors:
         if self.inputs.case.backward:
             floors |= self._gradients(of_out)
         if "jvp" in self.inputs.case.options:
-            floors["jvp"] = self._derivative()
+            floors |= self._derivative()
         if "weight_sums" in self.inputs.case.options:
             terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * self.work)).sum(axis=-2)
             floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * self.work * _max_abs(values["weights"])
@@ -150,8 +150,8 @@ class _Floors:
         of_terms = 2 * (of_element + p * of_delta) + 2 * self.half * ds  # may be accumulated in 16 bits
         return floors | self._sums(of_terms, of_delta, ds)
 
-    def _derivative(self) -> float:
-        """The floor of the derivative in the direction of the tangents.
+    def _derivative(self) -> dict[str, float]:
+        """The floors of the derivatives in the direction of the tangents, of the output and of the log-sum-exp.
 
         The means are products of rounded arrays, or rounded themselves; they are multiplied by the output.
         """
@@ -173,7 +173,8 @@ class _Floors:
         of_terms = np.sqrt(of_element**2 @ inputs.v**2 + of_weight**2 @ dv**2) + of_mean * out
         drift = _max_abs(self.of_stats + self.of_scores * (p > 0))
         terms = _max_abs(mean * out) + _max_abs((p * keep) @ dv)
-        return DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
+        found = DEVIATIONS * _finite_max(of_terms) + (2 * self.half + 2 * drift) * terms
+        return {"jvp": found, "dstats": DEVIATIONS * _finite_max(of_mean) + (2 * self.half + 2 * drift) * _max_abs(mean)}
 
     def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
         """The floors of sums of dS: from the errors of each term and of the row sums of dO * O, and the magnitudes of dS."""
@@ -223,12 +224,12 @@ def exact_elements(inputs: Inputs, truth: Results) -> dict[str, Array]:
     keys = np.asarray(inputs.to_call_shape(wide_columns, 1, 1.0) > 0)
     of_heads = inputs.merge_heads(~np.asarray(attended.any(axis=-2)))
     unused = columns[..., 0] if case.options.get("weight_sums") == "key heads" else of_heads
+    masked = inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0
     exact = {
+        "dstats": masked,
         "weights": np.asarray(inputs.to_call_shape(unused, 1, 1.0) > 0), "out": queries[: case.dv], "jvp": queries[: case.dv],
         "dq": queries[: case.d], "dk": keys[: case.d], "dv": keys[: case.dv],
     }  # fmt: skip
     if "sinks" not in case.options:
-        exact |= dict.fromkeys(
-            ("stats", "max", "sum_exp", "entropy"), inputs.to_call_shape(inputs.merge_heads(rows[..., 0]), 0, 1.0) > 0
-        )
+        exact |= dict.fromkeys(("stats", "max", "sum_exp", "entropy"), masked)
     return exact

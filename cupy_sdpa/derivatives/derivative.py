@@ -30,11 +30,11 @@ from ..programs.program import Builder
 from ..programs.steps import Check
 from ..runtime import cupy_runtime
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
-from .derivative_terms import Terms, add_terms
+from .derivative_terms import Terms, add_terms, row_means
 
 #: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
 #: the tangents.
-ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats")
+ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
 #: The options that select the form, and those that convert the arrays.
@@ -63,12 +63,12 @@ def derivative(
     dtype: str | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Add the steps that write the output, its derivative, and the log-sum-exp if there is an array for it.
+    """Add the steps that write the output, its derivative, and the log-sum-exp and its derivative if there are arrays for them.
 
     ``views`` has the arrays of the call, without those that are not passed, and its results.
     """
     own, finish = passes.rounded(builder, {name: views.get(name) for name in ARRAYS}, dtype, ("out", "dout"))
-    q, k, v, dq, dk, dv, out, dout, stats = (own[name] for name in ARRAYS)
+    q, k, v, dq, dk, dv, out, dout, stats, dstats = (own[name] for name in ARRAYS)
     flags: dict[str, Any] = {"passed": passed, "deterministic": deterministic}
 
     def attend(name: str, values: View, target: View, stats: View | None) -> None:
@@ -98,8 +98,8 @@ def derivative(
         stats = builder.temporary(row_stats_shape(q.shape), wide_dtype)
     output = builder.temporary((2 * form.value_dim, *q.shape[1:]), q.dtype) if form.values else out
     attend("output", wide.values if form.values else v, output, stats)
-    scores = means = None
-    if form.scores and form.value_dim:
+    scores = means = products = None
+    if form.scores and (form.value_dim or dstats):
         products = builder.temporary(wide.dout.shape, q.dtype)
         if form.centered:
             attend("products", wide.v, products, None)
@@ -113,6 +113,11 @@ def derivative(
     terms = Terms(scores, output if form.values else None, means, form.head_dim, form.value_dim, form.mean_index)
     given = (terms, output, out, dout) if form.values else (terms, output, None, dout)
     builder.run(add_terms, *given, writes=[x for x in given[2:] if x is not None])
+    if dstats and form.scores:
+        rows = (products, wide.dout) if form.centered else (None, None)
+        builder.run(row_means, dstats, stats, *rows, means, form.mean_index, options.scalars["scale"], writes=[dstats])
+    elif dstats:
+        builder.fill(dstats, 0)
     if own_stats is not None and own_stats is not stats:
         builder.copy(own_stats, stats)
     finish()
@@ -198,12 +203,11 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
     check_arrays([Expected(name, shape, spec_of(of, read_array(of, like)).dtype, legend)], {of: like, name: array})
 
 
-def check_results(out: Any, dout: Any, stats: Any, q: Any, v: Any, dtype: str | None) -> None:
-    """Check the dtypes, shapes and strides of the arrays that the output, its derivative and the log-sum-exp are written to.
+def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -> None:
+    """Check the dtypes, shapes and strides of the arrays that the results are written to; those of None are created.
 
     ``dtype`` is the dtype to compute in, or None for that of q.
     """
-    given = {"out": out, "dout": dout, "stats": stats}
     table = expected_arrays(q, v, v, given=given, computed=dtype)
     check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
 

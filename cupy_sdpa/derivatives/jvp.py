@@ -13,6 +13,7 @@ from ..boundary.layouts import in_own_layout
 from ..boundary.options import PAGES, Options, check_names, read_flag, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..problem.arrays import ROW_STATS
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import numpy_dtype
 from ..problem.view import View
@@ -48,17 +49,19 @@ def attention_jvp(
     *,
     widened: Widened | None = None,
     return_stats: bool = False,
+    return_dstats: bool = False,
     deterministic: bool = False,
     out: Array | None = None,
     dout: Array | None = None,
     stats: Array | None = None,
+    dstats: Array | None = None,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, ...]:
     r"""Compute attention and its derivative in the direction (dq, dk, dv): the Jacobian-vector product, forward mode.
 
     .. math:: dO = \frac{d}{dt} O(Q + t\,dQ,\; K + t\,dK,\; V + t\,dV) \Big|_{t=0}, \qquad
               dO = \bigl(P \circ (dS - \operatorname{rowsum}(P \circ dS))\bigr) V + P\,dV, \qquad
-              dS = \tau\,(dQ\,K^\top + Q\,dK^\top)
+              dS = \tau\,(dQ\,K^\top + Q\,dK^\top), \qquad dL = \operatorname{rowsum}(P \circ dS)
 
     Nothing of size Sq x Skv is stored: the derivative is computed by the kernels of :func:`cupy_sdpa.attention` and
     :func:`cupy_sdpa.attention_backward` on arrays that are concatenated along head_dim. With dq or dk these are two forward
@@ -73,18 +76,20 @@ def attention_jvp(
         widened: the arrays that :func:`cupy_sdpa.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
             and v must be the arrays that it was called with. Default None.
         return_stats: also return the log-sum-exp of the scores, float32, and float64 for float64 arrays. Default False.
+        return_dstats: also return dL, the derivative of the log-sum-exp, of the dtype of stats. On the GPU it is computed from
+            arrays of 16 bits. Default False.
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
-        stats: float32 array ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp into; implies
-            ``return_stats``.
+        stats, dstats: float32 arrays ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp and its derivative
+            into; imply ``return_stats`` and ``return_dstats``.
         options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
             constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
             same weights from the output and its derivative.
 
     Returns:
-        ``(out, dout)`` or ``(out, dout, stats)``. New arrays are in Fortran order. out and dout are 0 in fully masked rows
-        and in padding.
+        ``(out, dout)``, followed by stats and dstats if requested. New arrays are in Fortran order. out, dout and dstats are 0
+        in fully masked rows and in padding.
 
     Raises:
         TypeError, ValueError, CudnnError: as :func:`cupy_sdpa.attention`; or a tangent does not match its array.
@@ -103,10 +108,13 @@ def attention_jvp(
     """
     if not type(return_stats) is type(deterministic) is bool:
         return_stats, deterministic = read_flag("return_stats", return_stats), read_flag("deterministic", deterministic)
-    arrays, tag = (q, k, v, dq, dk, dv, out, dout, stats), ("jvp", return_stats, deterministic)
+    return_dstats = return_dstats is not False and read_flag("return_dstats", return_dstats)
+    arrays, tag = (q, k, v, dq, dk, dv, out, dout, stats, dstats), ("jvp", return_stats, return_dstats, deterministic)
     results = run_cached(tag, arrays, options) if widened is None else None
     if results is None:
-        flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
+        flags: dict[str, Any] = {
+            "return_stats": return_stats, "return_dstats": return_dstats, "deterministic": deterministic,
+        }  # fmt: skip
         call = _call(arrays, options, widened=widened, **flags)
         results = run(call, tag=tag) if widened is None else results_of(call)
     return tuple(results)
@@ -115,40 +123,39 @@ def attention_jvp(
 @operation(
     attention_jvp,
     ARRAYS,
-    {"widened": None, "return_stats": False, "deterministic": False},
+    {"widened": None, "return_stats": False, "return_dstats": False, "deterministic": False},
     ("q", "k", "v", "dq", "dk", "dv"),
 )
-def _call(
-    arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, return_stats: Any, deterministic: Any
-) -> Call:
+def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
     """A call of :func:`attention_jvp` as a value."""
-    return_stats, deterministic = read_flag("return_stats", return_stats), read_flag("deterministic", deterministic)
-    tag: tuple[Any, ...] = ("jvp", return_stats, deterministic)
+    flags = {name: read_flag(name, value) for name, value in flags.items()}
+    tag: tuple[Any, ...] = ("jvp", *flags.values())
     names: tuple[str, ...] = ARRAYS
     if widened is not None:
         check_widened(widened)
         arrays, names, tag = (*arrays, *widened[:-1]), (*ARRAYS, *WIDENED), (*tag, widened.form)
-    parse = functools.partial(_parse, widened=widened, return_stats=return_stats, deterministic=deterministic)
+    parse = functools.partial(_parse, widened=widened, **flags)
     return Call(CallKey(tag, names, arrays, options), parse, RESULTS, decided_options, dense=WIDENED)
 
 
-def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, deterministic: bool) -> ReadCall:
+def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_dstats: bool, deterministic: bool) -> ReadCall:
     """Check the arguments of :func:`attention_jvp`."""
     passed, dtype, others = split_options(key.options)
     check_supported(others)
     arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), others))
     own = {name: views.get(name) for name in ARRAYS}
     if dtype is not None:
-        check_converted({name: x for name, x in own.items() if name != "stats"}, results=("out", "dout"))
+        check_converted({name: x for name, x in own.items() if name not in ROW_STATS}, results=("out", "dout"))
         own |= {name: _rounded(own[name], dtype) for name in ARRAYS[:6]}
     of_form, tangents = {**others, "block_mask": passed and passed.value}, (own["dq"], own["dk"], own["dv"])
     form = read_form(own["q"], own["k"], own["v"], tangents, widened, of_form, deterministic=deterministic)
     q, v = views["q"], views["v"]
-    check_results(own["out"], own["dout"], own["stats"], q, v, dtype)
+    check_results({name: own[name] for name in RESULTS}, q, v, dtype)
     shape, device = (v.shape[0], *q.shape[1:]), q.storage.device
     results = {name: View.dense(name, shape, q.dtype, device) for name in ("out", "dout")}
-    if return_stats or "stats" in arrays:
-        results["stats"] = View.dense("stats", row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
+    for name, requested in (("stats", return_stats), ("dstats", return_dstats)):
+        if requested or name in arrays:
+            results[name] = View.dense(name, row_stats_shape(q.shape), row_stats_dtype(dtype or q.dtype), device)
     of_program: Any = {"form": form, "passed": passed, "dtype": dtype, "deterministic": deterministic}
     build = functools.partial(derivative, views=views, options=options, **of_program)
     return composed(key, arrays, views, results, build, refusal=functools.partial(refusal, form))

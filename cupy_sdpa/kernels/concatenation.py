@@ -14,7 +14,7 @@ from ..runtime.cuda_code import Struct, cuda_kernel
 class Address(NamedTuple):
     """An array as the kernel reads or writes it: the address of the first element, and strides in bytes; 0 for none."""
 
-    first: int
+    address: int
     d: int
     h: int
     s: int
@@ -100,7 +100,7 @@ def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
         if not width:
             continue
         parts.append((*source, start, pitch, width, heads, length, target.size // len(target), first))
-        if source.first:
+        if source.address:
             aligned &= source.d == itemsize
             places |= alignment_of(source)
         places |= start | (width * itemsize)
@@ -142,4 +142,4 @@ def address(array: Any, start: int) -> Address:
 
 def alignment_of(array: Address) -> int:
     """The bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
-    return array.first | array.h | array.s | array.b
+    return array.address | array.h | array.s | array.b
