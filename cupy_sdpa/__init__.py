@@ -6,7 +6,7 @@
 attention     attention, attention_backward, attention_vjp (Pullback), attention_jvp, widen, weight_sums,
               weight_entropy
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
-inference     KVCache, Rope, apply_rope, tree_depths, shared_prefix_attention, merge
+inference     KVCache, Rope, apply_rope, tree_depths, shared_prefix_attention, merge, merge_backward
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
 plans         explain (Report), explain_function, prepare (Prepared), get_plan_cache; store: plans on disk
 problems      problem (Problem), jvp_problems, weight_sums_problems: to plan ahead of time
@@ -48,6 +48,7 @@ __all__ = [
     "get_plan_cache",
     "jvp_problems",
     "merge",
+    "merge_backward",
     "page_table_from_lists",
     "prepare",
     "problem",
@@ -68,7 +69,7 @@ _NAMES = {
     "block_masks.block_mask": ("BlockMask", "block_mask"),
     "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
     "explanation": ("explain", "explain_function", "get_plan_cache", "problem"),
-    "helpers": ("alibi_slopes", "dropout_mask", "merge"),
+    "helpers": ("alibi_slopes", "dropout_mask", "merge", "merge_backward"),
     "derivatives.derivative": ("widen",),
     "derivatives.jvp": ("attention_jvp", "jvp_problems"),
     "derivatives.weights": ("weight_entropy", "weight_sums", "weight_sums_problems"),
@@ -109,7 +110,7 @@ if TYPE_CHECKING:
     from .errors import OutOfPages as OutOfPages
     from .errors import Unsupported as Unsupported
     from .explanation import explain, explain_function, get_plan_cache, problem
-    from .helpers import alibi_slopes, dropout_mask, merge
+    from .helpers import alibi_slopes, dropout_mask, merge, merge_backward
     from .kv_cache.cache import KVCache
     from .kv_cache.shared_prefix import shared_prefix_attention
     from .preparation import Prepared as Prepared

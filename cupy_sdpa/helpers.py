@@ -1,4 +1,4 @@
-"""Helpers of calls: the usual ALiBi slopes, the dropout mask of a call, and merging results over disjoint sets of keys."""
+"""Helpers of calls: the usual ALiBi slopes, the dropout mask of a call, and merged results over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import Parts
 from .kernels.merge import merge as merge_groups
+from .kernels.merge_gradients import PartGradient, merge_gradients
+from .kernels.ragged import sum_over_scores
 from .problem.bucket import Bucket
 from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays
@@ -195,16 +197,7 @@ def merge(
     (True, True)
     """
     return_stats = read_flag("return_stats", return_stats)
-    check_layout(layout)
-    for name, given in (("outs", outs), ("stats", stats)):
-        if not isinstance(given, (list, tuple)):
-            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
-    if len(outs) != len(stats) or not outs:
-        raise ValueError(
-            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
-        )
-    arrays: dict[str, Any] = {f"outs[{i}]": x for i, x in enumerate(outs)} | {f"stats[{i}]": x for i, x in enumerate(stats)}
-    arrays |= {"sinks": sinks, "out": out}
+    arrays = _named_parts(outs, stats, layout) | {"sinks": sinks, "out": out}
     if engine is not None or other_layout({"layout": layout}):
 
         def of_own(sinks: Any, out: Any, **parts: Any) -> Any:
@@ -215,8 +208,7 @@ def merge(
         return Conversion(outs[0], {"engine": engine, "layout": layout or "dht"}).run(of_own, arrays, OUTPUTS)
     _check_parts(arrays, outs[0], stats[0], len(outs))
     like, packed = outs[0], outs[0].ndim == 3
-    groups = [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None])
-              for x, y in zip(outs, stats, strict=True)]  # fmt: skip
+    groups = _groups(outs, stats)
     with cupy_runtime.device_context(like):
         out = cupy_runtime.new_result(like, like.shape, like.dtype) if out is None else out
         rows = cupy_runtime.new_result(like, stats[0].shape, stats[0].dtype) if return_stats else None
@@ -227,9 +219,148 @@ def merge(
     return (out, rows) if return_stats else out
 
 
+# fmt: off
+@overload
+def merge_backward(
+    outs: Sequence[ArrayT], stats: Sequence[Array], dout: Array | None, dstats: Array | None = None, *,
+    sinks: Array | None = None, return_dsinks: Literal[False] = False, layout: Layout | None = None, engine: Engine = None,
+) -> tuple[list[ArrayT], list[Any]]: ...
+@overload
+def merge_backward(
+    outs: Sequence[ArrayT], stats: Sequence[Array], dout: Array | None, dstats: Array | None = None, *,
+    sinks: Array | None = None, return_dsinks: bool, layout: Layout | None = None, engine: Engine = None,
+) -> Any: ...
+# fmt: on
+@takes_default
+def merge_backward(
+    outs: Sequence[Array],
+    stats: Sequence[Array],
+    dout: Array | None,
+    dstats: Array | None = None,
+    *,
+    sinks: Array | None = None,
+    return_dsinks: bool = False,
+    layout: Layout | None = None,
+    engine: Engine = None,
+) -> Any:
+    r"""The gradients of :func:`merge` with respect to the outputs and log-sum-exps of the parts.
+
+    .. math:: dO_i = w_i\, dO, \qquad dL_i = w_i\, \bigl(\operatorname{rowsum}(dO \circ (O_i - O)) + dL\bigr), \qquad
+              w_i = e^{L_i - L}
+
+    :func:`cupy_sdpa.attention_backward` of each part takes them as dout and dstats. The merged O and L are computed again, in
+    float32; on the CPU those of float64 outputs in float64.
+
+    Args:
+        outs, stats, sinks, layout, engine: as for :func:`merge`.
+        dout: the gradient of the merged output, of its shape and dtype; or None for 0, if dstats is passed.
+        dstats: the gradient of the merged log-sum-exp, of the shape and dtype of one of the statistics. Default None: 0. It is
+            ignored where the log-sum-exp is -inf.
+        return_dsinks: also return the gradient of the sinks, ``(Hq,)``. Default False.
+
+    Returns:
+        ``(douts, dstats)``, two lists with the gradients of each part, or ``(douts, dstats, dsinks)``. They are 0 where the
+        log-sum-exp of a part is -inf.
+
+    Raises:
+        TypeError, ValueError: as :func:`merge`; or dout and dstats are None, or ``return_dsinks`` is True without sinks.
+
+    >>> import cupy_sdpa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = (np.asfortranarray(rng.standard_normal((16, 2, n, 1))) for n in (3, 100, 100, 3))
+    >>> keys, values = (np.split(x, [60], axis=2) for x in (k, v))
+    >>> parts = [cupy_sdpa.attention(q, *part, return_stats=True) for part in zip(keys, values)]
+    >>> gradients = zip(keys, values, parts, *merge_backward(*zip(*parts), dout))
+    >>> dq = sum(cupy_sdpa.attention_backward(do, q, k, v, *part, dstats=dl)[0] for k, v, part, do, dl in gradients)
+    >>> out, stats = cupy_sdpa.attention(q, k, v, return_stats=True)
+    >>> bool(np.allclose(dq, cupy_sdpa.attention_backward(dout, q, k, v, out, stats)[0]))
+    True
+    """
+    return_dsinks = read_flag("return_dsinks", return_dsinks)
+    arrays = _named_parts(outs, stats, layout) | {"sinks": sinks, "dout": dout, "dstats": dstats}
+    if dout is dstats is None:
+        raise TypeError("dout and dstats are None; pass the gradient of the merged output, of its log-sum-exp, or both")
+    if return_dsinks and sinks is None:
+        raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
+    count = len(outs)
+    if engine is not None or other_layout({"layout": layout}):
+
+        def of_own(sinks: Any, dout: Any, dstats: Any, **parts: Any) -> Any:
+            own = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
+            douts, of_stats, *rest = merge_backward(*own, dout, dstats, sinks=sinks, return_dsinks=return_dsinks)
+            return (*douts, *of_stats, *rest)
+
+        names = (*["out"] * count, *["stats"] * count, *["dsinks"] * return_dsinks)
+        found = Conversion(outs[0], {"engine": engine, "layout": layout or "dht"}).run(of_own, arrays, names)
+    else:
+        _check_parts(arrays, outs[0], stats[0], count)
+        found = _gradients_of_parts(outs, stats, dout, dstats, sinks, return_dsinks=return_dsinks)
+    return ([*found[:count]], [*found[count : 2 * count]], *found[2 * count :])
+
+
+def _gradients_of_parts(
+    outs: Sequence[Any], stats: Sequence[Any], dout: Any, dstats: Any, sinks: Any, *, return_dsinks: bool
+) -> list[Any]:
+    """The gradients of the outputs, of the statistics, and of the sinks if requested, as one list."""
+    like, packed = outs[0], outs[0].ndim == 3
+
+    def of_rows(x: Any) -> Any:
+        return x.T[..., None] if packed and x is not None else x
+
+    def vectors(x: Any) -> Any:
+        return x[..., None] if packed and x is not None else x
+
+    with cupy_runtime.device_context(like):
+        made = [cupy_runtime.new_result(like, x.shape, x.dtype) for x in (*outs, *stats)]
+        rows = of_rows(stats[0])
+        wide = np.dtype(np.float64 if like.dtype == np.float64 else np.float32)
+        out = cupy_runtime.temporary(like, vectors(like).shape, wide)
+        merged = cupy_runtime.temporary(like, rows.shape, rows.dtype)
+        merge_groups(_groups(outs, stats), out, merged, sinks)
+        douts, of_stats = made[: len(outs)], made[len(outs) :]
+        parts = [
+            PartGradient(vectors(x), of_rows(y), vectors(dx), of_rows(dy))
+            for x, y, dx, dy in zip(outs, stats, douts, of_stats, strict=True)
+        ]
+        if return_dsinks:
+            of_sinks = cupy_runtime.temporary(like, rows.shape, rows.dtype)
+            scores = cupy_runtime.temporary(like, rows.shape, rows.dtype)
+            scores[...] = sinks[None, :, None]
+            parts.append(PartGradient(None, scores, None, of_sinks))
+        merge_gradients(parts, out, merged, vectors(dout), of_rows(dstats))
+        if return_dsinks:
+            dsinks = cupy_runtime.new_result(like, sinks.shape, sinks.dtype)
+            sum_over_scores(of_sinks.transpose(0, 2, 1)[..., None], dsinks[None, None, :, None])
+            made.append(dsinks)
+    return made
+
+
+def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
+    """The arrays of the parts of a merge by name; checks that there are some, and the layout."""
+    check_layout(layout)
+    for name, given in (("outs", outs), ("stats", stats)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
+    if len(outs) != len(stats) or not outs:
+        raise ValueError(
+            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
+        )
+    return {f"{name}[{i}]": x for name, given in (("outs", outs), ("stats", stats)) for i, x in enumerate(given)}
+
+
+def _groups(outs: Sequence[Any], stats: Sequence[Any]) -> list[Parts]:
+    """The parts of a merge, one in each group."""
+    packed = outs[0].ndim == 3
+    pairs = zip(outs, stats, strict=True)
+    return [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None]) for x, y in pairs]
+
+
 def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
-    """Check the arrays of :func:`merge`, by name; ``like`` and ``rows`` are those of the first of ``count`` parts."""
-    required = [name for name in arrays if name not in ("sinks", "out")]
+    """Check the arrays of :func:`merge` and of its gradients, by name.
+
+    ``like`` and ``rows`` are those of the first of ``count`` parts.
+    """
+    required = [name for name in arrays if "[" in name]
     on_gpu = arrays_on_gpu({name: read_array(name, x) for name, x in arrays.items() if x is not None or name in required})
     dtype, shape = like.dtype, like.shape
     allowed = ("float16", "bfloat16", "float32", *(() if on_gpu else ("float64",)))
@@ -237,11 +368,12 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
         raise TypeError(f"outs[0] has dtype {dtype}; it must be {', '.join(allowed)}: convert with .astype(...)")
     if len(shape) not in (3, 4):
         raise ValueError(f"outs[0] has shape {shape}; it must be (Dv, Hq, Sq, B), or (Dv, Hq, Tq) of packed sequences")
-    table = expected_arrays(like, like, like, given={"stats": rows, "sinks": arrays["sinks"]})
+    table = expected_arrays(like, like, like, given={"stats": rows, "sinks": arrays["sinks"], "dstats": arrays.get("dstats")})
     legend = "the shape of outs[0]"
     wanted = [table["out"]._replace(name=f"outs[{i}]", legend=legend) for i in range(1, count)]
     wanted += [table["stats"]._replace(name=f"stats[{i}]") for i in range(count)]
-    check_arrays([*wanted, table["sinks"], table["out"]._replace(legend=legend, writable=True)], arrays)
+    wanted += [table["dout"]._replace(legend=legend), table["sinks"], table["dstats"]]
+    check_arrays([*wanted, table["out"]._replace(legend=legend, writable=True)], arrays)
     for i in range(count):
         rows = arrays[f"stats[{i}]"]
         if isinstance(rows, np.ndarray) and np.isposinf(rows).any():  # the elements of a GPU's arrays are not read
