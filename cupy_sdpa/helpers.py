@@ -286,8 +286,8 @@ def merge_backward(
     if engine is not None or other_layout({"layout": layout}):
 
         def of_own(sinks: Any, dout: Any, dstats: Any, **parts: Any) -> Any:
-            own = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
-            douts, of_stats, *rest = merge_backward(*own, dout, dstats, sinks=sinks, return_dsinks=return_dsinks)
+            outs, stats = ([x for name, x in parts.items() if name.startswith(kind)] for kind in ("outs", "stats"))
+            douts, of_stats, *rest = merge_backward(outs, stats, dout, dstats, sinks=sinks, return_dsinks=return_dsinks)
             return (*douts, *of_stats, *rest)
 
         names = (*["out"] * count, *["stats"] * count, *["dsinks"] * return_dsinks)

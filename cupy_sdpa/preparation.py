@@ -122,7 +122,8 @@ class Prepared(Generic[ResultT]):
         """Plan the call.
 
         ``arrays`` are by name in the order of the function's arguments; of a backward pass dout, out and stats may be None, and
-        dstats is passed by name. The prepared call may replace the ``options``, but not the ``outputs``, which are the other arguments.
+        dstats is passed by name. The prepared call may replace the ``options``, but not the ``outputs``, which are the other
+        arguments.
         """
         missing = OF_FORWARD if "dout" in arrays else None
         call = read(call_of(function, **arrays, **options, **outputs), missing=missing)

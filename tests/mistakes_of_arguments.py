@@ -34,6 +34,7 @@ SCORES = {"mask": ("KSHB", "bool"), "bias": ("KSHB", "float"), "sinks": ("H", "f
 SEQUENCES = {"seq_lens_q": ("B", "int32"), "seq_lens_kv": ("B", "int32")}
 RESULTS = {"out": ("VHSB", "float"), "stats": ("SHB", "float32")}
 GRADIENTS = {"dq": ("DHSB", "float"), "dk": ("DhKB", "float"), "dv": ("VhKB", "float")}
+STATS_GRADIENT = {"dstats": ("SHB", "float32")}
 
 
 def gradients(x, arrays, changed):
@@ -69,18 +70,30 @@ def merged(x, arrays, changed):
     return merge(lists["outs"], lists["stats"], **{name: a for name, a in changed.items() if name not in lists})
 
 
+def gradients_of_parts(x, arrays, changed):
+    """The gradients of a merge of two outputs."""
+    lists = {name: [arrays[name], changed.get(name, arrays[name])] for name in ("outs", "stats")}
+    given = {"dout": x.dout, **{name: a for name, a in changed.items() if name not in lists}}
+    return cupy_sdpa.merge_backward(lists["outs"], lists["stats"], **given)
+
+
 def pulled(x, arrays, changed):
     """The gradients of a pullback."""
-    return attention_vjp(x.q, x.k, x.v)[1](**{"dout": x.dout, **changed})
+    return attention_vjp(x.q, x.k, x.v, return_stats=True)[1](**{"dout": x.dout, **changed})
 
 
 #: Public functions: a call with one changed argument, and the arguments.
 FUNCTIONS = {
     "attention": (with_arrays(attention, return_stats=True), {**QKV, **SCORES, **SEQUENCES, **RESULTS}),
     "attention_vjp": (with_arrays(attention_vjp), {**QKV, **SCORES, **SEQUENCES}),
-    "Pullback": (pulled, {"dout": ("VHSB", "float"), **GRADIENTS}),
-    "attention_backward": (gradients, {"dout": ("VHSB", "float"), **QKV, **RESULTS, **GRADIENTS, **SCORES, **SEQUENCES}),
-    "attention_jvp": (with_arrays(attention_jvp, "dq"), {**QKV, **GRADIENTS, **SCORES, **SEQUENCES, **RESULTS, "dout": ("VHSB", "float")}),
+    "Pullback": (pulled, {"dout": ("VHSB", "float"), **STATS_GRADIENT, **GRADIENTS}),
+    "attention_backward": (
+        gradients, {"dout": ("VHSB", "float"), **QKV, **RESULTS, **STATS_GRADIENT, **GRADIENTS, **SCORES, **SEQUENCES},
+    ),
+    "attention_jvp": (
+        with_arrays(attention_jvp, "dq"),
+        {**QKV, **GRADIENTS, **SCORES, **SEQUENCES, **RESULTS, **STATS_GRADIENT, "dout": ("VHSB", "float")},
+    ),
     "widen": (with_arrays(widen, "dq"), {**QKV, **GRADIENTS}),
     "prepare": (with_arrays(prepare), {**QKV, **SCORES, **SEQUENCES}),
     "explain": (with_arrays(explain), {**QKV, **SCORES, **SEQUENCES, **RESULTS}),
@@ -94,6 +107,10 @@ FUNCTIONS = {
     ),
     "merge": (
         merged, {"outs": ("VHSB", "float"), "stats": ("SHB", "float32"), "out": ("VHSB", "float"), "sinks": ("H", "float32")},
+    ),
+    "merge_backward": (
+        gradients_of_parts, {"outs": ("VHSB", "float"), "stats": ("SHB", "float32"), "dout": ("VHSB", "float"), **STATS_GRADIENT,
+                             "sinks": ("H", "float32")},
     ),
     "shared_prefix_attention": (
         of_pages(cupy_sdpa.shared_prefix_attention, 0),

@@ -80,15 +80,29 @@ BACKWARD = [
         np.zeros((6, 4, 3), "f4"), **x.paged), Unsupported, "page_table", "dense"),
     row("attention_backward", "FP8 arrays", lambda x: attention_backward(x.dout, *fp8.quantize_qkv(*x.qkv), x.dout,
         np.zeros((6, 4, 3), "f4")), TypeError, "q is an Fp8Array", "dequantize"),
+    row("attention_backward", "the gradient of the log-sum-exp in float16", backward({}, lambda x, a: {"dstats": a["stats"].astype(
+        "f2")}), TypeError, "dstats is float16", "float32"),
+    row("attention_backward", "neither gradient", backward({}, lambda x, a: {"dout": None}), TypeError, "dout is None", "dstats"),
+    row("attention_backward", "the gradient of the log-sum-exp as a number", backward({}, lambda x, a: {"dstats": 1.0}), TypeError,
+        "dstats is a float"),
+    row("attention_backward", "dq in the gradient of the log-sum-exp", lambda x: over_stats(x), ValueError, "dq overlaps dstats"),
     row("attention_backward", "float32 statistics of float64 arrays", lambda x: double_gradients(x), lambda x: right(x)),
 ]  # fmt: skip
 
 VJP = [
-    row("attention_vjp", "return_stats", lambda x: attention_vjp(*x.qkv, return_stats=True), TypeError, "return_stats",
-        "pullback"),
+    row("attention_vjp", "return_stats='max_sumexp'", lambda x: attention_vjp(*x.qkv, return_stats="max_sumexp"), TypeError,
+        "return_stats is 'max_sumexp'; it must be True or False"),
+    row("Pullback", "a gradient of the log-sum-exp that was not returned", pulled(lambda x, out, pull: pull(x.dout, x.dout[0])),
+        TypeError, "return_stats=True"),
+    row("Pullback", "a gradient of the log-sum-exp of another shape", lambda x: attention_vjp(*x.qkv, return_stats=True)[1](
+        None, x.dout[0]), ValueError, "dstats has shape (4, 6, 3)", "(6, 4, 3)"),
+    row("Pullback", "no gradient of two", lambda x: attention_vjp(*x.qkv, return_stats=True)[1](None), TypeError, "dout is None",
+        "dstats"),
+    row("Pullback", "the output is changed in place before both gradients", lambda x: both_after_a_change(x), ValueError, "out is of"),
     row("attention_vjp", "the gradient of a missing tensor", pulled(return_dtensors="slopes"), ValueError, "'slopes'"),
     row("Pullback", "no gradient", pulled(lambda x, out, pull: pull()), TypeError, "dout"),
-    row("Pullback", "two gradients", pulled(lambda x, out, pull: pull(x.dout, x.dout)), TypeError, "positional"),
+    row("Pullback", "two gradients", pulled(lambda x, out, pull: pull(x.dout, x.dout)), TypeError, "second positional"),
+    row("Pullback", "three gradients", pulled(lambda x, out, pull: pull(x.dout, x.dout, x.dout)), TypeError, "positional"),
     row("Pullback", "a call after a failed one", pulled(lambda x, out, pull: [failing(pull, x.q), pull(x.dout)][1]), right),
     row("Pullback", "the output as the gradient", pulled(lambda x, out, pull: pull(out)),
         lambda x: gradients(output(*x.qkv), *x.qkv)),
@@ -103,12 +117,27 @@ VJP = [
 ]  # fmt: skip
 
 
+def both_after_a_change(x):
+    """Gradients of the output and the log-sum-exp, after the output was changed in place."""
+    (out, stats), pullback = attention_vjp(*x.qkv, return_stats=True)
+    out *= 2
+    return pullback(x.dout, stats)
+
+
 def equal_gradients(x):
     """One array for dk and dv of equal shapes."""
     s = x.s
     out, stats = attention(s, s, s, return_stats=True)
     target = np.empty_like(s)
     return attention_backward(s, s, s, s, out, stats, dk=target, dv=target)
+
+
+def over_stats(x):
+    """The gradient of q is written over the gradient of the log-sum-exp."""
+    out, stats = attention(*x.qkv, return_stats=True)
+    memory = np.zeros(x.q.size, "f4")
+    dq = memory.reshape(x.q.shape, order="F")
+    return attention_backward(x.dout, *x.qkv, out, stats, dq=dq, dstats=memory[: stats.size].reshape(stats.shape, order="F"))
 
 
 def double_gradients(x):

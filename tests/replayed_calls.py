@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "block mask": {"sq": 300, "skv": 300, "options": {"block_mask": ("segments", "kq11")}},
     "block mask of heads": {"sq": 140, "skv": 140, "hq": 2, "options": {"block_mask": ("blocks", "kqh1")}},
     "derivative": {"sq": 20, "skv": 24, "backward": False, "options": {"jvp": "qkv", "stats": True}},
+    "dstats": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "b": 2, "options": {"dstats": True, "seq_lens_q": "some_zero"}},
     "derivative with a block mask": {
         "sq": 300, "skv": 300, "backward": False, "options": {"jvp": "qk", "block_mask": ("segments", "kq11")},
     },
@@ -97,6 +98,13 @@ def by_pullback(x, **options):
     out, pullback = attention_vjp(x["q"], x["k"], x["v"], **options)
     x.held.append(pullback)
     return out, *pullback(x["dout"])
+
+
+def of_stats(x, **options):
+    """The gradients of the log-sum-exp, with those of the output and alone."""
+    (out, stats), pullback = attention_vjp(x["q"], x["k"], x["v"], return_stats=True, causal=True, **options)
+    x.held.append(pullback)
+    return out, *pullback(x["dout"], 2 * stats), *pullback(None, stats)
 
 
 def both_passes(x, **options):
@@ -172,6 +180,13 @@ def merged(x):
     return cupy_sdpa.merge(outs, stats, return_stats=True)
 
 
+def gradients_of_parts(x):
+    """The gradients of eleven results of parts of the keys, in two launches."""
+    outs, stats = ([x[name][..., n] for n in range(11)] for name in ("outs", "stats"))
+    douts, of_stats = cupy_sdpa.merge_backward(outs, stats, x["dout"], x["dstats"])
+    return *douts, *of_stats
+
+
 def without_keys(x, **options):
     """Attention to no keys: the rows attend to their sink."""
     return attention(x["q"], x["k"], x["k"], seq_lens_q=x["lengths"], sinks=x["sinks"], return_stats="max_sumexp", **options)
@@ -210,11 +225,17 @@ FUNCTIONS = {
     "derivative and compute_dtype": (
         FLOAT32, lambda x, **options: attention_jvp(x["q"], x["k"], x["v"], x["dout"], compute_dtype="float16", **options),
     ),
+    "gradients of the log-sum-exp": (QKV, of_stats),
     "FP8 and its gradients": (QKV, lambda x, **options: by_pullback(x, compute_dtype="float8_e4m3fn", **options)),
     "FP8": ({name: (32, *shape[1:]) for name, shape in QKV.items()}, in_fp8),
     "FP8 keys": (QKV, of_fp8_keys),
     "conversion to FP8": ({"q": QKV["q"], "lengths": tuple(np.minimum(x, 20) for x in LENGTHS)}, converted),
     "merge": ({"outs": ((16, 4, 20, 2, 11), np.float32), "stats": ((20, 4, 2, 11), np.float32)}, merged),
+    "gradients of merge": (
+        {"outs": ((16, 4, 20, 2, 11), np.float32), "stats": ((20, 4, 2, 11), np.float32), "dout": ((16, 4, 20, 2), np.float32),
+         "dstats": ((20, 4, 2), np.float32)},
+        gradients_of_parts,
+    ),
     "NNlib": (
         {"q": (32, 20, 2), "k": (32, 24, 2), "v": (32, 24, 2), "dout": (32, 20, 2), "bias": (24, 20, 2), "lengths": LENGTHS}, of_nnlib,
     ),
@@ -236,7 +257,7 @@ FUNCTIONS = {
 }  # fmt: skip
 ROWS = [*CASES, *FUNCTIONS]
 #: The rows with calls that are parsed every time.
-PARSED = {"merge", "widen", "tree", "rotation", "rotation of a tree", "dropout_mask", "no keys"}
+PARSED = {"merge", "gradients of merge", "widen", "tree", "rotation", "rotation of a tree", "dropout_mask", "no keys"}
 
 
 def changes_of(engine, name):

@@ -155,9 +155,8 @@ class CaseRunner:
             flags = self.backward_options | ({"return_stats": True} if "dstats" in case.options else {})
             out, pullback = cupy_sdpa.attention_vjp(q, k, v, **options, **flags)
             gradients = pullback(*self.cotangents(memory, form))
-            return dict(
-                zip(("out", "stats"), out if "dstats" in case.options else (out,), strict=False)
-            ) | self.gradients_by_name(gradients)
+            returned = out if "dstats" in case.options else (out,)
+            return dict(zip(("out", "stats"), returned, strict=False)) | self.gradients_by_name(gradients)
         prepared = again and not {"shared_prefix", "merge", "cache"} & case.options.keys()  # calls of another function
         function = _prepare_and_call if prepared else forward_function(case)
         results = self.forward(function, memory, options | given, index, form)
@@ -184,9 +183,8 @@ class CaseRunner:
         self.count += 1
         if widen:
             given = {"widened": cupy_sdpa.widen(q, k, v, **given, **options)} | self.deterministic
-        results = cupy_sdpa.attention_jvp(
-            q, k, v, dout=array(views.get("jvp")), return_stats=stats, return_dstats=stats, **given, **options
-        )
+        given |= {"dout": array(views.get("jvp")), "return_stats": stats, "return_dstats": stats}
+        results = cupy_sdpa.attention_jvp(q, k, v, **given, **options)
         return dict(zip(("out", "jvp", "stats", "dstats"), results, strict=False))
 
     def forward(self, function: Any, memory: Memory, options: dict[str, Any], index: int, form: Form = GIVEN) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class Data:
 
     Attributes:
         case: the case that the values belong to.
-        arrays: q, k, v, dout, dstats and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by name; NaN
-            where nothing may be read.
+        arrays: q, k, v, dout, dstats and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by
+            name; NaN where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
         lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
@@ -223,7 +223,7 @@ def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
 
 
 def _in_sequences(data: Data, side: int, count: int) -> Any:
-    """Whether each of ``count`` positions of the queries (0) or keys (1) is in a sequence: ``(count, B)``, packed ``(count,)``."""
+    """Whether each of ``count`` positions of the queries (0) or keys (1) is in a sequence: ``(count, B)`` or ``(count,)``."""
     lengths, starts, positions = data.lengths[side], data.starts[side], np.arange(count)[:, None]
     if starts is not None:
         return ((positions >= starts[:-1]) & (positions < starts[:-1] + lengths)).any(axis=1)

@@ -81,8 +81,8 @@ def attention_jvp(
         deterministic: return the same bits in every run, as for :func:`cupy_sdpa.attention_backward`. Default False.
         out, dout: arrays ``(Dv, Hq, Sq, B)`` to write the output and its derivative into, of q's dtype; they must not overlap
             each other or an input.
-        stats, dstats: float32 arrays ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp and its derivative
-            into; imply ``return_stats`` and ``return_dstats``.
+        stats, dstats: float32 arrays ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp and its
+            derivative into; imply ``return_stats`` and ``return_dstats``.
         options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
             constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
             same weights from the output and its derivative.

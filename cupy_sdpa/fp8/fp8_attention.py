@@ -282,8 +282,8 @@ def gradients_in_fp8(
 ) -> list[Any]:
     """The gradients at the values that :func:`forward_in_fp8` kept.
 
-    ``arrays`` are dout, out, stats, dq, dk, dv and dstats; the last four may be None, with dstats also dout.
-    ``outputs`` are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
+    ``arrays`` are dout, out, stats, dq, dk, dv and dstats; the last four may be None, and with dstats also dout. ``outputs``
+    are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
     """
     kept = (*kept, None)[:5]
     key = CallKey(("backward in fp8", dtype, *map(repr, outputs.values())), _OF_GRADIENTS, (*arrays, *kept), options)

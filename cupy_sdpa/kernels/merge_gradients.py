@@ -73,7 +73,7 @@ def _part_on_cpu(part: PartGradient, out: Any, stats: Any, dout: Any, dstats: An
 _WARPS = 8
 #: An array of the kernel: its address, and strides in bytes along head dim, heads, tokens and batch.
 _FIELDS = "address d h s b"
-_PART = Struct("Part", **dict.fromkeys(PartGradient._fields, Struct("OfPart", _FIELDS)))
+_PART = Struct("Part", "", **dict.fromkeys(PartGradient._fields, Struct("OfPart", _FIELDS)))
 _ARGUMENTS = Struct(
     "Arguments",
     "width heads tokens rows",

@@ -61,6 +61,8 @@ def context_parallel(group: Any = None, *, method: str | None = None, check: boo
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: The refusal of gradients of the log-sum-exp.
+_NO_STATS_GRADIENT = "{}, and a group has no gradients of the log-sum-exp: compute them on one GPU"
 
 
 def _collective(function: F) -> F:
@@ -179,6 +181,8 @@ class ContextParallel:
                 f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
                 "every member has a part of them: compute them on one GPU"
             )
+        if options.pop("dstats", None) is not None:
+            raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
         if return_dsinks and options.get("sinks") is None:
             raise ValueError("return_dsinks is True and sinks is None: pass sinks=, or remove return_dsinks")
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "stats": stats}
@@ -198,6 +202,8 @@ class ContextParallel:
             functions of the forward pass, also if they have changed since.
         """
         backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
+        if options.pop("return_stats", False) is not False:
+            raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         options = kept_options(q, options)
         out, stats = self.attention(q, k, v, return_stats=True, **options)
 

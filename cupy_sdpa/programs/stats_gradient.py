@@ -48,7 +48,7 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
 
 
 def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
-    """Whether cuDNN needs equal head dims: with packed sequences, also of block masks, and where dq is written directly."""
+    """Whether cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
     direct = deterministic or any(requests.get(name) not in (None, False) for name in ("return_dbias", "return_dtensors"))
     return block_mask or direct or options.get("cu_seqlens_q") is not None
 
@@ -131,6 +131,6 @@ def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: boo
     if alone:
         return f"attention_backward with dstats and head dim {head_dim} is not supported: {reason}"
     return (
-        f"attention_backward with dstats and head dims {head_dim} and {value_dim} needs gradients with {ROWS} more head dims of "
-        f"v, rounded up to a multiple of {MULTIPLE}: {reason}. {REMEDY}"
+        f"attention_backward with dstats and head dims {head_dim} and {value_dim} needs gradients with {ROWS} more head dims "
+        f"of v, rounded up to a multiple of {MULTIPLE}: {reason}. {REMEDY}"
     )

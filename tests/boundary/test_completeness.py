@@ -101,6 +101,15 @@ def backward(**options):
     return attention_backward(dout, q, k, v, out, stats, **options)
 
 
+def of_stats(**options):
+    """The gradients of the log-sum-exp alone, and with those of the output."""
+    q, k, v, dout = arrays_of(options)
+    (out, stats), pullback = attention_vjp(q, k, v, return_stats=True, **options)
+    dstats = np.where(np.isneginf(stats), np.nan, stats / 9).astype(stats.dtype, order="K")
+    results = attention_backward(None, q, k, v, out, stats, dstats=dstats, **options)
+    return *results, *pullback(dout, dstats)
+
+
 def pullback(**options):
     q, k, v, dout = arrays_of(options)
     return attention_vjp(q, k, v, **options)[1](dout)
@@ -147,13 +156,13 @@ def in_a_group(**options):
 
 
 CALLS = {
-    "attention": forward, "attention_backward": backward, "attention_vjp": pullback, "attention_jvp": derivative,
+    "attention": forward, "attention_backward": backward, "attention_vjp": pullback, "gradients of stats": of_stats, "attention_jvp": derivative,
     "prepare": prepared, "weight_sums": sums, "weight_entropy": entropy, "block masks": by_blocks, "FP8": in_fp8,
     "compute_dtype": in_half, "groups": in_a_group,
 }  # fmt: skip
 #: The options that a call does not take, and a part of what its error says.
 EXCLUDED = {
-    **{(call, option): "page_table" for call in ("attention_backward", "attention_vjp", "attention_jvp", "groups")
+    **{(call, option): "page_table" for call in ("attention_backward", "attention_vjp", "gradients of stats", "attention_jvp", "groups")
        for option in ("page_table", "num_splits")},
     **{(call, option): words for call in ("weight_sums", "weight_entropy") for option, words in {
         "bias": "score", "dropout_p": "before dropout", "dropout_mask": "before dropout", "num_splits": "omit it",
@@ -282,9 +291,12 @@ def test_check_draws_every_option():
 
 
 def test_every_array_has_a_row():
-    """Every array of a problem, and every option that is an array, is in the table of arrays; gradients belong to one of them."""
+    """Every array of a problem, and every option that is an array, is in the table of arrays; gradients belong to one of them.
+
+    The gradient of the log-sum-exp becomes rows of dout, so no problem has it.
+    """
     of_problem = {field.name for field in dataclasses.fields(Problem) if "TensorSpec" in str(field.type)}
-    assert {*ARRAYS} == of_problem - {"captured", "dcaptured"}
+    assert {*ARRAYS} == of_problem - {"captured", "dcaptured"} | {"dstats"}
     assert {*OPTION_ARRAYS} <= OPTIONS
     assert all(row.of in ARRAYS and row.name == f"d{row.of}" for row in GRADIENTS)
 
@@ -299,6 +311,17 @@ def test_every_gradient_can_be_requested(function):
     parameters = inspect.signature(function).parameters
     assert [name for name in parameters if name.startswith("return_d")] == [*REQUESTS]
     assert all(parameters[name].default is False for name in REQUESTS)
+
+
+def test_groups_refuse_gradients_of_the_log_sum_exp():
+    """Both functions say so."""
+    (member,) = Loopback(1).members
+    group = ContextParallel(member)
+    out, stats = group.attention(Q, K, V, return_stats=True)
+    with pytest.raises(Unsupported, match=r"dstats.*one GPU"):
+        group.attention_backward(DOUT, Q, K, V, out, stats, dstats=stats)
+    with pytest.raises(Unsupported, match=r"return_stats.*one GPU"):
+        group.attention_vjp(Q, K, V, return_stats=True)
 
 
 def test_groups_refuse_gradients_that_are_sums_over_members():

@@ -132,7 +132,17 @@ def test_paged_cases_cover_the_options():
         assert drawn["rest"] == {"large", "negative", "unowned", "mixed"}
         assert drawn["shared"] == drawn["moved"] == {False, True}
     partners = {name for pair in PAIRS if "paged" in pair for name in pair}
-    assert set(OPTIONS) - partners == {"seq_lens_kv", "bucket", "jvp", "parallel", "merge", "cache", "mean", *GRADIENTS}
+    assert set(OPTIONS) - partners == {
+        "seq_lens_kv",
+        "bucket",
+        "jvp",
+        "parallel",
+        "merge",
+        "cache",
+        "mean",
+        "dstats",
+        *GRADIENTS,
+    }
 
 
 @pytest.mark.parametrize("shared", [False, True])
