@@ -143,14 +143,14 @@ def _forward_call(
 def attention_backward(
     dout: Array | None, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
     deterministic: bool = False, return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False,
-    return_dtensors: Literal[False] = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
+    return_dscale: Literal[False] = False, return_dtensors: Literal[False] = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
     dout: Array | None, q: Array, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
-    dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
+    return_dtensors: DTensors = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
 ) -> tuple[Any, ...]: ...
 # fmt: on
 @takes_options(without=PAGES)
@@ -166,6 +166,7 @@ def attention_backward(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscale: bool = False,
     return_dtensors: DTensors = False,
     dq: Array | None = None,
     dk: Array | None = None,
@@ -197,6 +198,7 @@ def attention_backward(
         return_dbias: also return the gradient of the bias, in its shape and dtype, summed over the axes along which it is
             broadcast. On the GPU it is accumulated in 16 bits, even for a float32 bias. Default False.
         return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32. Default False.
+        return_dscale: also return the gradient of a scale for each head, ``(Hq,)``, of its dtype. Default False.
         return_dtensors: also return the gradients of the floating-point arrays in ``tensors``: True for all, or some names. An
             array that is added to the scores, such as a bias, shares the launch; every other array, and every further way of
             indexing one, needs another launch of the same cost. On the GPU each gradient is accumulated in 16 bits, in memory
@@ -205,7 +207,7 @@ def attention_backward(
         options: the options of the forward pass. Gradients of padding are 0.
 
     Returns:
-        ``(dq, dk, dv)``, followed by dbias, dsinks, and a dict of the gradients of ``tensors``, of their shapes and dtypes, if
+        ``(dq, dk, dv)``, followed by dbias, dsinks, dscale, and a dict of the gradients of ``tensors``, of their shapes and dtypes, if
         requested. New arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
 
     Raises:
@@ -224,11 +226,12 @@ def attention_backward(
     if positional or stats is ... or default_layout() is not None:
         made: tuple[Any, ...] = special_call(attention_backward, locals())
         return made
-    if not type(deterministic) is type(return_dbias) is type(return_dsinks) is bool:
-        for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias), ("return_dsinks", return_dsinks)):
+    if not type(deterministic) is type(return_dbias) is type(return_dsinks) is type(return_dscale) is bool:
+        requested = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
+        for name, value in (("deterministic", deterministic), *requested.items()):
             read_flag(name, value)
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
-    tag = ("backward", deterministic, return_dbias, return_dsinks, dtensors)
+    tag = ("backward", deterministic, return_dbias, return_dsinks, return_dscale, dtensors)
     arrays: tuple[Any, ...] = (dout, q, k, v, out, stats)
     if dstats is not None:
         arrays = (*arrays, dq, dk, dv, dstats)
@@ -236,7 +239,8 @@ def attention_backward(
         arrays = (*arrays, dq, dk, dv)
     results = run_cached(tag, arrays, options)
     if results is None:
-        flags = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        flags: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
+        flags["return_dtensors"] = return_dtensors
         results = run(_backward_call(arrays, options, deterministic=deterministic, **flags), tag=tag)
     return tuple(results)
 
@@ -255,7 +259,7 @@ def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, retur
     dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
     key = CallKey(("backward", *flags.values(), dtensors), names, arrays, options)
     flags["return_dtensors"] = return_dtensors
-    outputs = {name: value for name, value in flags.items() if name != "deterministic"}
+    outputs = {name: value for name, value in flags.items() if name not in ("deterministic", "return_dscale")}
     results = gradient_names(flags)
     decide = functools.partial(decided_options, outputs=outputs)
     return Call(key, functools.partial(parse_backward, **flags), results, decide)

@@ -59,6 +59,7 @@ def problem(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscale: bool = False,
     return_dtensors: DTensors = False,
     dstats: bool = False,
     **options: Any,
@@ -76,7 +77,7 @@ def problem(
             dtype), ``alibi_slopes`` and ``sinks`` as True. Only the sign of the scale matters.
         backward: the problem of the gradients. Default False.
         deterministic: as for the call.
-        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
         dstats: whether gradients of the log-sum-exp are passed with those of the output. Default False.
 
     Returns:
@@ -91,6 +92,8 @@ def problem(
     forward attention, bfloat16: batch 1, 32 query and 8 key/value heads (GQA, 4 query heads per key/value head), 4096 \
 queries, 4096 keys, head dim 128, causal from the top left
     """
+    if hasattr(options.get("scale"), "shape"):  # q is multiplied by it before
+        options = {**options, "scale": 1.0}
     if backward and read_flag("dstats", dstats):
         flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dtensors": return_dtensors}
         q, k, v, options = stats_gradient.wide_shapes(q, k, v, options, dtype, flags)
@@ -112,6 +115,7 @@ def explain(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscale: bool = False,
     return_dtensors: DTensors = False,
     dout: Array | None = None,
     out: Array | None = None,
@@ -133,7 +137,7 @@ def explain(
     Args:
         q, k, v: as for the call; or q is a problem (:func:`cupy_sdpa.problem`), which replaces all other arguments except gpu
             and cudnn.
-        return_stats, deterministic, return_dbias, return_dsinks, return_dtensors, options: as for the call.
+        return_stats, deterministic, return_dbias, return_dsinks, return_dscale, return_dtensors, options: as for the call.
         backward: explain the backward pass. Default False.
         jvp: explain :func:`cupy_sdpa.attention_jvp` with the tangents dq, dk and dv that are passed, or with all of them if
             none is; the report has all passes. Default False.
@@ -163,7 +167,10 @@ def explain(
     gradients with head dims 512 and 512 are not supported on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
     flags: dict[str, Any] = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic}
-    outputs: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+    outputs: dict[str, Any] = {
+        "return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale,
+        "return_dtensors": return_dtensors,
+    }  # fmt: skip
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv, "dstats": dstats}
     if isinstance(q, Problem):
         return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)

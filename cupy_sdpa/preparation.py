@@ -25,13 +25,15 @@ ResultT = TypeVar("ResultT")
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
+    return_dtensors: DTensors = False,
     dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
+    return_dtensors: DTensors = False,
     dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[tuple[ArrayT, Any]]: ...
 @overload
@@ -43,7 +45,8 @@ def prepare(
 @overload
 def prepare(
     q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False,
+    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
+    return_dtensors: DTensors = False,
     dstats: Array | None = None, **options: Unpack[Options],
 ) -> Prepared[Any]: ...
 # fmt: on
@@ -58,6 +61,7 @@ def prepare(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscale: bool = False,
     return_dtensors: DTensors = False,
     dstats: Array | None = None,
     **options: Unpack[Options],
@@ -72,7 +76,7 @@ def prepare(
             arrays of other libraries. The elements of q, k and v are not read.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
-        return_dbias, return_dsinks, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
         dstats: for ``backward`` an array like the gradient of the log-sum-exp that every call passes; its elements are not
             read. Default None: the calls pass none.
 
@@ -95,7 +99,10 @@ def prepare(
     outputs: dict[str, Any] = {"deterministic": deterministic}
     function: Callable[..., Any]
     if backward:
-        outputs |= {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+        outputs |= {
+        "return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale,
+        "return_dtensors": return_dtensors,
+    }  # fmt: skip
         function, arrays = attention_backward, {"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}
         arrays |= {} if dstats is None else {"dstats": dstats}
     else:

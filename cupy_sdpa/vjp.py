@@ -26,6 +26,7 @@ from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
 from .programs.calls import Call, results_of
 from .programs.decided_options import decided_options
+from .programs.head_scales import check_request
 from .programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
 from .replay.call_key import CallKey
 from .runtime import cupy_runtime
@@ -40,18 +41,20 @@ _OWN_RESULTS = frozenset(("out", "stats"))
 @overload
 def attention_vjp(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
-    return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dtensors: Literal[False] = False,
+    return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dscale: Literal[False] = False,
+    return_dtensors: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[ArrayT, ArrayT, ArrayT]]]: ...
 @overload
 def attention_vjp(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
-    return_dbias: bool = False, return_dsinks: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
+    return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False, return_dtensors: DTensors = False,
+    **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
 @overload
 def attention_vjp(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False, return_dbias: bool = False,
-    return_dsinks: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
+    return_dsinks: bool = False, return_dscale: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
 ) -> tuple[tuple[ArrayT, Any], Pullback[tuple[Any, ...]]]: ...
 # fmt: on
 @takes_options(without=PAGES)
@@ -64,6 +67,7 @@ def attention_vjp(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dscale: bool = False,
     return_dtensors: DTensors = False,
     **options: Unpack[Options],
 ) -> tuple[Any, Pullback[Any]]:
@@ -73,7 +77,7 @@ def attention_vjp(
         q, k, v, options: as for :func:`attention`.
         return_stats: also return the log-sum-exp; the pullback then also takes its gradient. Default False.
         deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
-        return_dbias, return_dsinks, return_dtensors: as for :func:`attention_backward`.
+        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
             kept in place of q, k and v. The output and the gradients have the dtype of q.
@@ -111,7 +115,9 @@ def attention_vjp(
         raise Unsupported(NO_PAGED_GRADIENTS)
     if isinstance(return_dtensors, (list, set)):
         return_dtensors = tuple(return_dtensors)  # the caller's list may change before the pullback is called
-    others = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dtensors": return_dtensors}
+    others: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
+    others["return_dtensors"] = return_dtensors
+    check_request(options, read_flag("return_dscale", return_dscale))
     for row in REQUESTED_GRADIENTS:
         requested = others[row.request]
         if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
@@ -168,7 +174,7 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
     parse = functools.partial(parse_forward, kept=True, return_stats=True, deterministic=deterministic)
     out, stats, *rounded = results_of(Call(key, parse))
     kept, of_gradients = (*rounded, stats), of_forward
-    requested = {name: outputs[name] for name in REQUESTS}
+    requested = {name: outputs[name] for name in REQUESTS if name != "return_dscale"}  # which blocks of a mask compute
     if any(requested.values()):
         of_gradients = decided_options({"q": q, "k": k}, rest, outputs=requested)
     tag = ("backward, kept", out.dtype, *map(repr, outputs.values()))

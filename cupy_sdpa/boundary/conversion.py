@@ -122,4 +122,5 @@ def convert(
 
 def gradient_names(requests: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the gradients in the order in which they are returned, from the flags that request them."""
-    return (*(row.name for row in GRADIENTS if not row.request or requests[row.request]), "dtensors")
+    of_scale = ("dscale",) if requests.get("return_dscale") else ()
+    return (*(row.name for row in GRADIENTS if not row.request or requests[row.request]), *of_scale, "dtensors")

@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Options(TypedDict, total=False):
     """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
 
-    scale: float | None
+    scale: float | Array | None
     causal: bool | Literal["top_left", "bottom_right"] | None
     window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
     mask: Array | None
@@ -381,7 +381,11 @@ def read_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return default
     if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
-        raise TypeError(f"scale is {in_words(scale)}; it must be a number: convert an array with float(...)")
+        raise TypeError(
+            f"scale is {in_words(scale)}; it must be a number: convert an array of one element with float(...). attention, "
+            "attention_backward, attention_vjp, prepare and explain also take an array (Hq,), a scale for each head; for other "
+            "calls multiply q by it, and pass scale=1"
+        )
     value = as_float(scale)
     if not abs(value) <= LARGEST_SCALE:  # true of NaN too
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     def results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """The results of the call in the form of the first one."""
-        return {name: x if name == "dsinks" or "tensors" in name else self.back(x) for name, x in results.items()}
+        return {name: x if name in ("dsinks", "dscale") or "tensors" in name else self.back(x) for name, x in results.items()}
 
     def context(self) -> AbstractContextManager[Any]:
         """The context in which the call is made."""
@@ -206,7 +206,7 @@ class CaseRunner:
 
     def gradients_by_name(self, gradients: tuple[Any, ...]) -> dict[str, Any]:
         """The results of a backward call by name."""
-        optional = [name for name in ("dbias", "dsinks") if f"return_{name}" in self.case.options]
+        optional = [name for name in ("dbias", "dsinks", "dscale") if f"return_{name}" in self.case.options]
         results = dict(zip(("dq", "dk", "dv", *optional), gradients, strict=False))
         if "return_dtensors" in self.case.options:
             results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}

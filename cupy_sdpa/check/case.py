@@ -4,6 +4,7 @@ The options of a case are literals. Their values:
 
 ==================  ================================================================================================
 ``scale``           a number
+``head_scales``     ``"random"``, a scale for each head; ``"zero"``: the first is 0
 ``causal``          ``"top_left"`` or ``"bottom_right"``
 ``window``          as in the call
 ``mask``            (axes, kind); axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
@@ -36,7 +37,7 @@ The options of a case are literals. Their values:
 ``preallocated``    True: results are written to preallocated arrays
 ``offset``          a number that is added to the products of all queries and keys, by the first element of the head dim
 ``bucket``          as in the call; the same for ``max_workspace``, ``deterministic``, ``return_dbias``,
-                    ``return_dsinks`` and ``return_dtensors``
+                    ``return_dsinks``, ``return_dscale`` and ``return_dtensors``
 ==================  ================================================================================================
 """
 
@@ -52,7 +53,7 @@ ENGINES = ("gpu", "cpu", "cupy", "plan")
 #: The sizes of a case.
 SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 #: The options that return another gradient, and the option that each requires.
-GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dtensors": "score_mod"}
+GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dscale": "head_scales", "return_dtensors": "score_mod"}
 #: The options that require another one.
 REQUIRES = GRADIENTS | {"shared_prefix": "paged", "mean": "fp8"}
 

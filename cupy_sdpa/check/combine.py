@@ -55,6 +55,7 @@ CONFLICTS: tuple[set[str], ...] = (
     *({"packed", "bucket", other} for other in _NOT_IN_PACKED_BUCKETS),
     *({"paged", other} for other in ("seq_lens_kv", "bucket", "jvp", "dstats", *GRADIENTS)),
     *({"jvp", other} for other in ("dstats", *GRADIENTS)),
+    *({"head_scales", other} for other in ("scale", "jvp", "offset")),
 )
 #: Options that cannot be combined with ``num_splits``.
 NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask", "tree"}

@@ -19,6 +19,7 @@ LARGEST["float64"] = float(np.finfo(np.float64).max)
 LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
 #: Options of the call that are arrays.
 ARRAY_OPTIONS = (
+    "scale",
     "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
     "page_table",
 )  # fmt: skip
@@ -36,7 +37,7 @@ FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Form
 #: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
 FP8_SCALE = 64.0
 #: Parts of the seed, to separate the random numbers of lengths, tangents, trees and means from those of the arrays.
-_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM, _STATS_STREAM = 77, 78, 79, 80, 81
+_LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM, _STATS_STREAM, _SCALES_STREAM = 77, 78, 79, 80, 81, 82
 #: The number of pages that no table lists before the lengths.
 UNUSED = 3
 #: Part of the seed of the page table.
@@ -111,6 +112,8 @@ def build(case: Case, index: int) -> Data:
     data.arrays |= {f"t{name}": _position_array(data, of_tangents, f"t{name}") for name in case.options.get("jvp", "")}
     if "dstats" in case.options:
         data.arrays["dstats"] = _stats_gradient(data, np.random.default_rng([case.seed, index, _STATS_STREAM]))
+    if "head_scales" in case.options:
+        data.arrays["scale"] = _head_scales(case, np.random.default_rng([case.seed, index, _SCALES_STREAM]))
     for name, make in _OPTION_ARRAYS.items():
         if name in case.options:
             data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
@@ -282,6 +285,13 @@ def _alibi_slopes(case: Case, rng: np.random.Generator, kind: str) -> Any:
     usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
     slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
     return slopes.astype(np.float32)
+
+
+def _head_scales(case: Case, rng: np.random.Generator) -> Any:
+    """The option ``head_scales``."""
+    scales = rng.uniform(-0.1, 0.5, case.hq)
+    scales[: int(case.options["head_scales"] == "zero")] = 0
+    return scales.astype(np.float32)
 
 
 def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:

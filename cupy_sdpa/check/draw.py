@@ -314,7 +314,10 @@ OPTIONS: dict[str, Callable[[Sampler], Any]] = {
         f"kq{s.pick(*'h1')}{s.pick(*'b1')}",
     ),
     "stats": _stats,
-    **dict.fromkeys(("deterministic", "return_dbias", "return_dsinks", "return_dtensors"), lambda sampler: True),
+    "head_scales": lambda sampler: sampler.pick("random", "zero"),
+    **dict.fromkeys(
+        ("deterministic", "return_dbias", "return_dsinks", "return_dscale", "return_dtensors"), lambda sampler: True
+    ),
     "fp8": lambda sampler: sampler.pick("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"),
     "mean": lambda sampler: sampler.pick(0.5, 1.0, 2.0),
     "parallel": _parallel,

@@ -40,7 +40,7 @@ class Inputs:
         lengths: the lengths of the queries and of the keys, ``(B,)`` each.
         group: the number of query heads per key head.
         shape, merged_shape: the shape of the scores, and with merged heads, ``(B, Hq, Sq, Skv)``.
-        scale: the factor of q k^T.
+        scale: the factor of q k^T; for each head in a shape that broadcasts to the scores.
         keep: the factors of dropout, 0 or 1 / (1 - p), in the shape of the scores; 1.0 without dropout.
     """
 
@@ -48,7 +48,9 @@ class Inputs:
         self.data, self.case = data, data.case
         case = data.case
         self.group = case.hq // case.hkv if case.hkv else 1
-        self.scale = case.options.get("scale", case.d**-0.5)
+        self.scale: Any = case.options.get("scale", case.d**-0.5)
+        if "head_scales" in case.options:
+            self.scale = self.expand_heads(data.arrays["scale"].astype(np.float64))
         self.lengths = [
             np.full(case.b, maximum) if lengths is None else lengths
             for lengths, maximum in zip(data.lengths, (case.sq, case.skv), strict=True)
@@ -253,7 +255,7 @@ class Results:
         """Compute the weights, and add the results of the forward pass."""
         inputs, options, work = self.inputs, self.inputs.case.options, self.work
         self.q, self.k, self.v = (x.astype(work) for x in (inputs.q, inputs.k, inputs.v))
-        self.product = np.broadcast_to(work.type(inputs.scale) * (self.q @ self.k.swapaxes(-1, -2)), inputs.shape)
+        self.product = np.broadcast_to(np.asarray(inputs.scale, work) * (self.q @ self.k.swapaxes(-1, -2)), inputs.shape)
         scores = self._scores()
         # A score of -inf from a score function is masked, even if the softcap or the bias makes it finite.
         self.attended = inputs.visible() & ~(scores <= MASKED) & ~np.isneginf(self.softcap_input)
@@ -287,7 +289,7 @@ class Results:
         if self.dtype is None:
             terms = [p * np.log(np.where(p > 0, p, 1)) for p in (self.p, self.sink_weight)]
             return -np.asarray(terms[0].sum(axis=-1) + terms[1][..., 0])
-        mean = self.work.type(self.inputs.scale) * (self.q * self._round(self.p @ self.k)).sum(axis=-1)
+        mean = np.asarray(self.inputs.scale, self.work) * (self.q * self._round(self.p @ self.k)).sum(axis=-1)
         of_sink = (self.sink_weight * np.where(np.isneginf(self.sink), 0, self.sink))[..., 0]
         found = np.where(np.isneginf(self.stats), 0, self.stats) - mean - of_sink
         return self._round_stats(np.where(found < 0, 0, found))
@@ -352,7 +354,7 @@ class Results:
         """Add the derivative in the direction of the tangents."""
         inputs, work = self.inputs, self.work
         dq, dk, dv = (inputs.tangent(name).astype(work) for name in "qkv")
-        dproduct = work.type(inputs.scale) * (dq @ self.k.swapaxes(-1, -2) + self.q @ dk.swapaxes(-1, -2))
+        dproduct = np.asarray(inputs.scale, work) * (dq @ self.k.swapaxes(-1, -2) + self.q @ dk.swapaxes(-1, -2))
         self.dscores = dproduct * np.asarray(self.truth.score_derivative, work)
         keep = np.asarray(inputs.keep, work)
         found, self.mean = directional_derivative(self.p, self.dscores, self.v, dv, keep=keep, rounded=self._round)
@@ -368,7 +370,7 @@ class Results:
         # A fused kernel computes P again from the rounded L.
         p = np.exp(self.scores - stats).astype(work) if self.dtype is not None else self.p
         dq, dk, dv, self.ds, delta = gradients(
-            p, dout, self.q, self.k, self.v, scale=work.type(inputs.scale), keep=np.asarray(inputs.keep, work),
+            p, dout, self.q, self.k, self.v, scale=np.asarray(inputs.scale, work), keep=np.asarray(inputs.keep, work),
             slope=np.asarray(self.truth.score_derivative, work), out=self.out, rounded=self._round,
             dstats=np.asarray(inputs.dstats, work),
         )  # fmt: skip
@@ -377,6 +379,10 @@ class Results:
         values["dv"] = self._round(inputs.to_call_shape(dv.sum(axis=2), 1))
         if "return_dbias" in options:
             values["dbias"] = inputs.sum_to_shape(self.ds, inputs.data.arrays["bias"].shape).astype(work)
+        if "return_dscale" in options:
+            slope = np.asarray(self.truth.score_derivative, work)
+            of_product = self._round(self._round(self.ds * slope) @ self.k)  # the gradient of q times the scale
+            values["dscale"] = (self.q * of_product).sum(axis=(0, 3, 4)).reshape(inputs.case.hq)
         if "return_dsinks" in options:
             values["dsinks"] = -(np.exp(self.sink - stats) * delta).sum(axis=(0, 3, 4)).reshape(inputs.case.hq)
         if "return_dtensors" in options:

@@ -69,6 +69,9 @@ class _Floors:
         self.approximate = APPROXIMATE * (case.engine == "gpu" and is_approximate)
         amplification = np.maximum(1, np.abs(truth.score_derivative)) if case.backward or "jvp" in case.options else 1.0
         self.of_scores = 4 * work * abs(inputs.scale) * norms * amplification + 4 * work * scores
+        #: The relative error of q times a scale for each head, which is rounded to the dtype.
+        self.of_product = self.half * ("head_scales" in case.options)
+        self.of_scores += self.of_product * abs(inputs.scale) * norms
         if fp8 and case.engine == "gpu":
             self.of_scores += FP8_SUM * abs(inputs.scale) * norms
         self.of_scores += self.approximate * np.minimum(scores, _MAX_APPROXIMATE_SCORE)
@@ -134,7 +137,7 @@ class _Floors:
         of_delta = of_delta + ((2 * self.half) ** 2 + 4 * self.work) * size + self.subnormal * (size > 0)
         of_dp = 4 * self.work * _norms(inputs.dout) * _norms(inputs.v).swapaxes(-1, -2) * keep
         of_p = 2 * self.of_scores + 2 * self.of_stats  # relative
-        of_element = ds * (self.rounding + self.approximate + of_p) + p * of_dp + self.subnormal * (p > 0)
+        of_element = ds * (self.rounding + self.approximate + of_p + self.of_product) + p * of_dp + self.subnormal * (p > 0)
         of_dproduct = of_element * derivative + ds * self.of_derivative
         of_ds = np.sqrt(of_dproduct**2 + (p * of_delta * derivative) ** 2)
         of_weight = keep * (p * (self.rounding + of_p) + self.subnormal * (p > 0))
@@ -142,11 +145,18 @@ class _Floors:
         dq = np.sqrt(of_dproduct**2 @ inputs.k**2) + np.abs((p * derivative) @ inputs.k) * of_delta
         dk = np.sqrt((of_ds**2).swapaxes(-1, -2) @ inputs.q**2).sum(axis=2)
         dv = np.sqrt((of_weight**2).swapaxes(-1, -2) @ inputs.dout**2).sum(axis=2)
-        scale = abs(inputs.scale) * DEVIATIONS
+        scale = _max_abs(np.asarray(inputs.scale)) * DEVIATIONS
         floors = {"dq": scale * _finite_max(dq), "dk": scale * _finite_max(dk), "dv": DEVIATIONS * _finite_max(dv)}
         drift = _max_abs(self.of_stats + self.of_scores * (p > 0))
         for name in ("dq", "dk", "dv"):
             floors[name] += 2 * drift * _max_abs(self.truth.values[name])
+        for name in ("dq", "dk"):
+            floors[name] += 2 * self.of_product * _max_abs(self.truth.values[name])
+        if "dscale" in self.truth.values:  # the errors of a row add up
+            product = np.abs((self.truth.ds * np.asarray(self.truth.score_derivative)) @ inputs.k)
+            of_rows = (np.abs(inputs.q) * (dq + (2 * self.half + 2 * drift) * product + self.subnormal)).sum(axis=-1)
+            floors["dscale"] = DEVIATIONS * float(np.sqrt((of_rows**2).sum(axis=(0, 3))).max(initial=0))
+            floors["dscale"] += 4 * SINGLE * float((np.abs(inputs.q) * product).sum(axis=(0, 3, 4)).max(initial=0))
         of_terms = 2 * (of_element + p * of_delta) + 2 * self.half * ds  # may be accumulated in 16 bits
         return floors | self._sums(of_terms, of_delta, ds)
 

@@ -20,6 +20,7 @@ from ..boundary.read_options import ReadOptions
 from ..errors import Unsupported, in_words
 from ..hooks import PassOption
 from ..kernels.concatenation import concatenate
+from ..kernels.row_means import row_means
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected
 from ..problem.validation import expected_arrays
@@ -30,7 +31,7 @@ from ..programs.program import Builder
 from ..programs.steps import Check
 from ..runtime import cupy_runtime
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
-from .derivative_terms import Terms, add_terms, row_means
+from .derivative_terms import Terms, add_terms
 
 #: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
 #: the tangents.

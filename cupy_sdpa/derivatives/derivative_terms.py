@@ -1,4 +1,4 @@
-"""The sum of the terms of a directional derivative, and means: CUDA kernels, and the same on numpy arrays."""
+"""The sum of the terms of a directional derivative: a CUDA kernel, and the same on numpy arrays."""
 
 from __future__ import annotations
 
@@ -115,83 +115,5 @@ def _add_terms_kernel(dtype: str, vector: int) -> str:
                     *(Unit*)(AT(dout) + d * a.dout.d) = total;
                     if (a.out.address) *(Unit*)(AT(out) + d * a.out.d) = output;
                 }}
-            }}
-        }}"""
-
-
-#: The arguments of :func:`row_means`: addresses, sizes, and strides in bytes.
-_MEANS = Struct(
-    "Means",
-    "width heads length rows target stats target_s target_h target_b stats_s stats_h stats_b",
-    **dict.fromkeys(("products", "dout", "means"), Struct("Array", " ".join(Address._fields))),
-)
-
-
-def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mean_index: int, scale: float) -> None:
-    """Write the mean of the derivatives of the scores of each row, which is the derivative of the log-sum-exp; one launch.
-
-    It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus the element ``mean_index`` of
-    ``means``, the mean that it does not subtract; 0 where the log-sum-exp is -inf.
-
-    Args:
-        target, stats: ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
-        products, dout: ``(X, Hq, Sq, B)`` or packed ``(X, Hq, Tq)``; or None, which are 0.
-        means: as in :class:`Terms`, or None, which is 0.
-        mean_index: the place of the mean along head_dim.
-        scale: the factor of the scores.
-    """
-    if not target.size:
-        return
-    if not cupy_runtime.is_array(target):
-        work, found = target.dtype, 0
-        with np.errstate(invalid="ignore", over="ignore"):  # the padding of q may be anything
-            if products is not None:
-                found = scale * (products.astype(work) * dout.astype(work)).sum(axis=0)
-            if means is not None:
-                found = found + means[mean_index].astype(work)
-        if target.ndim == 3 and not isinstance(found, int):
-            found = found.transpose(1, 0, 2)
-        target[...] = np.where(np.isneginf(stats), 0, found)
-        return
-    like = means if products is None else products
-    width, heads, length, *_ = like.shape
-    places = [address(products, 0), address(dout, 0), address(means, mean_index)]
-    arguments = _MEANS(width, heads, length, target.size, target, stats, *_rows_of(target), *_rows_of(stats), *places)
-    grid = (min(-(-target.size // _WARPS), MAX_BLOCKS),)
-    _row_means_kernel(like.dtype.name)(grid, (32, _WARPS), (arguments, np.float32(scale)))
-
-
-#: The warps of a block of :func:`row_means`.
-_WARPS = 8
-
-
-def _rows_of(x: Any) -> tuple[int, int, int]:
-    """The strides along tokens, heads and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
-    first, second, *batch = x.strides
-    return (first, second, batch[0]) if batch else (second, first, 0)
-
-
-@cuda_kernel
-def _row_means_kernel(dtype: str) -> str:
-    """The kernel of :func:`row_means`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
-    of = TYPES[dtype]
-    return f"""{of.header}{_MEANS}
-        extern "C" __global__ void cupy_sdpa_row_means(const Means a, float scale) {{
-            for (long long first = blockIdx.x * (long long)blockDim.y; first < a.rows; first += gridDim.x * blockDim.y) {{
-                const bool exists = first + threadIdx.y < a.rows;  // every thread of the block takes part in the sums
-                const long long row = exists ? first + threadIdx.y : first;
-                const long long h = row % a.heads, s = row / a.heads % a.length, b = row / a.heads / a.length;
-                #define AT(x) (a.x.address + h * a.x.h + s * a.x.s + b * a.x.b)
-                float sum = 0;
-                if (a.products.address) for (long long d = threadIdx.x; d < a.width; d += 32)
-                    sum += float(*(const {of.name}*)(AT(products) + d * a.products.d))
-                        * float(*(const {of.name}*)(AT(dout) + d * a.dout.d));
-                for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                if (!exists || threadIdx.x) continue;
-                float found = scale * sum;
-                if (a.means.address) found += float(*(const {of.name}*)AT(means));
-                if (*(const float*)(a.stats + s * a.stats_s + h * a.stats_h + b * a.stats_b) == __int_as_float(0xff800000))
-                    found = 0;
-                *(float*)(a.target + s * a.target_s + h * a.target_h + b * a.target_b) = found;
             }}
         }}"""

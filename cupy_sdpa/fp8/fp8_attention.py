@@ -286,6 +286,7 @@ def gradients_in_fp8(
     are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
     """
     kept = (*kept, None)[:5]
+    outputs.pop("return_dscale", None)  # the forward pass takes no scale for each head
     key = CallKey(("backward in fp8", dtype, *map(repr, outputs.values())), _OF_GRADIENTS, (*arrays, *kept), options)
     return results_of(Call(key, functools.partial(_parse_gradients, dtype=dtype, outputs=outputs)))
 

@@ -303,10 +303,13 @@ _SUM = Struct(
 
 
 def sum_over_scores(source: Any, target: Any) -> None:
-    """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1; in float32."""
+    """Write the sum of ``source``, ``(Skv, Sq, H, B)``, over its first two axes where ``target`` has length 1.
+
+    In float32; numpy arrays of float64 in float64.
+    """
     if not cupy_runtime.is_array(source):
         axes = tuple(axis for axis in (0, 1) if target.shape[axis] < source.shape[axis])
-        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.float32)
+        target[...] = source.sum(axis=axes, keepdims=True, dtype=np.result_type(np.float32, source.dtype))
         return
     keys, queries, heads, batch = source.shape
     arguments = _SUM(source, keys, queries, *source.strides, target, *target.shape[:2], *target.strides)

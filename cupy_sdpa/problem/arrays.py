@@ -136,7 +136,7 @@ RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
 #: The gradients that a flag requests, besides those of ``tensors``.
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
 #: The flags of the backward pass that request gradients.
-REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dtensors")
+REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dscale", "return_dtensors")
 #: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass, as for
 #: :func:`cupy_sdpa.attention_backward`, in the order of the cache key.
 FORWARD = ("q", "k", "v", "out", "stats")

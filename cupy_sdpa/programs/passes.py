@@ -22,6 +22,7 @@ from ..problem.view import View
 from ..replay.call_key import CallKey
 from .decided_options import split_options
 from .executor import ReadCall, compiled, composed, read_operands
+from .head_scales import check_request, check_scales, is_per_head, plain, scaled
 from .program import Builder
 from .stats_gradient import needs_equal, refusal, sum_of_sinks, with_rows
 
@@ -38,7 +39,7 @@ def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False
     """
     passed, dtype, others = split_options(key.options)
     flags: dict[str, Any] = {"return_stats": return_stats, "deterministic": deterministic}
-    if passed is None and dtype is None:
+    if passed is None and dtype is None and not is_per_head(others):
         return compiled(read_forward(**key.named(), options=others, **flags))
     arrays, views, options = _read_operands(key, others, passed, dtype, ("out", "stats"), None)
     of_call: dict[str, Any] = {"passed": passed, "dtype": dtype, **flags}
@@ -72,7 +73,9 @@ def parse_backward(
                 f"{name} is None; the backward pass needs it{also}: attention(..., return_stats=True) returns out and stats"
             )
     passed, dtype, others = split_options(key.options)
-    if passed is None and dtype is None and not of_stats:
+    check_request(others, requests.get("return_dscale", False))
+    if passed is None and dtype is None and not of_stats and not is_per_head(others):
+        flags.pop("return_dscale", None)
         call = read_backward(**key.named(), options=others, **flags)
         call.given_stats = "whole"
         return compiled(call)
@@ -106,7 +109,12 @@ def _read_operands(
     result: Any,
 ) -> tuple[dict[str, Any], dict[str, View], ReadOptions]:
     """:func:`.read_operands` of a call with a layer's option or another dtype; what needs no problem is checked."""
-    arrays, views, options = read_operands(key.named(), kept_options(key.array("q"), options))
+    given = kept_options(key.array("q"), options)
+    scale = {"scale": given["scale"]} if is_per_head(given) else {}
+    arrays, views, options = read_operands(key.named() | scale, {**given, "scale": 1.0} if scale else given)
+    if scale:
+        check_scales(views, dtype or dtype_name(views["q"].dtype))
+        options |= {"scale": views["scale"]}
     of_call = {name: views.get(name) for name in key.names}
     if dtype is not None:
         check_converted(of_call, dtype=result, results=results)
@@ -130,6 +138,7 @@ def _results_of(
     ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
     """
     q, k, v = (views[name] for name in "qkv")
+    requested, options = flags.pop("return_dscale", False), plain(options)
     own, out = q.dtype if result is None else result, (v.shape[0], *q.shape[1:])
     if passed is not None:
         shapes = {f"d{name}": views[name].shape for name in "qkv"} if gradients else {"out": out}
@@ -137,7 +146,7 @@ def _results_of(
         if not gradients and ("stats" in views or flags.get("return_stats")):
             of_rows = row_stats_dtype(dtype or q.dtype)
             results["stats"] = View.dense("stats", row_stats_shape(q.shape), of_rows, q.storage.device)
-        return results, None
+        return (results | _of_scale(views) if requested else results), None
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     if gradients:
         shapes |= {name: views[name].shape if name in views else out for name in ("dout", "out")}
@@ -146,7 +155,17 @@ def _results_of(
     if dtype is None:  # their strides are checked
         dense |= {name: view for name, view in views.items() if name in (*dense, "dq", "dk", "dv")}
     call = (read_backward if gradients else read_forward)(**dense, options=options, stats=views.get("stats"), **flags)
-    return result_views(call, views, own), call.gradients
+    results = result_views(call, views, own)
+    if requested:  # before the gradients of tensors
+        of_tensors = {name: results.pop(name) for name in (call.gradients.results if call.gradients else ())}
+        results |= _of_scale(views) | of_tensors
+    return results, call.gradients
+
+
+def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
+    """The view of the gradient of the scale."""
+    scale = views["scale"]
+    return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
 
 
 def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
@@ -191,6 +210,8 @@ def add(
     given = {name: views.get(name) for name in (GRADIENT_ARRAYS if backward else FORWARD)}
     own, finish = rounded(builder, given, dtype, ("dq", "dk", "dv") if backward else ("out",), kept)
     equal = needs_equal(options, block_mask=passed is not None, deterministic=deterministic, **outputs)
+    outputs.pop("return_dscale", None)
+    own, options, unscale = scaled(builder, own, options, views.get("dscale"))
     own, narrow = with_rows(builder, own, equal=equal)
     if of_stats:
         given_stats = "appended" if given_stats == "whole" else given_stats
@@ -205,6 +226,7 @@ def add(
     else:
         passed.module.add(builder, own, passed.value, options, deterministic=deterministic)
     narrow()
+    unscale()
     finish()
 
 

@@ -1,0 +1,87 @@
+"""A scale for each head: q is multiplied by it before the passes, which then have the scale 1.
+
+The gradient of q is that of the product times the scale, and the gradient of the scale is the sum of q times that of the
+product, over all elements of a head. Neither divides by the scale, so it may be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..boundary.argument import check_arrays
+from ..boundary.read_options import ReadOptions
+from ..errors import in_words
+from ..kernels.ragged import sum_over_scores
+from ..kernels.row_means import row_means
+from ..kernels.scale_kernel import scale_heads
+from ..problem.tensor_spec import Expected
+from ..problem.view import View
+from .executor import is_any_array
+from .steps import Steps
+
+
+def is_per_head(options: Mapping[str, Any]) -> bool:
+    """Whether the scale of a call is an array."""
+    return is_any_array(options.get("scale"))
+
+
+def check_request(options: Mapping[str, Any], return_dscale: bool) -> None:
+    """Check that the scale whose gradient is requested is an array."""
+    if return_dscale and not hasattr(options.get("scale"), "shape"):
+        scale = options.get("scale")
+        raise ValueError(
+            f"return_dscale is True and scale is {scale if isinstance(scale, float) else in_words(scale)}: pass scale= as an array "
+            "(Hq,), or remove return_dscale"
+        )
+
+
+def check_scales(views: Mapping[str, View], computed: str) -> None:
+    """Check the scales of a call that computes in a dtype: float32, for float64 arrays also float64."""
+    scale = views["scale"]
+    wide = computed == "float64" and scale.dtype.name == "float64"
+    expected = Expected("scale", (views["q"].shape[1],), "float64" if wide else "float32", "(Hq,), a scale for each head")
+    check_arrays([expected], {"q": views["q"], "scale": scale})
+
+
+def plain(options: ReadOptions) -> ReadOptions:
+    """The options of the passes on the product of q and its scale, which were read with the scale 1."""
+    return options.without("scale")
+
+
+def scaled(
+    steps: Steps, arrays: Mapping[str, Any], options: ReadOptions, dscale: View | None = None
+) -> tuple[dict[str, Any], ReadOptions, Callable[[], None]]:
+    """The arrays of a pass with q times the scale, the options with the scale 1, and what adds the steps after the pass.
+
+    These write the gradient of q, if the pass is a backward pass, and that of the scale into ``dscale``. Without a scale for
+    each head nothing changes.
+    """
+    made, scale = {**arrays}, options.get("scale")
+    if not isinstance(scale, View):
+        return made, options, lambda: None
+    q, dq = arrays["q"], arrays.get("dq")
+    made["q"] = steps.temporary(q.shape, q.dtype)
+    steps.run(scale_heads, made["q"], q, scale, writes=[made["q"]])
+    if dq is not None:
+        made["dq"] = steps.temporary(q.shape, dq.dtype)
+
+    def finish() -> None:
+        if dq is None:
+            return
+        if dscale is not None:
+            _add_gradient(steps, dscale, arrays["stats"], q, made["dq"])
+        steps.run(scale_heads, dq, made["dq"], scale, writes=[dq])
+
+    return made, plain(options), finish
+
+
+def _add_gradient(steps: Steps, dscale: View, stats: View, q: View, dq: View) -> None:
+    """The sum of the products of q and the gradient of q times its scale, over the elements of each head."""
+    if not stats.size:
+        steps.fill(dscale, 0)
+        return
+    rows = steps.temporary(stats.shape, stats.dtype)
+    steps.run(row_means, rows, stats, dq, q, None, 0, 1.0, writes=[rows])
+    of_tokens = rows.T[..., None] if rows.ndim == 2 else rows  # (tokens, heads, batch)
+    steps.run(sum_over_scores, of_tokens.transpose(0, 2, 1)[..., None], dscale[None, None, :, None], writes=[dscale])
