@@ -79,7 +79,8 @@ def attention(
         seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of padded sequences.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.
         page_table, num_splits: paged keys and values, int32 ``(P, B)``, as of :class:`cupy_sdpa.KVCache`.
-        scale, score_mod, softcap, alibi_slopes, bias: change the scores, in this order; the scale is ``1/sqrt(D)`` by default.
+        scale, score_mod, softcap, alibi_slopes, bias: change the scores, in this order; the scale is ``1/sqrt(D)`` by default,
+            and may be an array ``(Hq,)``.
         sinks, tensors: the score of a key without a value, ``(Hq,)``; arrays that ``score_mod`` and ``mask_mod`` read.
         dropout_p, seed, offset, dropout_mask: dropout. Default 0.
         batch_invariant: refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.
@@ -143,14 +144,15 @@ def _forward_call(
 def attention_backward(
     dout: Array | None, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
     deterministic: bool = False, return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False,
-    return_dscale: Literal[False] = False, return_dtensors: Literal[False] = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
-    **options: Unpack[Options],
+    return_dscale: Literal[False] = False, return_dtensors: Literal[False] = False, dq: Array | None = None,
+    dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
 ) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
     dout: Array | None, q: Array, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
     deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
-    return_dtensors: DTensors = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
+    return_dtensors: DTensors = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]: ...
 # fmt: on
 @takes_options(without=PAGES)
@@ -207,8 +209,8 @@ def attention_backward(
         options: the options of the forward pass. Gradients of padding are 0.
 
     Returns:
-        ``(dq, dk, dv)``, followed by dbias, dsinks, dscale, and a dict of the gradients of ``tensors``, of their shapes and dtypes, if
-        requested. New arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
+        ``(dq, dk, dv)``, followed by dbias, dsinks, dscale, and a dict of the gradients of ``tensors``, of their shapes and
+        dtypes, if requested. New arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.

@@ -138,7 +138,10 @@ MASKS = [
 ]  # fmt: skip
 
 NUMBERS = [
-    row("attention", "an array for the scale", passing(scale=np.ones(1)), TypeError, "scale is a numpy.ndarray", "float("),
+    row("attention", "an array of one element for the scale", passing(scale=np.ones(1, "f4")), ValueError, "scale has shape (1,)", "(4,)",
+        "(Hq,)"),
+    row("attention", "scales in float64", passing(scale=np.ones(4)), TypeError, "scale is float64", "float32"),
+    row("attention", "a list of scales", passing(scale=[1.0] * 4), TypeError, "scale is a list", "(Hq,)"),
     row("attention", "a text for the scale", passing(scale="auto"), TypeError, "scale is a str", "number"),
     row("attention", "scale=True", passing(scale=True), TypeError, "scale is a bool"),
     row("attention", "flash-attn's softcap=0 for none", passing(softcap=0.0), ValueError, "softcap is 0.0", "None"),

@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "block mask": {"sq": 300, "skv": 300, "options": {"block_mask": ("segments", "kq11")}},
     "block mask of heads": {"sq": 140, "skv": 140, "hq": 2, "options": {"block_mask": ("blocks", "kqh1")}},
     "derivative": {"sq": 20, "skv": 24, "backward": False, "options": {"jvp": "qkv", "stats": True}},
+    "scales of heads": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "b": 2, "options": {"head_scales": "zero", "return_dscale": True}},
     "dstats": {"sq": 20, "skv": 24, "hq": 4, "hkv": 2, "b": 2, "options": {"dstats": True, "seq_lens_q": "some_zero"}},
     "derivative with a block mask": {
         "sq": 300, "skv": 300, "backward": False, "options": {"jvp": "qk", "block_mask": ("segments", "kq11")},

@@ -58,6 +58,7 @@ TESTS = {
     "cupy_sdpa/kernels/fp8_kernels.py": ("fp8",),
     "cupy_sdpa/kernels/mean_kernels.py": ("fp8",),
     "cupy_sdpa/kernels/merge_gradients.py": ("attention",),
+    "cupy_sdpa/kernels/scale_kernel.py": ("attention",),
     "cupy_sdpa/kernels/stats_gradient.py": ("attention",),
     "cupy_sdpa/kernels/page_lists.py": ("kv_cache",),
     "cupy_sdpa/kernels/paged.py": ("kv_cache",),

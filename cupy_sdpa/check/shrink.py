@@ -114,7 +114,8 @@ def _simpler_options(case: Case) -> Iterator[Case]:
 
 #: The simplest value of each option.
 _SIMPLEST = {
-    "scale": 1.0, "head_scales": "random", "causal": "top_left", "window": (0, 0, "top_left"), "seq_lens_q": "zero", "seq_lens_kv": "zero",
+    "scale": 1.0, "head_scales": "random", "causal": "top_left", "window": (0, 0, "top_left"), "seq_lens_q": "zero",
+    "seq_lens_kv": "zero",
     "packed": ("full", "full", 0, 0, 0, "int32"), "softcap": 2.0, "dropout": (0.5, "seed", 0, 0),
     "score_mod": ("near_key_100", ""), "mask_mod": ("key_100", ""), "tree": "parents", "stats": True, "parallel": ("ring", 2),
     "shared_prefix": 1, "merge": 2, "cache": (1, "full", 1, "", False), "weight_sums": "query heads", "weight_entropy": True,

@@ -13,7 +13,8 @@ from ..runtime.dtypes import TYPES
 #: The arrays as the kernel reads them: addresses, lengths, and strides in bytes.
 _ARGUMENTS = Struct(
     "Arguments",
-    "target source scale width heads tokens rows target_d target_h target_s target_b source_d source_h source_s source_b scale_h",
+    "target source scale width heads tokens rows target_d target_h target_s target_b source_d source_h source_s source_b "
+    "scale_h",
 )
 #: Threads along head_dim and along rows, and the maximum number of blocks.
 _COLUMNS, _ROWS, _MAX_BLOCKS = 32, 8, 1 << 16
@@ -55,6 +56,7 @@ def _kernel(dtype: str) -> str:
                 const long long target = a.target + h * a.target_h + s * a.target_s + b * a.target_b;
                 const float factor = *(const float*)(a.scale + h * a.scale_h);
                 for (long long d = threadIdx.x; d < a.width; d += blockDim.x)
-                    *({of.name}*)(target + d * a.target_d) = {of.name}(factor * float(*(const {of.name}*)(source + d * a.source_d)));
+                    *({of.name}*)(target + d * a.target_d)
+                        = {of.name}(factor * float(*(const {of.name}*)(source + d * a.source_d)));
             }}
         }}"""

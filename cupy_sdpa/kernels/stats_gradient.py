@@ -15,24 +15,28 @@ ROWS = 2
 #: The arrays as the kernel reads them: addresses, lengths, and strides in bytes.
 _ARGUMENTS = Struct(
     "Arguments",
-    "dout dstats stats heads tokens rows row dout_d dout_h dout_s dout_b dstats_h dstats_s dstats_b stats_h stats_s stats_b",
+    "dout out dstats stats heads tokens rows row dout_d dout_h dout_s dout_b out_d out_h out_s out_b dstats_h dstats_s "
+    "dstats_b stats_h stats_s stats_b",
 )
 #: Threads of a block, and the maximum number of blocks.
 _THREADS, _MAX_BLOCKS = 256, 1 << 16
 
 
-def append_stats_gradient(dout: Any, dstats: Any, stats: Any) -> None:
-    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout; one launch.
+def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
+    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout, and -1 into those of out; one launch.
 
     The first of them is dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
 
     Args:
         dout: ``(W, Hq, Sq, B)`` or packed ``(W, Hq, Tq)``, any strides; the other rows are not written.
+        out: the same; or None.
         dstats, stats: dL and L, ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``, float32 (numpy: also float64), any strides.
     """
     if not cupy_runtime.is_array(dout):
         found = np.where(np.isneginf(stats), 0, dstats)
         found = found.swapaxes(0, 1) if found.ndim == 3 else found
+        if out is not None:
+            out[-ROWS:] = -1
         with np.errstate(over="ignore", invalid="ignore"):
             high = found.astype(dout.dtype)
             dout[-2] = high
@@ -41,20 +45,11 @@ def append_stats_gradient(dout: Any, dstats: Any, stats: Any) -> None:
     if not dout.size:
         return
     width, heads, tokens = dout.shape[:3]
-    steps = (*dout.strides, 0)[:4]
-    arguments = _ARGUMENTS(
-        dout,
-        dstats,
-        stats,
-        heads,
-        tokens,
-        dout.size // width,
-        width - ROWS,
-        *steps,
-        *_steps_of_rows(dstats),
-        *_steps_of_rows(stats),
-    )
-    grid = (min(-(-dout.size // width // _THREADS), _MAX_BLOCKS),)
+    steps = [(*x.strides, 0)[:4] if x is not None else (0,) * 4 for x in (dout, out)]
+    rows = *_steps_of_rows(dstats), *_steps_of_rows(stats)
+    count = dout.size // width
+    arguments = _ARGUMENTS(dout, out, dstats, stats, heads, tokens, count, width - ROWS, *steps[0], *steps[1], *rows)
+    grid = (min(-(-count // _THREADS), _MAX_BLOCKS),)
     _append_kernel(dout.dtype.name)(grid, (_THREADS,), (arguments,))
 
 
@@ -81,6 +76,10 @@ def _append_kernel(dtype: str) -> str:
                 const float rest = found - float(high);
                 const long long place = a.dout + a.row * a.dout_d + h * a.dout_h + s * a.dout_s + b * a.dout_b;
                 *({of.name}*)place = high;
+                if (a.out) {{
+                    const long long own = a.out + a.row * a.out_d + h * a.out_h + s * a.out_s + b * a.out_b;
+                    *({of.name}*)own = *({of.name}*)(own + a.out_d) = {of.name}(-1.0f);
+                }}
                 *({of.name}*)(place + a.dout_d) = {of.name}(isfinite(float(high)) ? rest : 0.0f);
             }}
         }}"""

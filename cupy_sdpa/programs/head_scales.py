@@ -31,8 +31,8 @@ def check_request(options: Mapping[str, Any], return_dscale: bool) -> None:
     if return_dscale and not hasattr(options.get("scale"), "shape"):
         scale = options.get("scale")
         raise ValueError(
-            f"return_dscale is True and scale is {scale if isinstance(scale, float) else in_words(scale)}: pass scale= as an array "
-            "(Hq,), or remove return_dscale"
+            f"return_dscale is True and scale is {scale if isinstance(scale, float) else in_words(scale)}: pass scale= as an "
+            "array (Hq,), or remove return_dscale"
         )
 
 

@@ -69,10 +69,11 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
     wanted: list[Concatenation] = []
     back: list[tuple[View, View]] = []
 
-    def widen(name: str, like: View, width: int, *ends: Constant, parts: tuple[View, ...]) -> None:
+    def widen(name: str, like: View, width: int, *, copied: bool = True) -> None:
+        """An array with more rows, which are 0; if not ``copied`` all of them are."""
         made[name] = steps.temporary((width, *like.shape[1:]), like.dtype)
-        given = sum(part.shape[0] for part in parts) + sum(end.width for end in ends)
-        wanted.append(Concatenation(made[name], [*parts, Constant(width - given), *ends]))
+        parts = [like, Constant(width - like.shape[0])] if copied else [Constant(width)]
+        wanted.append(Concatenation(made[name], parts))
 
     def widen_result(name: str, width: int) -> None:
         target = made[name]
@@ -81,20 +82,20 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
 
     given = dout is not None
     if of_scores != q.shape[0]:
-        widen("q", q, of_scores, parts=(q,))
-        widen("k", k, of_scores, parts=(k,))
+        widen("q", q, of_scores)
+        widen("k", k, of_scores)
         widen_result("dq", of_scores)
         widen_result("dk", of_scores)
-    widen("v", v, of_values, parts=(v,) if given else ())
-    widen("out", out, of_values, *[Constant(1, -1.0)] * ROWS, parts=(out,) if given else ())
-    widen("dout", out, of_values, parts=(dout,) if given else ())
+    widen("v", v, of_values, copied=given)
+    widen("out", out, of_values, copied=given)
+    widen("dout", out if dout is None else dout, of_values, copied=given)
     if given:
         widen_result("dv", of_values)
     else:
         made["dv"] = steps.temporary(made["v"].shape, v.dtype)
         steps.fill(arrays["dv"], 0)
     steps.run(concatenate, wanted, writes=[one.target for one in wanted])
-    steps.run(append_stats_gradient, made["dout"], dstats, stats, writes=[made["dout"]])
+    steps.run(append_stats_gradient, made["dout"], made["out"], dstats, stats, writes=[made["dout"], made["out"]])
 
     def finish() -> None:
         for target, source in back:
@@ -107,7 +108,7 @@ def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
     """The gradient of the sinks of a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
     of_heads = dstats if dstats.ndim == 2 else dstats.transpose(1, 0, 2)
     rows = steps.temporary((ROWS, *of_heads.shape), dstats.dtype)
-    steps.run(append_stats_gradient, rows, dstats, stats, writes=[rows])
+    steps.run(append_stats_gradient, rows, None, dstats, stats, writes=[rows])
     first = rows[0] if dstats.ndim == 3 else rows[0][..., None]  # heads, tokens, batch
     steps.run(sum_over_scores, first.transpose(1, 2, 0)[..., None], dsinks[None, None, :, None], writes=[dsinks])
 

@@ -366,7 +366,8 @@ def run_cached(
 
     ``programs`` is as for :func:`cache_call`.
     """
-    if type(arrays[0]) is np.ndarray:
+    first = arrays[0] if arrays[0] is not None else arrays[1]  # dout may be None
+    if type(first) is np.ndarray:
         arguments = read_key(HOST, (tag, is_named()), arrays, options)
         on_host = None if arguments is None else (_on_host if programs is None else programs).get(arguments[0])
         if arguments is None or on_host is None:
@@ -378,7 +379,7 @@ def run_cached(
                 raise
             return None
     runtime = _runtime
-    if runtime is None or type(arrays[0]) is not runtime.ndarray:
+    if runtime is None or type(first) is not runtime.ndarray:
         return None
     arguments = read_key(runtime, tag, arrays, options)
     if arguments is None:
@@ -401,7 +402,7 @@ def _forget(programs: weakref.ref[BoundPrograms], key: Any) -> None:
 
 def is_cacheable(key: CallKey) -> bool:
     """Whether a call can be cached; otherwise it is parsed every time."""
-    array = key.arrays[0]
+    array = key.arrays[0] if key.arrays[0] is not None else key.arrays[1]
     of = HOST if type(array) is np.ndarray else ArrayType(type(array)) if cupy_runtime.is_array(array) else None
     return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
 

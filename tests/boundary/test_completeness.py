@@ -207,6 +207,24 @@ def test_every_call_takes_every_option(call, option):
         assert any(x.shape != y.shape or not np.array_equal(x, y) for x, y in zip(results, results_of(call), strict=True))
 
 
+#: The calls that take a scale for each head.
+OF_SCALES = {
+    "attention", "attention_backward", "attention_vjp", "gradients of stats", "prepare", "block masks", "compute_dtype", "explain",
+    "problem",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*CALLS, "explain", "problem", "shared_prefix_attention", "jvp_problems"}))
+def test_a_scale_for_each_head(name):
+    """A call takes one, or says what to do instead."""
+    call, scales = CALLS.get(name) or FUNCTIONS[name], np.linspace(0.1, 0.5, HQ, dtype=np.float32)
+    if name in OF_SCALES:
+        call(scale=scales)
+        return
+    with pytest.raises(TypeError, match=r"scale is .*\(Hq,\).*scale=1"):
+        call(scale=scales)
+
+
 def after_a_prefix(**options):
     """A shared prefix of no keys: the keys are pages in every call."""
     layout = "layout" in options
@@ -329,6 +347,6 @@ def test_groups_refuse_gradients_that_are_sums_over_members():
     (member,) = Loopback(1).members
     group = ContextParallel(member)
     out, stats = group.attention(Q, K, V, return_stats=True)
-    for request in {*REQUESTS} - {"return_dsinks"}:
+    for request in {*REQUESTS} - {"return_dsinks", "return_dscale"}:
         with pytest.raises(Unsupported, match=request):
             group.attention_backward(DOUT, Q, K, V, out, stats, **{request: True})
