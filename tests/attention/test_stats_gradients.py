@@ -178,6 +178,25 @@ def test_problems_of_shapes(options):
     assert made.q.shape[0] == (80 if options.get("deterministic") else 64)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@every_engine
+def test_sinks_without_keys(packed, engine):
+    """The log-sum-exp of a row without keys is the sink, whose gradient is then dL; rows of the padding have none."""
+    shape = (16, 2, 5) if packed else (16, 2, 5, 3)
+    q, k = engine.normal(1, *shape), engine.normal(2, *shape)[:, :, :0]
+    if packed:
+        starts = engine.put(np.array([[0, 2, 4], [0, 0, 0]], np.int32))
+        options = {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1], "max_seqlen_q": 3, "max_seqlen_kv": 3}
+    else:
+        lengths = engine.put(np.array([5, 2, 0], np.int32))
+        options = {"seq_lens_q": lengths, "seq_lens_kv": engine.xp.zeros_like(lengths)}
+    options |= {"sinks": engine.normal(3, 2, dtype=np.float32), **engine.options}
+    out, stats = attention(q, k, k, return_stats=True, **options)
+    dstats = engine.put(np.full(stats.shape, 0.5, np.float32, order="F"))
+    *_, dsinks = attention_backward(None, q, k, k, out, stats, dstats=dstats, return_dsinks=True, **options)
+    np.testing.assert_array_equal(engine.get(dsinks), 0.5 * (4 if packed else 7))
+
+
 def test_two_numbers_of_sixteen_bits(engine):
     """dL has more digits than one number of the dtype: the sum over keys of the gradients of its scores is dL."""
     q, k = engine.normal(1, 16, 1, 5, 1), engine.normal(2, 16, 1, 3, 1)
