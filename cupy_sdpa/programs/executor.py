@@ -384,7 +384,8 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
     passed, tensors, _ = read_arrays(arrays, options)
     operands = passed | tensors
     views = {name: view_of(name, array) for name, array in operands.items()}
-    described = {name: views.get(name, value) for name, value in options.items() if value is not None}
+    of_options = {name: view for name, view in views.items() if name not in arrays}
+    described = {name: of_options.get(name, value) for name, value in options.items() if value is not None}
     if tensors:
         described["tensors"] = {name: views[tensor_name(name)] for name in options["tensors"]}
     head_dim, *_ = views["q"].shape or (0,)
