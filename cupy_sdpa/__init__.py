@@ -8,7 +8,7 @@ attention     attention, attention_backward, attention_vjp (Pullback), attention
 masks         block_mask, BlockMask, tree_mask, alibi_slopes, dropout_mask; zoo: masks and scores of the literature
 inference     KVCache, Rope, apply_rope, tree_depths, shared_prefix_attention, merge, merge_backward
 packing       page_table_from_lists, cu_seqlens_with_gaps; layout: the order of axes
-plans         explain (Report), explain_function, prepare (Prepared), get_plan_cache; store: plans on disk
+plans         explain (Report), explain_function, supported, prepare (Prepared), get_plan_cache; store: plans on disk
 problems      problem (Problem), jvp_problems, weight_sums_problems: to plan ahead of time
 checks        reference: attention in float64
 more          fp8, nnlib (NNlib.jl's functions), parallel (several GPUs)
@@ -53,6 +53,7 @@ __all__ = [
     "prepare",
     "problem",
     "shared_prefix_attention",
+    "supported",
     "tree_depths",
     "tree_mask",
     "weight_entropy",
@@ -68,7 +69,7 @@ _NAMES = {
     "attention_functions": ("attention", "attention_backward"),
     "block_masks.block_mask": ("BlockMask", "block_mask"),
     "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
-    "explanation": ("explain", "explain_function", "get_plan_cache", "problem"),
+    "explanation": ("explain", "explain_function", "get_plan_cache", "problem", "supported"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge", "merge_backward"),
     "derivatives.derivative": ("widen",),
     "derivatives.jvp": ("attention_jvp", "jvp_problems"),
@@ -109,7 +110,7 @@ if TYPE_CHECKING:
     from .errors import DiskCacheWarning as DiskCacheWarning
     from .errors import OutOfPages as OutOfPages
     from .errors import Unsupported as Unsupported
-    from .explanation import explain, explain_function, get_plan_cache, problem
+    from .explanation import explain, explain_function, get_plan_cache, problem, supported
     from .helpers import alibi_slopes, dropout_mask, merge, merge_backward
     from .kv_cache.cache import KVCache
     from .kv_cache.shared_prefix import shared_prefix_attention

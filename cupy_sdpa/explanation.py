@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Unpack
 
 from ._typing import Array
 from .attention_functions import attention, attention_backward
@@ -43,6 +44,8 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are ne
     from .cudnn_engine.plan import Target
     from .cudnn_engine.plan_cache import PlanCache
     from .offline.remote_planner import Planner
+
+Arguments = ParamSpec("Arguments")
 
 
 @takes_options(without=OF_CALLS)
@@ -216,6 +219,57 @@ def explain(
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 
 
+def _with_arguments_of(
+    function: Callable[Arguments, Any],
+) -> Callable[[Callable[..., bool]], Callable[Arguments, bool]]:
+    """Give a predicate the signature of a function."""
+
+    def decorate(predicate: Callable[..., bool]) -> Callable[Arguments, bool]:
+        result: Any = predicate
+        result.__signature__ = inspect.signature(function).replace(return_annotation=bool)
+        return result  # type: ignore[no-any-return]
+
+    return decorate
+
+
+@_with_arguments_of(explain)
+def supported(*arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any) -> bool:
+    """Return True if the call that :func:`explain` would report on can run, False if not.
+
+    The arguments are those of :func:`explain`, which also returns the reasons. Use the predicate to choose between this package
+    and another implementation: it does not raise an exception if the arguments are valid. As with :func:`explain`, nothing is
+    executed, and the plan is cached for the call.
+
+    Args:
+        q, k, v, options: as for :func:`explain`; also a problem in place of all of them.
+        gpu, cudnn: as for :func:`explain`. If this machine cannot plan for ``gpu``, because it has no cuDNN, the support table
+            for the newest known version answers.
+
+    Returns:
+        Whether the call can run here, or on ``gpu``.
+
+    Raises:
+        TypeError, ValueError: the arguments are invalid.
+
+    >>> import numpy as np, cupy_sdpa
+    >>> x = np.ones((8, 1, 4, 1), np.float32, order="F")
+    >>> cupy_sdpa.supported(x, x, x, backward=True)
+    True
+    >>> shape = (512, 8, 1024, 2)
+    >>> problem = cupy_sdpa.problem(shape, shape, shape, dtype="float16", backward=True)
+    >>> cupy_sdpa.supported(problem, gpu="H200", cudnn="9.19")
+    False
+    """
+    try:
+        return bool(explain(*arguments, gpu=gpu, cudnn=cudnn, **options))
+    except Unsupported:
+        return False
+    except CudnnError:
+        if gpu is None or cudnn is not None:
+            return False
+        return supported(*arguments, gpu=gpu, cudnn=version_text(RELEASES[-1]), **options)
+
+
 def explain_function(
     function: Callable[..., Any], *arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any
 ) -> Report:
@@ -312,7 +366,8 @@ def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | Non
         return with_workarounds(report, [problem], lambda: _version_and_capability(gpu, cudnn))
     device = cupy_runtime.current_device()
     if device is None:
-        raise ValueError("there is no GPU here: name one, explain(problem, gpu='H200')")
+        reason = "there is no GPU here: name one, explain(problem, gpu='H200')"
+        return Report("cuDNN", problem, graph_of(problem), reasons=(reason,))
     report = joined([explain_on_device(part, device) for part in parts])
     if (plan := report.plan) is None:
         return report

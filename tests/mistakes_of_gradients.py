@@ -19,6 +19,7 @@ from cupy_sdpa import (
     jvp_problems,
     prepare,
     problem,
+    supported,
     widen,
     zoo,
 )
@@ -214,7 +215,11 @@ SHAPE = (64, 8, 100, 2)
 
 def refused(which):
     """Raise what a report on an H200 refuses."""
-    report = explain(which, gpu="H200", cudnn="9.19")
+    raised_by(explain(which, gpu="H200", cudnn="9.19"))
+
+
+def raised_by(report):
+    """Raise the reasons of a report on a call that cannot run."""
     raise report.error("\n".join(report.reasons))
 
 
@@ -245,7 +250,18 @@ DESCRIPTIONS = [
     row("explain", "a version without a GPU", lambda x: explain(shapes()(x), cudnn="9.19"), ValueError, "gpu='H200'"),
     row("explain", "a version that is no version", lambda x: explain(shapes()(x), gpu="H200", cudnn="latest"), ValueError,
         "latest", "9."),
-    row("explain", "a problem without a GPU", lambda x: explain(shapes()(x)), ValueError, "gpu='H200'", engine="no GPU"),
+    row("explain", "a problem without a GPU", lambda x: raised_by(explain(shapes()(x))), Unsupported, "gpu='H200'", engine="no GPU"),
+    row("supported", "a problem without a GPU", lambda x: np.bool_(supported(shapes()(x))), lambda x: np.False_, engine="no GPU"),
+    row("supported", "gradients of a problem that the GPU cannot compute", lambda x: np.bool_(supported(
+        shapes(*[(512, 8, 64, 2)] * 3, backward=True)(x), gpu="H200", cudnn="9.19")), lambda x: np.False_),
+    row("supported", "head dims that a derivative cannot have", lambda x: np.bool_(supported(
+        *[x.normal(136, 1, 4, 1)] * 3, jvp=True)), lambda x: np.False_, engine="fake"),
+    row("supported", "gradients of pages", lambda x: np.bool_(supported(x.q, x.pages_k, x.pages_v, **x.paged, backward=True)),
+        lambda x: np.False_),
+    row("supported", "float32 on a GPU", lambda x: np.bool_(supported(*(a.astype("f4") for a in x.qkv))), lambda x: np.False_, engine="fake"),
+    row("supported", "k with other features", lambda x: supported(x.q, x.k[:4], x.v), ValueError, "8 and 4"),
+    row("supported", "an unknown option", lambda x: supported(*x.qkv, is_causal=True), TypeError, "causal=True"),
+    row("supported", "an unknown GPU", lambda x: supported(shapes()(x), gpu="RTX9090"), ValueError, "RTX9090", "h200"),
     row("explain", "both passes", lambda x: explain(*x.qkv, backward=True, jvp=True), ValueError, "one of them"),
     row("explain", "a block mask without blocks", lambda x: str(bool(explain(x.s, x.s, x.s, block_mask=no_blocks()))) == "True",
         lambda x: np.True_),

@@ -153,8 +153,8 @@ NNLIB = [
         nn(6, 7, 7, mask=nnlib.make_padding_mask(np.array([3, 4]), 7)), ValueError, "2 lengths", "3 batch entries"),
     row("nnlib.dot_product_attention", "fdrop as a rate", nn(6, 7, 7, fdrop=0.1), TypeError, "fdrop is 0.1", "function"),
     row("nnlib.dot_product_attention", "fdrop that returns nothing", nn(6, 7, 7, fdrop=lambda a: None), TypeError, "fdrop"),
-    row("nnlib.dot_product_attention", "(1, S, features) in C order", lambda x: nnlib.dot_product_attention(
-        *[flat(x)[..., :1].T.copy()] * 3), ValueError, "C order", ".T"),
+    row("nnlib.dot_product_attention", "one feature in C order", lambda x: nnlib.dot_product_attention(*[flat(x)[:1].copy()] * 3)[0],
+        lambda x: nnlib.dot_product_attention(*[flat(x)[:1].copy(order="F")] * 3)[0]),
     row("nnlib.dot_product_attention_vjp", "alpha", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3, alpha=True), TypeError,
         "alpha"),
     row("nnlib.dot_product_attention_vjp", "a number as the gradient", lambda x: nnlib.dot_product_attention_vjp(*[flat(x)] * 3)[1](

@@ -1,14 +1,21 @@
 """NNlib.jl's attention functions, with the names, shapes and semantics of Julia's library, on numpy and CuPy arrays.
 
-Arrays are column-major with any number of trailing batch dimensions: ``q (qk_dim, q_len, batch...)``. Heads are split off the
-first axis; the head index varies more slowly than the feature index. ``dims`` counts from 1, as in Julia.
+Axes are in Julia's order, with any number of trailing batch dimensions: ``q (qk_dim, q_len, batch...)``. Arrays may have any
+strides, such as the C order of a numpy product; column-major arrays are not copied. Heads are split off the first axis; the
+head index varies more slowly than the feature index. ``dims`` counts from 1, as in Julia.
 
 Differences from NNlib.jl:
 
-- The fused kernel computes ``y`` without the attention weights ``alpha``, an array of ``kv_len x q_len`` per head. ``alpha`` is
-  None, unless ``alpha=True`` requests a separate computation. With ``fdrop`` the fused kernel is not used.
+- ``alpha``, the attention weights ``(kv_len, q_len)`` of every head, is None unless you pass ``alpha=True``, because the fused
+  kernel does not store it. A separate computation returns it. With ``fdrop`` the fused kernel is not used.
 - A fully masked query gives 0 in ``y`` and ``alpha``, not NaN.
-- On a GPU the arrays are float16 or bfloat16, as cuDNN requires; ``compute_dtype`` converts float32 arrays.
+- q, k and v must have the same dtype: float16, bfloat16, float32 or float64. Julia promotes mixed dtypes, and integers.
+- ``y`` and ``alpha`` have q's dtype, also with a float64 bias, for which Julia returns Float64. 16-bit arrays are computed in
+  float32. A bias or a mask is an array, not a number; a mask is bool.
+- On a GPU, arrays are float16 or bfloat16, as cuDNN requires, and so is the bias, or it is float32. For float32 arrays pass
+  ``compute_dtype=`` or ``engine="cupy"``.
+- ``causal=`` does not exist here either: pass ``mask=make_causal_mask(x)``. :func:`make_padding_mask` is an addition.
+- :func:`dot_product_attention_vjp` returns the gradients that ``Zygote.pullback`` returns.
 
 Source: FluxML/NNlib.jl, src/attention.jl; Vaswani et al. 2017, "Attention Is All You Need", section 3.2.
 """

@@ -19,7 +19,7 @@ from ..runtime import cupy_runtime
 from ..support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask
-from .nnlib_arrays import check_array, check_features, fold, to_four_axes, unfold
+from .nnlib_arrays import check_array, fold, to_four_axes, unfold
 from .nnlib_scores import dot_product_attention_scores, weighted_sum
 
 
@@ -236,8 +236,6 @@ def _batch_of(q: Any, k: Any, v: Any) -> tuple[int, ...]:
         rule = "q and k must have the same first dimension, k and v the same length"
     if rule:
         raise ValueError(f"q is {q.shape}, k is {k.shape}, v is {v.shape}; {rule}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_features(name, x)
     return batch  # type: ignore[no-any-return]
 
 
@@ -246,7 +244,6 @@ def _check_gradient(dy: Any, y: Any) -> None:
     check_array("dy", dy)
     if dy.shape != y.shape:
         raise ValueError(f"dy is {dy.shape}; it must be {y.shape}, the shape of y")
-    check_features("dy", dy)
 
 
 def _compute_options(dtype: Any, engine: Any, q: Any) -> dict[str, Any]:
@@ -265,7 +262,8 @@ def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if bias is not None:
         check_array("bias", bias)
-        options["bias"] = to_four_axes(bias)
+        strided = cupy_runtime.is_array(bias) and not bias.flags.f_contiguous  # cuDNN ignores the strides of a bias
+        options["bias"] = to_four_axes(bias.copy(order="F") if strided else bias)
     if isinstance(mask, Mask):
         return options | _flags(mask, keys=k.shape[2], queries=q.shape[2], batch=q.shape[3])
     if mask is not None:

@@ -12,7 +12,7 @@ from ..boundary.argument import arrays_on_gpu, read_array
 from ..problem.tensor_spec import FLOAT_DTYPES
 from ..runtime import cupy_runtime
 from .masks import Mask
-from .nnlib_arrays import check_array, check_features, to_four_axes
+from .nnlib_arrays import check_array, to_four_axes
 
 
 def dot_product_attention_scores(
@@ -68,8 +68,6 @@ def _check(q: Any, k: Any, bias: Any, mask: Any) -> tuple[Any, Any]:
         raise TypeError(f"q is {q.dtype} and k is {k.dtype}; they must have the same dtype: convert one of them")
     if str(q.dtype) not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; attention supports {', '.join(FLOAT_DTYPES)}: convert with .astype(...)")
-    check_features("q", q)
-    check_features("k", k)
     full = (k.shape[2], q.shape[2], *q.shape[1::2])
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:

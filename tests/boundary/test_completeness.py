@@ -248,7 +248,7 @@ def widened(**options):
 #: The public functions that take options of calls.
 FUNCTIONS = {
     **{name: CALLS[name] for name in ("attention", "attention_backward", "attention_vjp", "attention_jvp", "prepare", "weight_sums", "weight_entropy")},
-    "explain": described(cupy_sdpa.explain), "problem": described(cupy_sdpa.problem),
+    "explain": described(cupy_sdpa.explain), "supported": described(cupy_sdpa.supported), "problem": described(cupy_sdpa.problem),
     "jvp_problems": described(functools.partial(cupy_sdpa.jvp_problems, deterministic=True)),
     "weight_sums_problems": described(cupy_sdpa.weight_sums_problems, 2),
     "shared_prefix_attention": after_a_prefix, "widen": widened,
@@ -320,7 +320,7 @@ def test_every_array_has_a_row():
 
 
 #: The functions whose flags request gradients.
-REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cupy_sdpa.problem)
+REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cupy_sdpa.supported, cupy_sdpa.problem)
 
 
 @pytest.mark.parametrize("function", REQUESTING, ids=lambda function: function.__name__)

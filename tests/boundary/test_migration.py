@@ -111,11 +111,12 @@ def features(x):
 
 
 X, X_BIAS = np.asfortranarray(RNG.standard_normal((8, 6, 3))), RNG.standard_normal((6, 6))
+WEIGHT = RNG.standard_normal((8, 8))
 
 
-def of_features(**options):
+def of_features(x=X, **options):
     """The reference for NNlib.jl's arrays."""
-    return want(*[features(X)] * 3, tau=2**-0.5, **options)
+    return want(*[features(x)] * 3, tau=2**-0.5, **options)
 
 
 BOTTOM, IN = KEY <= DIAGONAL, KEEP[:, None, None]
@@ -165,9 +166,10 @@ EXPECTED = {
     ],
     "NNlib.jl": [
         of_features(), of_features(allowed=np.tri(6, dtype=bool)), of_features(bias=X_BIAS.T), of_features(), of_features(),
+        of_features(np.einsum("ni,isb->nsb", WEIGHT, X)),
     ],
     "CUDA.jl (cuDNN.jl)": [
-        want(), want(tau=0.3, allowed=KEY <= QUERY), want(), want(), want(allowed=ROWS & IN), want(), want(),
+        want(), want(tau=0.3, allowed=KEY <= QUERY), want(), want(), want(allowed=ROWS & IN), *[want()] * 4,
     ],
 }  # fmt: skip
 #: The axes of q in each table.
@@ -201,7 +203,7 @@ def names_of(section):
         "q": q, "k": k, "v": v, "dout": dout, "o": turned(out), "out": np.full_like(turned(out), np.nan), "stats": stats,
         "mask": MASK, "square": SQUARE, "bias": X_BIAS if "NNlib" in section else BIAS, "keep": KEEP, "lengths": LENGTHS,
         "lengths_q": LENGTHS_Q, "relative": relative, "striped": striped, "table": TABLE, "slopes": SLOPES, "sinks": SINKS,
-        "k_pages": PAGES[0], "v_pages": PAGES[1], "starts_q": STARTS_Q, "starts_k": STARTS_K, "qkv": square, "x": X,
+        "k_pages": PAGES[0], "v_pages": PAGES[1], "starts_q": STARTS_Q, "starts_k": STARTS_K, "qkv": square, "x": X, "W": WEIGHT,
         "seed": 3, "offset": 8, **packed,
         "ends_q": np.array([0, *LENGTHS_Q.cumsum()], np.int32), "ends": np.array([0, *LENGTHS.cumsum()], np.int32), "masked": MASK, "np": np,
         "real_q": REAL_Q, "real": REAL, "padded_q": PADDED_Q, "padded": PADDED,

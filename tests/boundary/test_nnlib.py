@@ -168,6 +168,53 @@ def test_it_matches_the_reference(engine):
         np.testing.assert_allclose(y, join_heads(want), atol=engine.tolerance)
 
 
+#: Arrays with the values of x and other strides than in Fortran order.
+STRIDES = {
+    "C order": lambda put, x: put(np.ascontiguousarray(x)),
+    "batch first": lambda put, x: put(np.ascontiguousarray(np.moveaxis(x, -1, 0))).transpose(*range(1, x.ndim), 0),
+    "reversed positions": lambda put, x: put(x[:, ::-1].copy(order="F"))[:, ::-1],
+    "reversed features": lambda put, x: put(x[::-1].copy(order="F"))[::-1],
+    "every second feature": lambda put, x: put(np.asfortranarray(np.repeat(x, 2, axis=0)))[::2],
+}
+
+
+@pytest.mark.parametrize("nheads", [1, 2])
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_do_not_change_the_meaning_of_axes(name, nheads, engine):
+    """Arrays with any strides give the bits of arrays in Fortran order."""
+    rng = np.random.default_rng(0)
+    arrays = [np.asfortranarray(rng.standard_normal((16, length, 3)).astype(engine.dtype)) for length in (5, 7, 7, 5)]
+    arrays.append(np.asfortranarray(rng.standard_normal((7, 5, nheads)).astype(engine.dtype)))
+    mask = np.asfortranarray(rng.random((7, 5, 1, 3)) < 0.7)
+
+    def results(make):
+        q, k, v, dy, bias = (make(engine.put, x) for x in arrays)
+        options = {"mask": make(engine.put, mask), "nheads": nheads}
+        y, pullback = dot_product_attention_vjp(q, k, v, bias, **options)
+        return [dot_product_attention(q, k, v, bias, **options)[0], y, *pullback(dy)]
+
+    for x, want in zip(results(STRIDES[name]), results(lambda put, x: put(x)), strict=True):
+        assert x.flags.f_contiguous
+        np.testing.assert_array_equal(engine.get(x), engine.get(want))
+
+
+@WITH_PRODUCTS
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_do_not_change_the_weights(name, engine):
+    """alpha of arrays with any strides, and the scores of split heads."""
+    q, k = rand(16, 5, 3), rand(16, 7, 3, seed=1)
+    found = [STRIDES[name](engine.put, x) for x in (q, k, k)]
+    want = dot_product_attention_scores(*(split_heads(engine.put(x), 2) for x in (q, k)))
+    converted = {"compute_dtype": "float16"} if engine.on_cudnn else {}
+    alphas = (
+        dot_product_attention(*found, nheads=2, alpha=True, **converted)[1],
+        dot_product_attention_scores(*(split_heads(x, 2) for x in found[:2])),
+    )
+    for alpha in alphas:
+        assert alpha.flags.f_contiguous
+        np.testing.assert_allclose(engine.get(alpha), engine.get(want), rtol=1e-5)
+
+
 def test_heads_are_views():
     """Splitting and joining column-major arrays copies nothing."""
     x = rand(12, 5, 2, 3)

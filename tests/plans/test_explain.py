@@ -218,3 +218,45 @@ def test_constants_of_functions_are_shown_with_their_values():
     assert "· 3.5" in text
     assert "scalars: scale = 0.353553, softcap = 4\n" in text
     assert not re.search(r"\bn\d\b", text)
+
+
+#: Calls of arrays (D, Hq, Sq, B) with D 16: the arguments of supported(), which explain() and the call take.
+CALLS = {
+    "plain": {}, "gradients": {"backward": True}, "derivative": {"jvp": True}, "deterministic gradients": {"backward": True, "deterministic": True},
+    "float64": {"dtype": np.float64}, "a head dim of 12": {"d": 12}, "gradients of large heads": {"d": 512, "backward": True},
+    "derivative of large heads": {"d": 264, "jvp": True}, "batch invariant": {"batch_invariant": True},
+    "engine='cupy'": {"dtype": np.float64, "engine": "cupy"}, "sinks": {"sinks": SINKS, "backward": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_supported_answers_as_the_call(name, engine):
+    """True if the call runs; False if it raises an exception, of any type."""
+    options = {"d": 16, "dtype": engine.dtype, **CALLS[name]}
+    shape, dtype = (options.pop("d"), 2, 24, 2), options.pop("dtype")
+    options = {key: engine.put(value) for key, value in options.items() if key != "engine" or engine.on_cudnn}
+    q, k, v = (engine.normal(seed, *shape, dtype=dtype) for seed in range(3))
+    answer = cupy_sdpa.supported(q, k, v, **options)
+    backward, jvp = options.pop("backward", False), options.pop("jvp", False)
+    try:
+        if jvp:
+            cupy_sdpa.attention_jvp(q, k, v, q, k, v, **options)
+        elif backward:
+            pullback = cupy_sdpa.attention_vjp(q, k, v, **options)[1]
+            pullback(q)
+        else:
+            cupy_sdpa.attention(q, k, v, **options)
+        runs = True
+    except (TypeError, ValueError, cupy_sdpa.Unsupported):
+        runs = False
+    assert answer is runs
+
+
+@pytest.mark.parametrize(("d", "answer"), [(64, "True"), (12, "False")])
+def test_without_cudnn_the_support_table_answers(d, answer):
+    """The table for the newest version decides for a described GPU, as on the command line."""
+    shape = (d, 8, 1000, 2)
+    code = f"import cupy_sdpa as c; print(c.supported(c.problem(*[{shape}] * 3, dtype='float16'), gpu='H200'))"
+    environment = child_environment(CUPY_SDPA_CUDNN="/missing/libcudnn.so.9")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == answer

@@ -1,4 +1,4 @@
-"""The examples for PyTorch and Thinc: a function with gradients, and a layer; the libraries are stand-ins (:mod:`fake_libraries`).
+"""The examples for PyTorch, Thinc and Flux: a function with gradients, and layers; the libraries are stand-ins (:mod:`fake_libraries`).
 
 On a GPU the real PyTorch runs, if it is installed.
 """
@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from cupy_sdpa import attention, attention_vjp
+from cupy_sdpa import attention, attention_vjp, nnlib, reference
+from examples.flux_layer import Dense, MultiHeadAttention
 
 #: PyTorch warns, once in a process, if a leaf is used on another stream than its gradient; the tests use streams of their own.
 STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
@@ -202,3 +203,55 @@ def test_autograd_agrees_with_torch(dtype, cupy):
             assert x.dtype == kind
             assert (x.float() - y).abs().max() < 0.03 * max(1.0, float(y.abs().max()))
     assert all(x.isfinite().all() for x in expanded)
+
+
+def flux_layer(rng, *, bias):
+    """A layer of Flux with 3 heads: 10 features of queries, 8 of keys and 6 of values, and 7 of the output."""
+    sizes = ((12, 10), (12, 8), (9, 6), (7, 9))
+    layers = [Dense(rng.standard_normal(size), rng.standard_normal(size[0]) if bias else None) for size in sizes]
+    return MultiHeadAttention(*layers, nheads=3)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_layer_of_flux(batch, order):
+    """The output and the weights agree with the reference, for arrays in any order and any number of batch dimensions."""
+    rng = np.random.default_rng(0)
+    layer, count = flux_layer(rng, bias=True), int(np.prod(batch))
+    q, k, v = (rng.standard_normal((n, length, *batch)).copy(order=order) for n, length in ((10, 4), (8, 5), (6, 5)))
+    y, alpha = layer(q, k, v, alpha=True)
+    projected = []
+    for dense, x in zip(layer.projections, (q, k, v), strict=True):
+        every = np.einsum("ni,isb->nsb", dense.weight, x.reshape((*x.shape[:2], count), order="F")) + dense.bias[:, None, None]
+        projected.append(every.reshape((-1, 3, x.shape[1], count), order="F"))
+    out, _ = reference.attention(*projected)
+    joined = out.reshape((9, 4, count), order="F")
+    want = np.einsum("ni,isb->nsb", layer.out_proj.weight, joined) + layer.out_proj.bias[:, None, None]
+    np.testing.assert_allclose(y, want.reshape((7, 4, *batch), order="F"), atol=1e-12)
+    assert alpha.shape == (5, 4, 3, *batch)
+    np.testing.assert_allclose(alpha.sum(axis=0), 1)
+    assert layer(q, k, v)[1] is None
+
+
+def test_gradients_of_a_layer_of_flux():
+    """Of the inputs and of all parameters: they agree with differences of the output, with a causal mask and a bias."""
+    rng = np.random.default_rng(1)
+    layer, x, bias = flux_layer(rng, bias=True), rng.standard_normal((10, 4, 2)), rng.standard_normal((4, 4))
+    layer.projections = tuple(Dense(rng.standard_normal((n, 10)), rng.standard_normal(n)) for n in (12, 12, 9))
+    mask = nnlib.make_causal_mask(x)
+    y, pullback = layer.vjp(x, bias=bias, mask=mask)
+    np.testing.assert_array_equal(y, layer(x, bias=bias, mask=mask)[0])
+    dy = rng.standard_normal(y.shape)
+    (dq, dk, dv, dbias), gradients = pullback(dy)
+    pairs = [(x, dq + dk + dv), (bias, dbias)]
+    for dense, found in zip((*layer.projections, layer.out_proj), gradients, strict=True):
+        pairs += [(dense.weight, found["weight"]), (dense.bias, found["bias"])]
+    for array, gradient in pairs:
+        assert gradient.shape == array.shape
+        step = 1e-6 * rng.standard_normal(array.shape)
+        values = []
+        for sign in (1, -1):
+            array += sign * step
+            values.append((layer(x, bias=bias, mask=mask)[0] * dy).sum())
+            array -= sign * step
+        np.testing.assert_allclose((gradient * step).sum(), (values[0] - values[1]) / 2, rtol=1e-5, atol=1e-12)

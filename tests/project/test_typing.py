@@ -48,6 +48,7 @@ LINES = (
         None,
     ),
     ("cupy_sdpa.explain(q, k, v, causal=True, gpu='H200')", None),
+    ("reveal_type(cupy_sdpa.supported(q, k, v, causal=True, gpu='H200'))", "bool"),
     ("cupy_sdpa.attention(q, k, v, window=[3, 0], causal=None, compute_dtype='bfloat16')", None),
     ("cupy_sdpa.attention(q, k, v, window=(3, 0, 'bottom_right'))", None),
     ("cupy_sdpa.attention(q, k, v, compute_dtype='float15')", "call-overload"),
@@ -66,6 +67,7 @@ LINES = (
     ("dq, dk = cupy_sdpa.attention_vjp(q, k, v)[1](q)", "misc"),
     ("cupy_sdpa.prepare(q, k, v, causal='botom_right')", "call-overload"),
     ("cupy_sdpa.explain(q, k, v, scale='1')", "arg-type"),
+    ("cupy_sdpa.supported(q, k, v, scale='1')", "arg-type"),
     ("a, b, c = cupy_sdpa.attention(q, k, v, return_stats=True)", "misc"),
     ("cupy_sdpa.attention(q, k, v) + 'x'", "operator"),
 )
