@@ -56,7 +56,6 @@ def problem(
     *,
     dtype: Any = None,
     out_dtype: str = "",
-    seq_lens: bool = False,
     return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -75,9 +74,9 @@ def problem(
         dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` and ``"float8_e5m2"`` for FP8. For values with a
             mean (:func:`cupy_sdpa.fp8.quantize_qkv`) also pass ``return_stats=True``: the call computes the statistics.
         out_dtype: the dtype of the output of FP8 arrays, as for :func:`cupy_sdpa.fp8.attention`. Default: that of q.
-        seq_lens: whether lengths are passed. Default False.
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be passed as its shape (a bias then has q's
-            dtype), ``alibi_slopes`` and ``sinks`` as True. Only the sign of the scale matters.
+            dtype); ``seq_lens_q``, ``seq_lens_kv``, ``alibi_slopes`` and ``sinks`` also as True. Only the sign of the scale
+            matters.
         backward: the problem of the gradients. Default False.
         deterministic: as for the call.
         return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
@@ -101,7 +100,7 @@ queries, 4096 keys, head dim 128, causal from the top left
         flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dtensors": return_dtensors}
         q, k, v, options = stats_gradient.wide_shapes(q, k, v, options, dtype, flags)
     return read_shapes(
-        q, k, v, options, dtype=dtype, out_dtype=out_dtype, seq_lens=seq_lens, return_stats=return_stats, backward=backward,
+        q, k, v, options, dtype=dtype, out_dtype=out_dtype, return_stats=return_stats, backward=backward,
         return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors, deterministic=deterministic,
     )  # fmt: skip
 

@@ -168,12 +168,15 @@ def read_rope(rope: Any, head_dim: int) -> Any:
 
 @other_names(
     {
-        "pass start=, the position of the first token of each sequence, a number or int32 (B,); or end=": (
+        "pass start=, the position of the first token of each sequence, a number or int32 (B,); or seq_lens_kv=": (
             "offset offsets seqlen_offset seqlen_offsets"
         ),
         "pass positions=, the position of every token, int32 (S,), (S, B) or packed (T,)": (
             "input_positions pos position position_ids"
         ),
+        "pass seq_lens_kv=, the length of each sequence, which is one more than the position of its last token": "end ends",
+        "pass seq_lens_q=, the number of tokens of each sequence in x": "counts lengths seq_lens",
+        "pass cu_seqlens_q=, where each sequence of x begins": "cu_seqlens",
         "pass it to Rope, as base=, frequencies= or interleaved=": "base frequencies inv_freq interleave interleaved theta",
         "pass rope=, a cupy_sdpa.Rope": "cos cos_sin_cache freqs freqs_cis rotary sin",
     }
@@ -184,42 +187,40 @@ def apply_rope(
     rope: Rope,
     *,
     start: int | Array | None = None,
-    end: Array | None = None,
-    seq_lens: Array | None = None,
-    cu_seqlens: Array | None = None,
+    seq_lens_q: Array | None = None,
+    seq_lens_kv: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    max_seqlen_q: int | None = None,
     positions: Array | None = None,
     layout: Layout | None = None,
     k: Any = None,
     v: Any = None,
     page_table: Any = None,
-    seq_lens_kv: Array | None = None,
-    seq_lens_q: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    max_seqlen_q: int | None = None,
 ) -> ArrayT:
     """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
 
-    The positions of a sequence count from ``start``, or up to ``end``, which is the alignment of
+    The positions of a sequence count from ``start``, or end with the last of ``seq_lens_kv`` keys, which is the alignment of
     ``attention(..., causal="bottom_right")``; or ``positions`` lists them, as for a tree of drafts (:func:`tree_depths`). After
     the append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())`` gives queries the positions of the appended
     tokens; nothing is read by the host, so that the call can be captured in a CUDA graph. Its kernel is compiled by the first
     call for a dtype, which must be before the capture.
 
     Args:
-        x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens``; float16, bfloat16, float32 or float64, with unit
+        x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens_q``; float16, bfloat16, float32 or float64, with unit
             stride along D.
         rope: the rotation, of at most D channels.
-        start: the position of the first token of each sequence: a number, or int32 ``(B,)``. Default None: 0 without ``end``.
-        end: int32 ``(B,)``, one more than the position of the last token of each sequence, in place of ``start``.
-        seq_lens: int32 ``(B,)``, with ``end`` the number of tokens of each sequence of a dense array; as ``seq_lens_q`` of
-            :func:`attention`. Default None: S.
-        cu_seqlens: int32 or int64 ``(B+1,)``, where each packed sequence begins; as ``cu_seqlens_q`` of :func:`attention`.
-        positions: int32 ``(S,)``, ``(S, B)``, or ``(T,)`` for packed arrays: the position of every token. ``start``, ``end``,
-            ``seq_lens`` and ``cu_seqlens`` are then not passed, and what ``**cache.view()`` passes is not used.
+        start: the position of the first token of each sequence: a number, or int32 ``(B,)``. Default None: 0, unless
+            ``seq_lens_kv`` is passed.
+        seq_lens_q: int32 ``(B,)``, the number of tokens of each sequence in a dense x, as for :func:`attention`; also if x is
+            keys. Only with ``seq_lens_kv``. Default None: S.
+        seq_lens_kv: int32 ``(B,)``, the length of each sequence including the tokens in x: one more than the position of the
+            last token. Replaces ``start``.
+        cu_seqlens_q: int32 or int64 ``(B+1,)``, where each packed sequence begins, as for :func:`attention`; also if x is keys.
+        max_seqlen_q: the maximum of ``seq_lens_q``, which must be at most S.
+        positions: int32 ``(S,)``, ``(S, B)``, or ``(T,)`` for packed arrays: the position of every token. Replaces ``start``,
+            and the lengths and offsets that ``**cache.view()`` passes, which are then not used.
         layout: the order of x's axes, as for :func:`attention`; with one in C order ``positions`` may be ``(B, S)``. Default
             None: the shapes above.
-        seq_lens_kv, seq_lens_q, cu_seqlens_q: ``end``, ``seq_lens`` and ``cu_seqlens``, as ``**cache.view()`` passes them.
-        max_seqlen_q: the maximum of ``seq_lens_q``, which must be at most S.
         k, v, page_table: not used, so that ``**cache.view()`` can be passed.
 
     Returns:
@@ -228,7 +229,7 @@ def apply_rope(
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU values that are no lengths or offsets
-            of x; or two of ``start``, ``end`` and ``positions`` are passed.
+            of x; or ``start`` is passed together with ``seq_lens_kv`` or ``positions``.
 
     Source: Su et al. 2021, "RoFormer", section 3.2.
 
@@ -236,7 +237,7 @@ def apply_rope(
     >>> from cupy_sdpa import KVCache, Rope, apply_rope, attention
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = (np.asfortranarray(rng.standard_normal((8, heads, 3, 2)).astype(np.float32)) for heads in (4, 2, 2))
-    >>> cache, rope = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True), Rope(8)
+    >>> cache, rope = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True), Rope(8)
     >>> cache.append(k, v, rope=rope)
     >>> rotated = apply_rope(q, rope, **cache.view())
     >>> out = attention(rotated, **cache.view())
@@ -244,27 +245,23 @@ def apply_rope(
     True
     """
     check_layout(layout)
-    if positions is None:
-        end = _either("end", end, "seq_lens_kv", seq_lens_kv)
-        seq_lens = _either("seq_lens", seq_lens, "seq_lens_q", seq_lens_q)
-        cu_seqlens = _either("cu_seqlens", cu_seqlens, "cu_seqlens_q", cu_seqlens_q)
-    else:
-        max_seqlen_q = None
-        for name, value in (("start", start), ("end", end), ("seq_lens", seq_lens), ("cu_seqlens", cu_seqlens)):
-            if value is not None:
-                raise ValueError(f"positions and {name} are both passed; positions are of all tokens: omit {name}=")
+    if positions is not None:
+        if start is not None:
+            raise ValueError("positions and start are both passed; positions are of all tokens: omit start=")
+        seq_lens_q = seq_lens_kv = cu_seqlens_q = max_seqlen_q = None
+    given: dict[str, Any] = {"start": start, "seq_lens_kv": seq_lens_kv, "seq_lens_q": seq_lens_q, "cu_seqlens_q": cu_seqlens_q}
     if other := other_layout({"layout": layout}):
-        given: dict[str, Any] = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens}
         own = to_own("q", x, other)
         given["positions"] = in_own_axes(positions)
         return from_own("q", apply_rope(own, rope, **given, max_seqlen_q=max_seqlen_q), other)  # type: ignore[no-any-return]
-    end, seq_lens, cu_seqlens = as_int32("end", end), as_int32("seq_lens", seq_lens), as_int32("cu_seqlens", cu_seqlens)
-    start, positions = as_int32("start", start), as_int32("positions", positions)
-    given = {"start": start, "end": end, "seq_lens": seq_lens, "cu_seqlens": cu_seqlens, "positions": positions}
-    if start is not None and end is not None:
-        raise ValueError("start and end are both passed; positions count from start, or up to end: pass one of them")
-    if seq_lens is not None and cu_seqlens is not None:
-        raise ValueError("seq_lens and cu_seqlens are both passed; packed arrays have cu_seqlens, dense ones seq_lens")
+    given = {name: as_int32(name, value) for name, value in (given | {"positions": positions}).items()}
+    start, seq_lens_kv, seq_lens_q, cu_seqlens_q, positions = given.values()
+    if start is not None and seq_lens_kv is not None:
+        raise ValueError(
+            "start and seq_lens_kv are both passed; positions count from start, or up to seq_lens_kv: pass one of them"
+        )
+    if seq_lens_q is not None and cu_seqlens_q is not None:
+        raise ValueError("seq_lens_q and cu_seqlens_q are both passed; packed arrays have cu_seqlens_q, dense ones seq_lens_q")
     first = 0
     if isinstance(start, (bool, float)):
         raise TypeError(f"start is {start!r}; it must be a number of tokens, or int32 (B,)")
@@ -276,18 +273,18 @@ def apply_rope(
     others = {name: read_array(name, y) for name, y in given.items() if y is not None}
     on_gpu = arrays_on_gpu({"x": x} | others)
     _check(spec, others)
-    if max_seqlen_q is not None and seq_lens is not None and max_seqlen_q > x.shape[2]:
+    if max_seqlen_q is not None and seq_lens_q is not None and max_seqlen_q > x.shape[2]:
         raise ValueError(
             f"max_seqlen_q is {max_seqlen_q}, the maximum of seq_lens_q, but x has {x.shape[2]} tokens: pass all tokens of the "
-            "last append, or end=cache.lengths for the newest tokens of every sequence"
+            "last append, or only seq_lens_kv=cache.lengths for the newest tokens of every sequence"
         )
     record = read_rope(rope, x.shape[0])
-    places: tuple[Any, ...] = (given["start"], end, seq_lens, cu_seqlens)
+    places: tuple[Any, ...] = (given["start"], seq_lens_kv, seq_lens_q, cu_seqlens_q)
     if not on_gpu:
-        if seq_lens is not None:
-            check_counts("seq_lens", seq_lens, x.shape[2])
-        if cu_seqlens is not None:
-            check_offsets("cu_seqlens", cu_seqlens, x.shape[2])
+        if seq_lens_q is not None:
+            check_counts("seq_lens_q", seq_lens_q, x.shape[2])
+        if cu_seqlens_q is not None:
+            check_offsets("cu_seqlens_q", cu_seqlens_q, x.shape[2])
     with cupy_runtime.device_context(x):
         dense = [y if y is None or y.flags.c_contiguous else y.copy() for y in places]
         out = cupy_runtime.new_result(x, x.shape, x.dtype)
@@ -295,22 +292,15 @@ def apply_rope(
     return out  # type: ignore[no-any-return]
 
 
-def _either(name: str, value: Any, of_view: str, other: Any) -> Any:
-    """One of two parameters with the same meaning."""
-    if value is not None and other is not None:
-        raise ValueError(f"{name} and {of_view} are both passed, which have the same meaning: pass one of them")
-    return other if value is None else value
-
-
 def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
     """Check the arrays of :func:`apply_rope`."""
     if spec.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {spec.dtype}; it must be {', '.join(FLOAT_DTYPES)}: convert with .astype()")
-    packed, listed = "cu_seqlens" in others, others.get("positions")
+    packed, listed = "cu_seqlens_q" in others, others.get("positions")
     if len(spec.shape) not in ((3, 4) if listed is not None else (3,) if packed else (4,)):
         raise ValueError(
-            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens= or positions=: "
-            f"cu_seqlens is {'passed' if packed else 'None'}"
+            f"x has shape {spec.shape}; it must be (D, H, S, B), or packed (D, H, T) with cu_seqlens_q= or positions=: "
+            f"cu_seqlens_q is {'passed' if packed else 'None'}"
         )
     if obstacle := stride_obstacle(spec):
         raise ValueError(obstacle)
@@ -319,14 +309,14 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
         return
     batch = spec.shape[-1]
     if packed:
-        offsets = others["cu_seqlens"]
+        offsets = others["cu_seqlens_q"]
         if offsets.dtype not in (np.int32, np.int64):
-            raise TypeError(f"cu_seqlens is {offsets.dtype}; it must be int32 or int64: convert with .astype('int32')")
+            raise TypeError(f"cu_seqlens_q is {offsets.dtype}; it must be int32 or int64: convert with .astype('int32')")
         if offsets.ndim != 1 or offsets.size < 2:
-            raise ValueError(f"cu_seqlens has shape {offsets.shape}; it must be (B + 1,) for B sequences")
+            raise ValueError(f"cu_seqlens_q has shape {offsets.shape}; it must be (B + 1,) for B sequences")
         batch = offsets.size - 1
     for name, other in others.items():
-        if name != "cu_seqlens":
+        if name != "cu_seqlens_q":
             check_spec(spec_of(name, other), Expected(name, (batch,), "int32", "(B,)"))
 
 

@@ -74,7 +74,7 @@ def tree_mask(
     Source: Miao et al. 2024, "SpecInfer", section 4.2; Cai et al. 2024, "Medusa", section 2.1.2.
 
     >>> import cupy_sdpa
-    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=1, page_size=16, dtype="float32", numpy=True)
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=1, page_size=16, numpy=True)
     >>> x = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 4, 1)), np.float32)
     >>> cache.append(x, x)                    # a prompt
     >>> cache.append(x, x)                    # a draft: token 0, its children 1 and 2, and 3, the child of 2
@@ -178,7 +178,7 @@ def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) ->
     >>> tree_depths([-1, 0, 0, 2]).T
     array([[0, 1, 1, 2]], dtype=int32)
     >>> import cupy_sdpa
-    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
     >>> q, k = (np.ones((8, heads, 4, 2), np.float32, order="F") for heads in (4, 2))
     >>> rope, positions = cupy_sdpa.Rope(8), cache.lengths + tree_depths([-1, 0, 0, 2])
     >>> cache.append(k, k, rope=rope, positions=positions)

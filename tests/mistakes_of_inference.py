@@ -63,7 +63,7 @@ ROWS = [
     row("Rope", "a form in text", rotation(4, interleaved="half"), TypeError, "interleaved is 'half'", "True or False"),
     row("apply_rope", "the number of channels as the rotation", lambda x: apply_rope(x.q, 8), TypeError, "rope is 8", "Rope(8)"),
     row("apply_rope", "more channels than the head dim", applied(Rope(16)), ValueError, "rope.dim is 16, but the head dim is 8", "Rope(8)"),
-    row("apply_rope", "start and end", applied(start=3, end=lambda x: x.lengths), ValueError, "start and end are both passed", "one of them"),
+    row("apply_rope", "a start and lengths of keys", applied(start=3, seq_lens_kv=lambda x: x.lengths), ValueError, "start and seq_lens_kv are both passed", "one of them"),
     row("apply_rope", "positions of other libraries", applied(position_ids=3), TypeError, "no parameter position_ids", "pass positions="),
     row("apply_rope", "an offset of other libraries", applied(offset=3), TypeError, "no parameter offset", "pass start="),
     row("apply_rope", "one number as positions", applied(positions=3), TypeError, "positions is an int"),
@@ -80,27 +80,25 @@ ROWS = [
     row("tree_depths", "int64 parents on the device", lambda x: tree_depths(x.xp.zeros(3, "i8")), TypeError, "int32", engine="fake"),
     row("tree_depths", "an unknown layout", lambda x: tree_depths([-1, 0], layout="bs"), ValueError, "layout is 'bs'"),
     row("apply_rope", "a rotation of other libraries", lambda x: apply_rope(x.q, cos=x.q, sin=x.q), TypeError, "no parameter", "pass rope="),
-    row("apply_rope", "ends and a view", applied(end=lambda x: x.lengths, seq_lens_kv=lambda x: x.lengths), ValueError,
-        "end and seq_lens_kv are both passed", "one of them"),
     row("apply_rope", "fewer tokens than the last append", applied(seq_lens_kv=np.int32([9, 9, 9]), seq_lens_q=np.int32([7, 2, 0]), max_seqlen_q=7),
         ValueError, "max_seqlen_q is 7", "x has 6 tokens"),
     row("apply_rope", "a position beyond 64 bits", applied(start=2**63), ValueError, "start is 9223372036854775808", "below 2**62"),
-    row("apply_rope", "lengths and offsets", applied(seq_lens=lambda x: x.lengths, cu_seqlens=lambda x: x.starts), ValueError,
-        "seq_lens and cu_seqlens are both passed"),
-    row("apply_rope", "offsets with a dense array", applied(cu_seqlens=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),
-    row("apply_rope", "a packed array without offsets", lambda x: apply_rope(x.pq, Rope(8)), ValueError, "x has shape (8, 4, 11)", "cu_seqlens="),
+    row("apply_rope", "lengths and offsets", applied(seq_lens_q=lambda x: x.lengths, cu_seqlens_q=lambda x: x.starts), ValueError,
+        "seq_lens_q and cu_seqlens_q are both passed"),
+    row("apply_rope", "offsets with a dense array", applied(cu_seqlens_q=lambda x: x.starts), ValueError, "x has shape (8, 4, 6, 3)", "packed (D, H, T)"),
+    row("apply_rope", "a packed array without offsets", lambda x: apply_rope(x.pq, Rope(8)), ValueError, "x has shape (8, 4, 11)", "cu_seqlens_q="),
     row("apply_rope", "one position per token", applied(start=np.zeros((6, 3), "i4")), ValueError, "start has shape (6, 3)", "(3,)"),
-    row("apply_rope", "ends in float32", applied(end=np.zeros(3, "f4")), TypeError, "end is float32", "int32"),
-    row("apply_rope", "float offsets", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.zeros(4, "f4")), TypeError, "cu_seqlens is float32",
+    row("apply_rope", "lengths in float32", applied(seq_lens_kv=np.zeros(3, "f4")), TypeError, "seq_lens_kv is float32", "int32"),
+    row("apply_rope", "float offsets", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens_q=np.zeros(4, "f4")), TypeError, "cu_seqlens_q is float32",
         ".astype('int32')"),
-    row("apply_rope", "offsets that fall", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens=np.array([0, 8, 5, 11], "i4")), ValueError,
-        "cu_seqlens is [0, 8, 5, 11]", "must rise"),
-    row("apply_rope", "lengths beyond the tokens", applied(end=np.array([9, 9, 9], "i4"), seq_lens=np.array([6, 7, 0], "i4")), ValueError,
-        "seq_lens has lengths from 0 to 7", "from 0 to 6"),
+    row("apply_rope", "offsets that fall", lambda x: apply_rope(x.pq, Rope(8), cu_seqlens_q=np.array([0, 8, 5, 11], "i4")), ValueError,
+        "cu_seqlens_q is [0, 8, 5, 11]", "must rise"),
+    row("apply_rope", "lengths beyond the tokens", applied(seq_lens_kv=np.array([9, 9, 9], "i4"), seq_lens_q=np.array([6, 7, 0], "i4")), ValueError,
+        "seq_lens_q has lengths from 0 to 7", "from 0 to 6"),
     row("apply_rope", "a start of True", applied(start=True), TypeError, "start is True", "a number"),
     row("apply_rope", "integers", lambda x: apply_rope(x.table[:, :, None, None], Rope(2)), TypeError, "x is int32", "float16"),
     row("apply_rope", "an array in C order", lambda x: apply_rope(x.q.copy(order="C"), Rope(8)), ValueError, "axis 0 must be contiguous"),
-    row("apply_rope", "ends of numpy with CuPy queries", lambda x: apply_rope(x.q, Rope(8), end=np.zeros(3, "i4")), TypeError, "arrays are mixed",
+    row("apply_rope", "lengths of numpy with CuPy queries", lambda x: apply_rope(x.q, Rope(8), seq_lens_kv=np.zeros(3, "i4")), TypeError, "arrays are mixed",
         "cupy.asarray", engine="fake"),
     row("KVCache.append", "True as the rotation", lambda x: appended(True), TypeError, "rope is True", "Rope(8)"),
     row("KVCache.append", "a rotation to an FP8 cache", lambda x: appended(Rope(8), dtype="float8_e4m3fn"), ValueError,
@@ -144,7 +142,7 @@ def after(path, *, sequence=0, pages=6, change=lambda cache: None):
     def make(x):
         cache = KVCache(8, 2, pages=pages, batch=3, page_size=4, dtype="float32", numpy=x.xp is np)
         draft = x.xp.asarray(np.ones((8, 2, 4, 3), "f4", order="F"))
-        cache.append(draft, draft, counts=[4, 2, 0])
+        cache.append(draft, draft, seq_lens_q=[4, 2, 0])
         change(cache)
         cache.keep(sequence, path(x) if callable(path) else path)
 
@@ -305,7 +303,7 @@ def made(x, **options):
     return KVCache(16, 2, **(sizes | options))
 
 
-def appended_to(k, v=None, *, counts=None, **options):
+def appended_to(k, v=None, *, seq_lens_q=None, **options):
     """An append to a cache of shapes and dtypes, or of arrays of FP8."""
 
     def array(x, kind):
@@ -314,7 +312,7 @@ def appended_to(k, v=None, *, counts=None, **options):
         shape, dtype = kind if isinstance(kind[0], tuple) else (kind, x.dtype)
         return x.xp.asarray(np.ones(shape, dtype, order="F"))
 
-    return lambda x: made(x, **options).append(array(x, k), array(x, k if v is None else v), counts=counts)
+    return lambda x: made(x, **options).append(array(x, k), array(x, k if v is None else v), seq_lens_q=seq_lens_q)
 
 
 def quantized(*given, **options):
@@ -369,17 +367,17 @@ ROWS += [
     row("KVCache", "too many heads", lambda x: KVCache(4, 1 << 30, pages=4, batch=2, page_size=2, numpy=True), ValueError,
         "max_length is 8 with 1073741824 heads", "2**31"),
     row("KVCache", "a shallow copy", lambda x: copy.copy(made(x)), TypeError, "share its pages", "copy.deepcopy", "fork()"),
-    row("KVCache.begin_step", "huge counts", lambda x: made(x, max_length=5).begin_step([2**62, 0, 0]), ValueError, f"gets {2**62}, but max_length is 5"),
-    row("KVCache.begin_step", "unsigned counts", lambda x: made(x).begin_step(np.full(3, 2**64 - 1, np.uint64)), ValueError, "must not be negative"),
+    row("KVCache.begin_step", "huge lengths", lambda x: made(x, max_length=5).begin_step([2**62, 0, 0]), ValueError, f"gets {2**62}, but max_length is 5"),
+    row("KVCache.begin_step", "unsigned lengths", lambda x: made(x).begin_step(np.full(3, 2**64 - 1, np.uint64)), ValueError, "must not be negative"),
     row("KVCache.begin_step", "more tokens than pages", lambda x: made(x).begin_step([24, 1, 0]), OutOfPages, "needs 7 pages, but 6 of 6 are free; release"),
-    row("KVCache.begin_step", "counts on the device", lambda x: made(x).begin_step(x.lengths), TypeError, "counts is a CuPy array", "counts.get()", engine="fake"),
+    row("KVCache.begin_step", "lengths on the device", lambda x: made(x).begin_step(x.lengths), TypeError, "seq_lens_q is a CuPy array", "seq_lens_q.get()", engine="fake"),
     row("KVCache.append", "a list", lambda x: made(x).append([1.0], x.q), TypeError, "k is a list", "the cache consists of numpy arrays"),
     row("KVCache.append", "tokens (B, S, Hkv, D)", appended_to((3, 5, 2, 16)), ValueError, "k has shape (3, 5, 2, 16)", "pass k.T"),
     row("KVCache.append", "tokens (B, Hkv, S, D)", appended_to((3, 2, 5, 16)), ValueError, "k has shape (3, 2, 5, 16)", "k.transpose(3, 1, 2, 0)"),
     row("KVCache.append", "tokens in C order", lambda x: made(x).append(*[x.xp.ones((16, 2, 5, 3), x.dtype)] * 2), ValueError,
         "stride", "asfortranarray(k)"),
-    row("KVCache.append", "packed tokens without counts", appended_to((16, 2, 5)), ValueError, "packed arrays need", "counts="),
-    row("KVCache.append", "other counts of packed tokens", appended_to((16, 2, 5), counts=[1, 1, 1]), ValueError, "T = 5 tokens", "the sum of counts is 3"),
+    row("KVCache.append", "packed tokens without lengths", appended_to((16, 2, 5)), ValueError, "packed arrays need", "seq_lens_q="),
+    row("KVCache.append", "other lengths of packed tokens", appended_to((16, 2, 5), seq_lens_q=[1, 1, 1]), ValueError, "T = 5 tokens", "the sum of seq_lens_q is 3"),
     row("KVCache.append", "numpy tokens to a cache of CuPy arrays", lambda x: made(x).append(*[np.ones(ONE, "f2", order="F")] * 2), TypeError,
         "k is a numpy.ndarray, but the cache consists of CuPy arrays", engine="fake"),
     row("KVCache.append", "CuPy values to a cache of numpy arrays", lambda x: made(x, numpy=True).append(

@@ -158,8 +158,6 @@ CACHE = [
         "integer"),
     row("KVCache", "integers as the dtype", lambda x: cupy_sdpa.KVCache(8, 2, pages=6, batch=3, dtype="int8", numpy=True),
         TypeError, "int8", "float8_e4m3fn"),
-    row("KVCache", "None as the dtype, which numpy takes for float64", lambda x: new_cache(dtype=None), TypeError, "dtype is None",
-        "bfloat16"),
     row("KVCache", "the layout of packed tokens", lambda x: new_cache(layout="thd"), ValueError, "layout is 'thd'", "'bshd'"),
     row("KVCache", "a scale in an array without axes", lambda x: new_cache(dtype="float8_e4m3fn", k_scale=np.array(2.0)), TypeError,
         "k_scale is a numpy.ndarray", "a number for each of the 1 layers"),
@@ -179,21 +177,21 @@ CACHE = [
         "truncate()"),
     row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer 2 of this step is appended already",
         "layers [1] are not: pass layer="),
-    row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_counts(x), ValueError, "3", "2"),
-    row("KVCache.append", "counts in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
+    row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_lengths(x), ValueError, "3", "2"),
+    row("KVCache.append", "lengths in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
         "layer is [3, 3, 3]"),
     row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
         "numpy arrays"),
     row("KVCache", "lengths that the user advances, too", stepped(lambda x, c, t: np.add(c.lengths, 1, out=c.lengths)), ValueError,
         "read-only"),
     row("KVCache", "a write to the page table", stepped(lambda x, c, t: c.table.fill(0)), ValueError, "read-only"),
-    row("KVCache.append", "counts for other sequences", lambda x: new_cache().append(tokens(x), tokens(x), counts=[3, 3]),
+    row("KVCache.append", "lengths for other sequences", lambda x: new_cache().append(tokens(x), tokens(x), seq_lens_q=[3, 3]),
         ValueError, "3 sequences"),
-    row("KVCache.append", "negative counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=[1, -1, 0]), ValueError,
+    row("KVCache.append", "negative lengths", lambda x: new_cache().append(tokens(x), tokens(x), seq_lens_q=[1, -1, 0]), ValueError,
         "truncate()"),
-    row("KVCache.append", "float counts", lambda x: new_cache().append(tokens(x), tokens(x), counts=1.0), TypeError, "1.0",
+    row("KVCache.append", "a float as lengths", lambda x: new_cache().append(tokens(x), tokens(x), seq_lens_q=1.0), TypeError, "1.0",
         "integers"),
-    row("KVCache.append", "other counts than announced", lambda x: announced(x), ValueError, "leave counts out"),
+    row("KVCache.append", "other lengths than announced", lambda x: announced(x), ValueError, "omit seq_lens_q"),
     row("KVCache.append", "a call after one that ran out of pages", lambda x: retried(x), attention_to(3, 2)),
     row("KVCache.append", "a call after one with a wrong dtype",
         after(lambda c, t: [fails(c.append, t.astype("f8"), t), c.append(*[tokens(None, 2)] * 2)]), attention_to(3, 2)),
@@ -203,7 +201,7 @@ CACHE = [
     row("KVCache.begin_step", "two steps without an append", lambda x: [c.begin_step(1) for c in [new_cache()] * 2], RuntimeError,
         "layer 0"),
     row("KVCache.begin_step", "an array of shapes", lambda x: new_cache().begin_step(x.q), TypeError, "integers"),
-    row("KVCache.begin_step", "counts that are changed afterwards", lambda x: changed_counts(x), lambda x: np.array([3, 3, 3])),
+    row("KVCache.begin_step", "lengths that are changed afterwards", lambda x: changed_lengths(x), lambda x: np.array([3, 3, 3])),
     row("KVCache.keys", "a layer that does not exist", lambda x: new_cache().keys(1), ValueError, "layer is 1"),
     row("KVCache.values", "a tensor as the layer", lambda x: new_cache().values(x.q), TypeError, "integer"),
     row("KVCache.keys", "the lengths of the host", stepped(lambda x, c, t: attended(c, x.q, seq_lens_kv=c.host_lengths)),
@@ -214,7 +212,7 @@ CACHE = [
     row("KVCache.truncate", "a float length", after(lambda c, t: c.truncate(0, 1.0)), TypeError, "1.0"),
     row("KVCache.truncate", "within a step", lambda x: within_step(x), RuntimeError, "before truncate()"),
     row("KVCache.release", "a sequence that does not exist", after(lambda c, t: c.release(3)), ValueError, "from 0 to 2"),
-    row("KVCache.release", "a sequence twice", after(lambda c, t: [c.release(1), c.release(1), c.append(t, t, counts=[0, 3, 0])]),
+    row("KVCache.release", "a sequence twice", after(lambda c, t: [c.release(1), c.release(1), c.append(t, t, seq_lens_q=[0, 3, 0])]),
         attention_to(3)),
     row("KVCache.shared_prefix", "sequences without common pages", stepped(lambda x, c, t: np.int64(c.shared_prefix())),
         lambda x: np.int64(0)),
@@ -244,7 +242,7 @@ def layer_twice(x):
         c.append(t, t, layer)
 
 
-def other_counts(x):
+def other_lengths(x):
     """A step of two layers with two tokens in the second one."""
     c = new_cache(layers=2)
     c.append(tokens(x), tokens(x), 0)
@@ -252,10 +250,10 @@ def other_counts(x):
 
 
 def announced(x):
-    """An append with other counts than those of the step."""
+    """An append with other lengths than the step has."""
     c = new_cache()
     c.begin_step([1, 2, 3])
-    c.append(tokens(x), tokens(x), counts=[3, 2, 1])
+    c.append(tokens(x), tokens(x), seq_lens_q=[3, 2, 1])
 
 
 def retried(x):
@@ -267,11 +265,11 @@ def retried(x):
     return attended(c, x.q[:, :, :1])
 
 
-def changed_counts(x):
-    """The lengths after a step whose array of counts was changed after its announcement."""
-    c, counts = new_cache(), np.array([3, 3, 3])
-    c.begin_step(counts)
-    counts[:] = 1
+def changed_lengths(x):
+    """The lengths after a step whose array of lengths was changed after its announcement."""
+    c, lengths = new_cache(), np.array([3, 3, 3])
+    c.begin_step(lengths)
+    lengths[:] = 1
     c.append(tokens(x), tokens(x))
     return c.lengths
 

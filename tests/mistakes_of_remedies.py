@@ -30,6 +30,20 @@ def one_row(x):
     return attention(q, **cache.view() | {"page_table": np.array([[0], [1]], np.int32)})
 
 
+def cache_of(tokens):
+    """The keys in a cache of numpy arrays, whose dtype is not passed."""
+    cache = KVCache(8, 4, pages=3, batch=3, page_size=8, numpy=True)
+    cache.append(tokens, tokens)
+    return cache.keys()[:, :, :6, cache.table[0]]
+
+
+def problem_with(**lengths):
+    """Whether a problem with the lengths is the one of shapes of the lengths."""
+    shapes = [(8, 4, 6, 3)] * 3
+    wanted = cupy_sdpa.problem(*shapes, dtype="float16", **dict.fromkeys(lengths, (3,)))
+    return np.bool_(wanted == cupy_sdpa.problem(*shapes, dtype="float16", **lengths))
+
+
 def blocks():
     """A block mask."""
     return cupy_sdpa.block_mask(zoo.causal, 6, 6)
@@ -47,6 +61,8 @@ OPERATORS = {
     "mask ^ mask": (lambda mask: mask ^ mask, TypeError),
     "mask[0]": (lambda mask: mask[0], TypeError),
     "list(mask)": (list, TypeError),
+    "numpy.logical_or(mask, array)": (lambda mask: np.logical_or(mask, np.ones((6, 6), bool)), TypeError),
+    "numpy.logical_or(array, mask)": (lambda mask: np.logical_or(np.ones((6, 6), bool), mask), TypeError),
     "mask.T": (lambda mask: mask.T, AttributeError),
     "mask.astype": (lambda mask: mask.astype(bool), AttributeError),
 }
@@ -54,11 +70,30 @@ OPERATORS = {
 OF_BLOCKS = {
     "mask & mask": (lambda mask: mask & mask, TypeError),
     "~mask": (lambda mask: ~mask, TypeError),
-    "numpy.logical_or(mask, mask)": (lambda mask: np.logical_or(mask, mask), TypeError),
     "array & mask": (lambda mask: np.ones((6, 6, 1, 1), bool) & mask, TypeError),
 }
 
+#: Parameters with other names: the call, the name, and the fix.
+RENAMED = [
+    *[("KVCache.append", lambda x, name=name: cached(x)[0].append(x.s, x.s, **{name: [1, 1]}), name, "seq_lens_q=")
+      for name in ("counts", "seq_lens", "lengths")],
+    ("KVCache.begin_step", lambda x: cached(x)[0].begin_step(counts=[1, 1]), "counts", "seq_lens_q="),
+    *[("KVCache.view", lambda x, name=name: cached(x)[0].view(**{name: [1, 1]}), name, "seq_lens_q=") for name in ("counts", "seq_lens")],
+    *[("apply_rope", lambda x, name=name: apply_rope(x.q, Rope(8), **{name: x.lengths}), name, now)
+      for name, now in (("seq_lens", "seq_lens_q="), ("counts", "seq_lens_q="), ("cu_seqlens", "cu_seqlens_q="), ("end", "seq_lens_kv="))],
+    ("attention", lambda x: attention(*x.qkv, counts=[1, 2, 3]), "counts", "seq_lens_q="),
+    ("attention", lambda x: attention(*x.qkv, alpha=True), "alpha", "nnlib.dot_product_attention"),
+    *[(name, lambda x, name=name, count=count: getattr(cupy_sdpa, name)(*[(8, 4, 6, 3)] * count, dtype="float16", seq_lens=True), "seq_lens", "seq_lens_kv=")
+      for name, count in (("problem", 3), ("jvp_problems", 3), ("weight_sums_problems", 2))],
+]  # fmt: skip
+
+
 ROWS = [
+    *[row(name, f"the parameter {old}", call, TypeError, old, new) for name, call, old, new in RENAMED],
+    row("KVCache", "numpy tokens in a cache without a dtype", lambda x: cache_of(x.s), lambda x: x.s),
+    row("problem", "lengths without their shape", lambda x: problem_with(seq_lens_kv=True), lambda x: np.True_),
+    row("problem", "lengths of queries without their shape", lambda x: problem_with(seq_lens_q=True), lambda x: np.True_),
+    row("attention", "the queries of one of two sequences", one_of_two, ValueError, "with 1 sequences", "seq_lens_kv have 2"),
     row("attention", "a page table in the other order", one_row, ValueError, "(2, 1)", "2 sequences", "page_table.T"),
     row("attention", "the option math_mode", lambda x: attention(*x.qkv, math_mode=0), TypeError, "math_mode", "remove it"),
     row("attention", "the option fdrop", lambda x: attention(*x.qkv, fdrop=lambda a: a), TypeError, "fdrop", "dropout_p=",
@@ -68,7 +103,7 @@ ROWS = [
     *[row("block_mask", f"the operator {name}", lambda x, call=call: call(blocks()), error, "a BlockMask is not an array", "to_dense()")
       for name, (call, error) in (OPERATORS | OF_BLOCKS).items()],
     *[row("nnlib.make_causal_mask", f"the operator {name}", lambda x, call=call: call(causal()), error, "is not an array", ".array")
-      for name, (call, error) in OPERATORS.items() if name != "mask | array"],
+      for name, (call, error) in OPERATORS.items()],
     row("attention", "a block mask as mask=", lambda x: attention(x.s, x.s, x.s, mask=blocks()), TypeError, "mask is a BlockMask",
         "block_mask=", "to_dense()"),
     row("attention", "a mask of NNlib's functions", lambda x: attention(x.s, x.s, x.s, mask=causal()), TypeError, "mask is a", ".array"),

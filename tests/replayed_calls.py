@@ -248,7 +248,7 @@ FUNCTIONS = {
          "parents": tuple(np.asfortranarray(x, np.int32) for x in ([[-1, -1], [0, 0], [0, -1], [2, 1]], [[-1, -1], [-1, 0], [1, 1], [1, 2]]))},
         of_a_tree,
     ),
-    "rotation": ({"q": QKV["q"], "lengths": LENGTHS}, lambda x: (apply_rope(x["q"], Rope(8), end=x["lengths"]),)),
+    "rotation": ({"q": QKV["q"], "lengths": LENGTHS}, lambda x: (apply_rope(x["q"], Rope(8), seq_lens_kv=x["lengths"]),)),
     "rotation of a tree": (
         {"q": (16, 4, 4, 2), "lengths": LENGTHS, "parents": tuple(np.asfortranarray(x, np.int32) for x in ([[-1, -1], [0, 0], [0, -1], [2, 1]],) * 2)},
         rotated_in_a_tree,

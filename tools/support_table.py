@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "bottom right": {"causal": "bottom_right"},
     "window": {"window": (100, 50)},
-    "lengths": {"seq_lens": True},
+    "lengths": {"seq_lens_kv": True},
     "packed": {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": _SQ, "max_seqlen_kv": _SKV},
     "bias": {"bias": (_SKV, _SQ, 8, 1)},
     "mask": {"mask": (_SKV, _SQ, 1, 2)},

@@ -132,11 +132,11 @@ def plan() -> Picture:
 def cache() -> Picture:
     """The pages of three sequences in a pool, as the page table of a cache lists them."""
     size, pages, lengths = 4, 10, [11, 5, 8]
-    store = cupy_sdpa.KVCache(8, 1, pages=pages, batch=3, page_size=size, dtype="float32", numpy=True)
+    store = cupy_sdpa.KVCache(8, 1, pages=pages, batch=3, page_size=size, numpy=True)
     for n in (4, 4, 3):  # the sequences grow in turn, so their pages alternate
         counts = np.minimum(n, np.array(lengths) - np.asarray(store.lengths))
         tokens = np.zeros((8, 1, int(counts.max()), 3), np.float32, order="F")
-        store.append(tokens, tokens, counts=counts)
+        store.append(tokens, tokens, seq_lens_q=counts)
     table, colors, cell = np.asarray(store.table), (BLUE, ORANGE, GREEN), 18
     picture = Picture(590, 148)
     picture.text(4, 14, "page table", "start")

@@ -275,7 +275,6 @@ def read_shapes(
     *,
     dtype: Any = None,
     out_dtype: str = "",
-    seq_lens: bool = False,
     return_stats: Any = False,
     backward: bool = False,
     deterministic: bool = False,
@@ -287,7 +286,7 @@ def read_shapes(
     """
     check_names(options)
     own, options = layouts.in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, given = views_of_shapes(**own, options=options, dtype=dtype, seq_lens=seq_lens)
+    views, given = views_of_shapes(**own, options=options, dtype=dtype)
     given["layout"] = "dhsb"  # arrays may have any strides
     _check_return_stats(return_stats)
     # Arguments of the other pass are ignored, so that one list of options can be used for both passes.
@@ -299,7 +298,7 @@ def read_shapes(
 
 
 def views_of_shapes(
-    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None, seq_lens: bool = False
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
     """The views of arrays on a GPU, or of dense arrays of shapes: q, k and v, and the options with views in place of arrays."""
     user_functions.check_tensors(options)
@@ -309,13 +308,13 @@ def views_of_shapes(
 
     specs = [_spec_of_shape(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0], seq_lens).items()}
+    given |= {name: view(spec) for name, spec in _specs_of_options(options, specs[0]).items()}
     if tensors := options.get("tensors"):
         given["tensors"] = {name: view(_spec_of_shape(tensor_name(name), x, "float32")) for name, x in tensors.items()}
     return {spec.name: view(spec) for spec in specs}, given
 
 
-def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool) -> dict[str, TensorSpec]:
+def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, TensorSpec]:
     """The specs of the options' arrays, for which shapes or True are passed."""
     _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
     of_row = {"float": q.dtype, "float32 or wider": "float32"}
@@ -328,11 +327,13 @@ def _specs_of_options(options: Mapping[str, Any], q: TensorSpec, seq_lens: bool)
         elif name in SEEDS:
             if options.get("dropout_p") and options.get("dropout_mask") is None:
                 specs[name] = dense_spec(name, "int64", (1,))
-        elif value is not None:
+        elif value is True and name in LENGTHS:
+            specs[name] = dense_spec(name, "int32", q.shape[3:])
+        elif value is not None and value is not False:
             specs[name] = _spec_of_shape(name, value, of_row.get(ARRAYS[name].dtype, ARRAYS[name].dtype))
     if "page_table" in specs:  # it requires lengths
         specs = {"seq_lens_kv": dense_spec("seq_lens_kv", "int32", specs["page_table"].shape[1:])} | specs
-    if (seq_lens or any(name in specs for name in LENGTHS)) and len(q.shape) == 4:  # for both q and k, as in a call
+    if any(name in specs for name in LENGTHS) and len(q.shape) == 4:  # for both q and k, as in a call
         return {name: dense_spec(name, "int32", q.shape[3:]) for name in LENGTHS} | specs
     return specs
 

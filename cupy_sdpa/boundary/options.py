@@ -89,7 +89,7 @@ _ANSWERS = {
         "block_table block_tables",
     "pass page_table= and seq_lens_kv=; cupy_sdpa.page_table_from_lists makes both from lists of pages":
         "kv_indices paged_kv_indices paged_kv_indptr",
-    "pass seq_lens_q=": "query_seq_lengths seq_len_q seqused_q",
+    "pass seq_lens_q=": "counts query_lens query_seq_lengths seq_len_q seqused_q",
     "pass seq_lens_kv=":
         "cache_seqlens context_lens key_value_seq_lengths kv_len kv_lens kv_seq_len kv_seq_lens seq_len_kv seqused_k",
     "pass seq_lens_q= and seq_lens_kv=, the lengths of each batch entry": "actual_seq_lengths lengths seq_len seq_lens seqlens",
@@ -122,7 +122,7 @@ _ANSWERS = {
         "generate_stats lse return_lse return_residual return_residuals return_softmax_lse save_residuals",
     "pass return_stats=True; the weights are never stored, and exp(score - stats) computes them": "return_attn_probs",
     "the weights are never stored; cupy_sdpa.nnlib.dot_product_attention computes them in a separate pass":
-        "need_weights output_attentions return_attention_scores",
+        "alpha need_weights output_attentions return_attention_scores",
     "pass q, k and v by position, or as q=, k= and v=": "key key_layer query query_layer value value_layer",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv kv_layer qkv qkv_layer",
     "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",

@@ -242,7 +242,9 @@ def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
     before = xp.asarray(turned_back(data.arrays["q"], rope, positions))
     if _lists_positions(case, data):
         return cupy_sdpa.apply_rope(before, rope, positions=xp.asarray(positions.astype(np.int32)))
-    return cupy_sdpa.apply_rope(before, rope, end=cache.lengths, seq_lens=None if queries is None else xp.asarray(queries))
+    return cupy_sdpa.apply_rope(
+        before, rope, seq_lens_kv=cache.lengths, seq_lens_q=None if queries is None else xp.asarray(queries)
+    )
 
 
 def filled_cache(case: Case, data: Data, xp: Any) -> Any:
@@ -278,7 +280,7 @@ def filled_cache(case: Case, data: Data, xp: Any) -> Any:
         for layer in (0, 1):
             tokens = (tokens_of(x, begins, ends) for x in arrays)
             found = [xp.asarray(np.asfortranarray(x if layer else -x)) for x in tokens]
-            cache.append(found[0], found[1], layer, counts=counts.tolist(), rope=rope, positions=listed)
+            cache.append(found[0], found[1], layer, seq_lens_q=counts.tolist(), rope=rope, positions=listed)
 
     def add_others(most: int) -> None:
         ends = rng.integers(0, most + 1, case.b)

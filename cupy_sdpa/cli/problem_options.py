@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--values", type=shape, metavar="Dv,Hkv,Skv,B", help="the shape of v (default: that of k)")
     shapes.add_argument("--layout", choices=LAYOUTS, default="dhsb", help="the order of the axes (default dhsb)")
     shapes.add_argument("--dtype", default="bfloat16", help="dtype of all arrays (default bfloat16)")
-    shapes.add_argument("--lengths", action="store_true", help="sequences have their own lengths (seq_lens)")
+    shapes.add_argument("--lengths", action="store_true", help="sequences have their own lengths (seq_lens_q, seq_lens_kv)")
     shapes.add_argument("--packed", action="store_true", help="sequences of at most S tokens are packed (cu_seqlens)")
     shapes.add_argument("--pages", type=positive, metavar="N", help="keys and values are in pages of N tokens (page_table)")
     options = parser.add_argument_group("options of the call")
@@ -168,7 +168,7 @@ def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
             yield name, own if given or arguments.layout == "dhsb" else own[::-1]
     if arguments.lengths and arguments.packed:
         raise CommandError("--lengths and --packed are given: packed sequences have lengths anyway")
-    names = {"causal": "causal", "alibi": "alibi_slopes", "sinks": "sinks", "dropout": "dropout_p", "lengths": "seq_lens"}
+    names = {"causal": "causal", "alibi": "alibi_slopes", "sinks": "sinks", "dropout": "dropout_p", "lengths": "seq_lens_kv"}
     for given, name in names.items():
         if value := getattr(arguments, given):
             yield name, value

@@ -55,8 +55,8 @@ PROBES: dict[str, Problem] = {
     "forward, causal bottom-right": problem_of_sizes(sq=333, skv=777, causal="bottom_right"),
     "forward, window": problem_of_sizes(window=(100, 50)),
     "forward, causal window bottom-right": problem_of_sizes(sq=333, skv=777, causal="bottom_right", window=(100, None)),
-    "forward, sequence lengths": problem_of_sizes(seq_lens=True, causal=True),
-    "forward, sequence lengths, window bottom-right": problem_of_sizes(seq_lens=True, window=(100, 50, "bottom_right")),
+    "forward, sequence lengths": problem_of_sizes(seq_lens_kv=True, causal=True),
+    "forward, sequence lengths, window bottom-right": problem_of_sizes(seq_lens_kv=True, window=(100, 50, "bottom_right")),
     "forward, bucketed lengths, causal": problem_of_sizes(sq=333, skv=777, causal=True, bucket=256),
     "forward, one query": problem_of_sizes(hkv=2, sq=1, skv=4096),
     "forward, one query, score function of the head": problem_of_sizes(
@@ -77,15 +77,15 @@ PROBES: dict[str, Problem] = {
     "forward, pages of 64 keys, packed sequences of one query": _paged_with_packed_queries(1, 64),
     "forward, pages of 48 keys": _paged(70, 48),
     "forward, one query and one paged key, mask": problem_of_sizes(
-        sq=1, skv=1, page_table=(1, 2), seq_lens=True, mask=(1, 1, 8, 1)
+        sq=1, skv=1, page_table=(1, 2), seq_lens_kv=True, mask=(1, 1, 8, 1)
     ),
     "forward, pages of 16 keys, one query, dropout": _paged(dropout_p=0.1, seed=0),
     "forward, FP8, causal, log-sum-exp": problem_of_sizes(dtype="float8_e4m3fn", hkv=2, causal=True, return_stats=True),
     "forward, FP8 (e5m2), head dim 192, 128 for v": problem_of_sizes(192, 128, dtype="float8_e5m2"),
     "forward, FP8, head dim 256": problem_of_sizes(256, dtype="float8_e4m3fn"),
-    "forward, FP8, sequence lengths, window": problem_of_sizes(dtype="float8_e4m3fn", seq_lens=True, window=(100, 50)),
+    "forward, FP8, sequence lengths, window": problem_of_sizes(dtype="float8_e4m3fn", seq_lens_kv=True, window=(100, 50)),
     "forward, FP8, sequence lengths, window bottom-right": problem_of_sizes(
-        dtype="float8_e4m3fn", seq_lens=True, window=(100, 50, "bottom_right")
+        dtype="float8_e4m3fn", seq_lens_kv=True, window=(100, 50, "bottom_right")
     ),
     "forward, FP8, bfloat16 output": problem_of_sizes(dtype="float8_e4m3fn", skv=4096, out_dtype="bfloat16"),
     "forward, FP8, one query": problem_of_sizes(dtype="float8_e4m3fn", sq=1, skv=4096),
@@ -99,7 +99,7 @@ PROBES: dict[str, Problem] = {
     "gradients, head dim 192, 128 for v": problem_of_sizes(192, 128, backward=True),
     "gradients, causal window": problem_of_sizes(causal=True, window=(100, None), backward=True),
     "gradients, causal bottom-right": problem_of_sizes(sq=333, skv=777, causal="bottom_right", backward=True),
-    "gradients, window, sequence lengths": problem_of_sizes(window=(100, 50, "bottom_right"), seq_lens=True, backward=True),
+    "gradients, window, sequence lengths": problem_of_sizes(window=(100, 50, "bottom_right"), seq_lens_kv=True, backward=True),
     "gradients, bucketed lengths": problem_of_sizes(sq=333, skv=777, backward=True, bucket=256),
     "gradients, deterministic": problem_of_sizes(backward=True, deterministic=True),
     "gradients, packed sequences, GQA": _packed(backward=True),

@@ -184,7 +184,6 @@ def jvp_problems(
     *,
     dtype: Any = None,
     tangents: Sequence[str] = TANGENTS,
-    seq_lens: bool = False,
     return_stats: bool = False,
     deterministic: bool = False,
     **options: Any,
@@ -192,7 +191,7 @@ def jvp_problems(
     """The problems of the passes of :func:`cupy_sdpa.attention_jvp`, for :func:`cupy_sdpa.explain` and ``store.build``.
 
     Args:
-        q, k, v, dtype, seq_lens, options: as for :func:`cupy_sdpa.problem`.
+        q, k, v, dtype, options: as for :func:`cupy_sdpa.problem`.
         tangents: which of ``"dq"``, ``"dk"`` and ``"dv"`` are given. Default: all.
         return_stats, deterministic: as for the call.
 
@@ -220,7 +219,7 @@ def jvp_problems(
         raise Unsupported(NO_PAGED_DERIVATIVES)
     check_names({**options, "block_mask": None})
     arrays, options = in_own_layout({"q": q, "k": k, "v": v}, options)
-    views, own = views_of_shapes(**arrays, options=options, dtype=dtype, seq_lens=seq_lens)
+    views, own = views_of_shapes(**arrays, options=options, dtype=dtype)
     views |= {name: views[name[1:]] for name in tangents}
     flags = {"return_stats": return_stats, "deterministic": deterministic}
     return problems_of(read(call_of(attention_jvp, **views, **own, **flags)))

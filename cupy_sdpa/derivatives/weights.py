@@ -131,12 +131,12 @@ def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
 
 @takes_options(without=(*_NOT_TAKEN, "engine"))
 def weight_sums_problems(
-    q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, seq_lens: bool = False, **options: Any
+    q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, **options: Any
 ) -> tuple[Problem, ...]:
     """The problems of the passes of :func:`cupy_sdpa.weight_sums`, for :func:`cupy_sdpa.explain` and ``store.build``.
 
     Args:
-        q, k, dtype, seq_lens, options: as for :func:`cupy_sdpa.problem`.
+        q, k, dtype, options: as for :func:`cupy_sdpa.problem`.
 
     Returns:
         The problems of all passes in the order in which they run.
@@ -152,7 +152,7 @@ def weight_sums_problems(
     (64, 4, 4096, 2) (64, 4, 1024, 2)
     """
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
-    views, own = views_of_shapes(q, k, k, options, dtype=dtype, seq_lens=seq_lens)
+    views, own = views_of_shapes(q, k, k, options, dtype=dtype)
     _refuse("weight_sums", own, _REFUSED)
     return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 

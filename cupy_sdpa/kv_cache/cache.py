@@ -18,7 +18,7 @@ from ..layout import default_layout
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_positions, read_rope
 from ..runtime import cupy_runtime
-from .cache_arguments import check_new_tokens, check_tokens, index, read_counts, read_order, read_path, tokens_of
+from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, read_order, read_path, refuse_names, tokens_of
 from .fp8_pages import Fp8Pages
 from .picture import picture
 from .state import CacheState
@@ -39,9 +39,9 @@ class KVCache(CacheState):
     independent cache.
 
     In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
-    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; counts may differ, up to
-    S, or up to a sum of T. Call ``begin_step`` before an append outside of the graph, too. Attention in the graph reads the
-    rows of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
+    constant addresses. Call ``begin_step`` before the capture and before every launch of the graph; the numbers of tokens may
+    differ, up to S, or up to a sum of T. Also call ``begin_step`` before an append outside of the graph. Attention in the graph
+    reads the rows of the table that it was captured with: capture ``full_table``, or capture again when ``table`` has grown.
 
     All work is enqueued on CuPy's current stream. Use a cache from one thread and one stream at a time.
 
@@ -52,7 +52,8 @@ class KVCache(CacheState):
         batch: B, the number of sequences.
         page_size: tokens per page.
         head_dim_v: Dv, the head dim of values; by default D.
-        dtype: float16, bfloat16, float32, float64; or float8_e4m3fn or float8_e5m2 for FP8 (:doc:`/fp8`). Default bfloat16.
+        dtype: float16, bfloat16, float32, float64; or float8_e4m3fn or float8_e5m2 for FP8 (:doc:`/fp8`). Default None:
+            bfloat16, and float32 for a cache of numpy arrays, because the CPU computes in float32.
         layers: the number of layers, which share the page table.
         max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
         k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
@@ -77,9 +78,9 @@ class KVCache(CacheState):
         TypeError, ValueError: an argument has the wrong type, or is not positive.
         RuntimeError: there is no GPU or no CuPy, and ``numpy`` is False.
 
-    >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+    >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
     >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
-    >>> cache.append(tokens, tokens, counts=[20, 5])
+    >>> cache.append(tokens, tokens, seq_lens_q=[20, 5])
     >>> cache
     <KVCache: 2 of 2 sequences, 25 tokens, 3 of 4 pages, 1 layer>
     >>> cache.lengths
@@ -101,7 +102,7 @@ class KVCache(CacheState):
         batch: int,
         page_size: int = 64,
         head_dim_v: int | None = None,
-        dtype: FloatDtype | Any = "bfloat16",
+        dtype: FloatDtype | Any = None,
         layers: int = 1,
         max_length: int | None = None,
         k_scale: float | Sequence[float] | None = None,
@@ -122,10 +123,12 @@ class KVCache(CacheState):
         self.max_length = tokens if max_length is None else read_positive("max_length", max_length)
         if min(tokens, self.max_length + self.page_size) * self.heads_kv >= 1 << 31:
             raise ValueError(f"max_length is {self.max_length} with {self.heads_kv} heads; their product must be below 2**31")
-        name = dtype if isinstance(dtype, str) else "None" if dtype is None else dtype_name(np.dtype(dtype))
+        numpy = read_flag("numpy", numpy)
+        dtype = ("float32" if numpy else "bfloat16") if dtype is None else dtype
+        name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in FLOAT_DTYPES and name not in FP8_LARGEST:
             raise TypeError(f"dtype is {name}; it must be one of {', '.join((*FLOAT_DTYPES, *FP8_LARGEST))}")
-        self.dtype, numpy = numpy_dtype(name), read_flag("numpy", numpy)
+        self.dtype = numpy_dtype(name)
         self._fp8 = self._fp8_pages(name, (k_scale, v_scale), rotate, on_gpu=not numpy)
         if not numpy and cupy_runtime.current_device() is None:
             raise RuntimeError(
@@ -193,6 +196,7 @@ class KVCache(CacheState):
         """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer, self.layout)
 
+    @refuse_names
     def view(self, layer: int = 0, *, seq_lens_q: Array | EllipsisType | None = ...) -> dict[str, Any]:
         """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
 
@@ -210,10 +214,10 @@ class KVCache(CacheState):
 
             By default the queries are those of the last append. After one of packed arrays the dictionary also has
             ``cu_seqlens_q`` and ``max_seqlen_q``: pass packed queries. If some of S tokens were padding, it has
-            ``seq_lens_q``, the counts, and ``max_seqlen_q``, the largest count: pass as many queries or more. It also has them
-            in the capture of an append with S > 1, as the counts may differ in every launch; ``max_seqlen_q`` is then S, or T
-            if the arrays are packed. Otherwise it has no lengths, and any number of queries are the newest tokens of every
-            sequence.
+            ``seq_lens_q``, as passed to the append, and ``max_seqlen_q``, their maximum: pass as many queries or more. It also
+            has them in the capture of an append with S > 1, as the lengths may differ in every launch; ``max_seqlen_q`` is then
+            S, or T if the arrays are packed. Otherwise it has no lengths, and any number of queries are the newest tokens of
+            every sequence.
 
             The arrays are at constant addresses, and follow later appends. But make a new dictionary after every append, as
             the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
@@ -224,7 +228,7 @@ class KVCache(CacheState):
                 step with padding is announced and not appended. It is then unknown which queries are padding.
 
         >>> import cupy_sdpa
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> tokens = np.ones((8, 2, 3, 2), np.float32, order="F")
         >>> cache.append(tokens, tokens)
         >>> cupy_sdpa.attention(tokens, **cache.view(), causal="bottom_right").shape
@@ -253,9 +257,9 @@ class KVCache(CacheState):
         self._check_appended("view()")
         if step.changed and ((step.added > 0) & (step.added < full) & (step.present > 0)).any():
             raise RuntimeError(
-                f"the last append had counts {step.counts.tolist()}, and tokens were removed, or sequences forked or reordered "
-                "since: it is unknown which queries are padding; call view() before, or pass view(seq_lens_q=) the lengths of "
-                "your queries"
+                f"the last append had seq_lens_q {step.counts.tolist()}, and tokens were removed, or sequences forked or "
+                "reordered since: it is unknown which queries are padding; call view() before, or pass the lengths of your "
+                "queries to view(seq_lens_q=)"
             )
         return {} if step.changed else {"seq_lens_q": counts, "max_seqlen_q": most}
 
@@ -264,50 +268,52 @@ class KVCache(CacheState):
         pages = self._fp8.array(pages, side, layer) if self._fp8 else pages
         return pages if layout is None else from_own("kv"[side], pages, layout)
 
-    def begin_step(self, counts: int | Sequence[int] | NDArray[Any] = 1) -> None:
+    @refuse_names
+    def begin_step(self, seq_lens_q: int | Sequence[int] | NDArray[Any] = 1) -> None:
         """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
 
-        If the counts are those of the previous step and no page is taken, nothing is enqueued.
+        If every sequence gets as many tokens as in the previous step and no page is taken, nothing is enqueued.
 
         Args:
-            counts: the number of new tokens of each sequence, B numbers on the host; or one number for all sequences.
+            seq_lens_q: the number of new tokens of each sequence, B numbers on the host; or one number for all sequences.
 
         Raises:
-            TypeError, ValueError: counts are not B integers of 0 or more, or a sequence would exceed ``max_length``.
+            TypeError, ValueError: ``seq_lens_q`` is not B integers of 0 or more, or a sequence would exceed ``max_length``.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
             RuntimeError: the stream is being captured, or a layer of the previous step is not appended.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> cache.begin_step([1, 30])
         >>> cache.host_lengths.tolist(), cache.free_pages
         ([1, 30], 1)
         """
         self._recover()
         self._check_no_step("begin_step()")
-        change, step, work = self._beginning(read_counts(counts, self.batch))
+        change, step, work = self._beginning(read_lengths(seq_lens_q, self.batch))
         self._perform(change, step, work)
 
+    @refuse_names
     def append(
         self,
         k: Array,
         v: Array,
         layer: int = 0,
         *,
-        counts: int | Sequence[int] | NDArray[Any] | None = None,
+        seq_lens_q: int | Sequence[int] | NDArray[Any] | None = None,
         rope: Rope | None = None,
         positions: Array | None = None,
     ) -> None:
         """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
 
         Args:
-            k: ``(D, Hkv, S, B)``, of which the first ``counts[b]`` of the S tokens of each sequence are written; or packed
+            k: ``(D, Hkv, S, B)``, of which the first ``seq_lens_q[b]`` of the S tokens of each sequence are written; or packed
                 ``(D, Hkv, T)``, with the new tokens of all sequences in order; T is their number. The stride along D is one
                 element.
             v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``. k and v have the dtype of the cache. An FP8 cache takes float16,
                 bfloat16, float32 (numpy: also float64), and FP8 arrays of any scale.
             layer: the layer.
-            counts: as for :meth:`begin_step`, which is called with them if no step is announced. The default is then S for
-                every sequence; packed arrays need counts.
+            seq_lens_q: the number of new tokens of each sequence, as for :meth:`begin_step`, which is called with it if no
+                step is announced. Default None: that of the announced step, or S for every sequence; packed arrays need it.
             rope: rotates the keys by their positions in the cache while they are written;
                 ``apply_rope(q, rope, **cache.view(layer))`` then rotates the queries. Not for FP8 caches. Default None: keys
                 are written unchanged, also after rotated ones.
@@ -316,15 +322,15 @@ class KVCache(CacheState):
                 ``(B, S)``. Those of padding are not used.
 
         Raises:
-            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or the counts; ``rope`` is not that of
-                earlier keys of the layer; and as :meth:`begin_step`.
+            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or ``seq_lens_q``; ``rope`` is not
+                that of earlier keys of the layer; and as :meth:`begin_step`.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
             RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
                 captured and no step is announced, or no keys were rotated before.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, layers=2, numpy=True)
         >>> packed = np.ones((8, 2, 5), np.float32, order="F")
-        >>> cache.append(packed, packed, counts=[2, 3])
+        >>> cache.append(packed, packed, seq_lens_q=[2, 3])
         >>> cache.append(packed, packed, layer=1)
         >>> cache.lengths
         array([2, 3], dtype=int32)
@@ -353,23 +359,23 @@ class KVCache(CacheState):
         begun = self._check_layer(layer, capturing)
         if rope is not None:
             self._check_rope(rope, layer, empty=not (self._pages.lengths - (step.counts if begun else 0)).any())
-        if counts is not None:
-            given = read_counts(counts, self.batch)
+        if seq_lens_q is not None:
+            given = read_lengths(seq_lens_q, self.batch)
         elif begun:
             given = step.counts
         elif k.ndim == 4:
-            given = read_counts(k.shape[2], self.batch)
+            given = read_lengths(k.shape[2], self.batch)
         else:
-            raise ValueError("packed arrays need the number of new tokens of each sequence; pass counts=, or call begin_step()")
+            raise ValueError("packed arrays need the number of tokens of each sequence; pass seq_lens_q=, or call begin_step()")
         if begun and given is not step.counts and (given != step.counts).any():
             raise ValueError(
-                f"counts are {given.tolist()}, but the step was announced with {step.counts.tolist()}; leave counts out"
+                f"seq_lens_q is {given.tolist()}, but the step was announced with {step.counts.tolist()}; omit seq_lens_q"
             )
         check_tokens(k, given, step.needed if begun else tokens_of(given), capturing)
-        if counts is None and layer and k.ndim == 4 and not step.packed and step.tokens not in (None, k.shape[2]):
+        if seq_lens_q is None and layer and k.ndim == 4 and not step.packed and step.tokens not in (None, k.shape[2]):
             raise ValueError(
                 f"k has S = {k.shape[2]} tokens in layer {layer}, but {step.tokens} in layer 0 of this step; pass the tokens "
-                "of one step, or counts="
+                "of one step, or seq_lens_q="
             )
         if capturing:
             if self._fp8:
@@ -426,7 +432,7 @@ class KVCache(CacheState):
         Raises:
             RuntimeError: every layer is appended, or the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", layers=2, numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, layers=2, numpy=True)
         >>> tokens = np.ones((8, 2, 20, 2), np.float32, order="F")
         >>> cache.append(tokens, tokens)
         >>> cache.cancel_step()
@@ -446,9 +452,9 @@ class KVCache(CacheState):
             ValueError: a sequence is not in the batch, or the target is not empty.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
-        >>> cache.append(tokens, tokens, counts=[20, 0])
+        >>> cache.append(tokens, tokens, seq_lens_q=[20, 0])
         >>> cache.fork(0, 1)
         >>> cache.free_pages, cache.shared_prefix()
         (2, 16)
@@ -475,9 +481,9 @@ class KVCache(CacheState):
             TypeError, ValueError: the order is not B numbers of sequences.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=8, batch=3, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=8, batch=3, page_size=16, numpy=True)
         >>> tokens = np.ones((8, 2, 66), np.float32, order="F")
-        >>> cache.append(tokens, tokens, counts=[40, 20, 6])
+        >>> cache.append(tokens, tokens, seq_lens_q=[40, 20, 6])
         >>> cache.reorder([0, 0, 1])
         >>> cache.host_lengths.tolist(), cache.free_pages
         ([40, 40, 20], 3)
@@ -491,9 +497,9 @@ class KVCache(CacheState):
             TypeError, ValueError: a sequence is not in the batch.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> tokens = np.ones((8, 2, 20), np.float32, order="F")
-        >>> cache.append(tokens, tokens, counts=[20, 0])
+        >>> cache.append(tokens, tokens, seq_lens_q=[20, 0])
         >>> cache.swap(0, 1)
         >>> cache.host_lengths.tolist()
         [0, 20]
@@ -515,7 +521,7 @@ class KVCache(CacheState):
         Raises:
             RuntimeError: the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> cache.begin_step(20)
         >>> cache.reset()
         >>> cache.host_lengths.tolist(), cache.free_pages
@@ -564,7 +570,7 @@ class KVCache(CacheState):
             OutOfPages: not enough pages are free to copy shared pages that are written. The cache is unchanged.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
-        >>> cache = KVCache(8, 2, pages=4, batch=1, page_size=16, dtype="float32", numpy=True)
+        >>> cache = KVCache(8, 2, pages=4, batch=1, page_size=16, numpy=True)
         >>> tokens = np.zeros((8, 2, 5, 1), np.float32, order="F") + np.arange(5, dtype=np.float32)[:, None]
         >>> cache.append(tokens, tokens)
         >>> cache.keep(0, [0, 2, 3])

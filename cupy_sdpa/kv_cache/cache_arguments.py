@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..boundary.options import other_names
 from ..errors import in_words
 from ..runtime import cupy_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
+
+
+#: Refuses other names of ``seq_lens_q`` in the methods of a cache.
+refuse_names = other_names(
+    {
+        "pass seq_lens_q=, the number of new tokens of each sequence, as for attention": (
+            "counts lengths new_tokens num_tokens query_lens seq_lens seq_lens_kv"
+        )
+    }
+)
 
 
 def index(given: int, count: int, name: str) -> int:
@@ -26,20 +37,20 @@ def index(given: int, count: int, name: str) -> int:
     return int(given)
 
 
-def read_counts(counts: int | Sequence[int] | NDArray[Any], batch: int) -> NDArray[np.int64]:
+def read_lengths(seq_lens_q: int | Sequence[int] | NDArray[Any], batch: int) -> NDArray[np.int64]:
     """The number of new tokens of each sequence; not to be modified."""
-    if cupy_runtime.is_array(counts):
-        raise TypeError("counts is a CuPy array; pass host numbers, for example counts.get()")
-    if isinstance(counts, int) and 0 <= counts < 1 << 31:
-        return uniform(counts, batch)
-    array = np.asarray(counts)
+    if cupy_runtime.is_array(seq_lens_q):
+        raise TypeError("seq_lens_q is a CuPy array; pass host numbers, for example seq_lens_q.get()")
+    if isinstance(seq_lens_q, int) and 0 <= seq_lens_q < 1 << 31:
+        return uniform(seq_lens_q, batch)
+    array = np.asarray(seq_lens_q)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"counts is {counts!r}; it must be integers")
+        raise TypeError(f"seq_lens_q is {seq_lens_q!r}; it must be integers")
     if array.shape not in ((), (batch,)):
-        raise ValueError(f"counts has shape {array.shape}; pass one number, or {batch} numbers for the {batch} sequences")
+        raise ValueError(f"seq_lens_q has shape {array.shape}; pass one number, or {batch} numbers for the {batch} sequences")
     array = np.full(batch, array, np.int64) if array.ndim == 0 else array.astype(np.int64)
     if (array < 0).any():
-        raise ValueError(f"counts is {counts!r}; it must not be negative, use truncate() to shorten a sequence")
+        raise ValueError(f"seq_lens_q is {seq_lens_q!r}; it must not be negative, use truncate() to shorten a sequence")
     return array
 
 
@@ -133,7 +144,8 @@ def check_tokens(k: Any, counts: NDArray[np.int64], needed: tuple[int, int], cap
     if given < needed[packed] or (packed and given > needed[packed] and not capturing):
         names = ("T", "the sum") if packed else ("S", "the maximum")
         raise ValueError(
-            f"k has {names[0]} = {given} tokens, but {names[1]} of counts is {needed[packed]}; counts are {counts.tolist()}"
+            f"k has {names[0]} = {given} tokens, but {names[1]} of seq_lens_q is {needed[packed]}; seq_lens_q is "
+            f"{counts.tolist()}"
         )
 
 

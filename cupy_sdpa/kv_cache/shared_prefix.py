@@ -69,11 +69,11 @@ def shared_prefix_attention(
 
     >>> import numpy as np, cupy_sdpa
     >>> rng = np.random.default_rng(0)
-    >>> cache = cupy_sdpa.KVCache(8, 2, pages=8, batch=2, page_size=4, dtype="float32", numpy=True)
+    >>> cache = cupy_sdpa.KVCache(8, 2, pages=8, batch=2, page_size=4, numpy=True)
     >>> k, v = (np.asfortranarray(rng.standard_normal((8, 2, 6), np.float32)) for _ in range(2))
-    >>> cache.append(k, v, counts=[6, 0])
+    >>> cache.append(k, v, seq_lens_q=[6, 0])
     >>> cache.fork(0, 1)
-    >>> cache.append(k[:, :, :2], v[:, :, :2], counts=[1, 1])
+    >>> cache.append(k[:, :, :2], v[:, :, :2], seq_lens_q=[1, 1])
     >>> q = np.asfortranarray(rng.standard_normal((8, 4, 1, 2), np.float32))
     >>> pages = {"page_table": cache.table, "seq_lens_kv": cache.lengths}
     >>> out = cupy_sdpa.shared_prefix_attention(q, cache.keys(), cache.values(), cache.shared_prefix(), **pages)

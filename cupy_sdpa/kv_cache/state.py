@@ -319,8 +319,8 @@ class CacheState:
         step = self._step
         if 0 in step.missing - self._captured:
             raise RuntimeError(
-                f"a step with counts {step.counts.tolist()} is announced and not appended; append its layer 0 before {name}, "
-                "or call cancel_step()"
+                f"a step with seq_lens_q {step.counts.tolist()} is announced and not appended; append its layer 0 before "
+                f"{name}, or call cancel_step()"
             )
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:

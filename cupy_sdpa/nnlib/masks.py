@@ -31,11 +31,12 @@ class Mask(NoArray):
     """
 
     _not_an_array = "its attribute .array is a bool array"
-    __array_ufunc__ = None  # numpy and CuPy leave ``array & mask`` to :meth:`__rand__`
 
     def __init__(self, xp: Any, keys: int, queries: int, *, causal: bool = False, lengths: Any = None) -> None:
         self.causal, self.lengths, self._xp = causal, lengths, xp
         self.shape = (keys, queries) if lengths is None else (keys, queries, 1, lengths.shape[0])
+        if xp is not np:
+            vars(self)["__array_ufunc__"] = None  # CuPy then leaves ``array & mask`` to :meth:`__rand__`; numpy asks the class
 
     @functools.cached_property
     def array(self) -> Any:
@@ -54,6 +55,13 @@ class Mask(NoArray):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.array(self.array, dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """The array of ``array & mask``; every other function of numpy raises TypeError."""
+        if ufunc is np.bitwise_and and method == "__call__" and not options:
+            one, other = inputs
+            return self & (one if other is self else other)
+        return self._refuse()
 
     def __and__(self, other: Any) -> Any:
         if not isinstance(other, Mask):

@@ -74,7 +74,7 @@ OTHERS = {
     "weight_sums": lambda q, k, v, packed: cupy_sdpa.weight_sums(q, k, **packed),
     "weight_entropy": lambda q, k, v, packed: cupy_sdpa.weight_entropy(q, k, **packed),
     "dropout_mask": lambda q, k, v, packed: cupy_sdpa.dropout_mask(q, k, dropout_p=0.5, seed=1, **packed),
-    "apply_rope": lambda q, k, v, packed: cupy_sdpa.apply_rope(q, cupy_sdpa.Rope(16), cu_seqlens=packed["cu_seqlens_q"]),
+    "apply_rope": lambda q, k, v, packed: cupy_sdpa.apply_rope(q, cupy_sdpa.Rope(16), cu_seqlens_q=packed["cu_seqlens_q"]),
     "converted": lambda q, k, v, packed: cupy_sdpa.attention(
         *(x.astype(np.float32, order="F") for x in (q, k, v)), compute_dtype="float16", **packed),
 }  # fmt: skip

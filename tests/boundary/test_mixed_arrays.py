@@ -98,8 +98,8 @@ def merged(**arrays):
     return cupy_sdpa.merge([arrays["outs[0]"]], [arrays["stats[0]"]], sinks=arrays["sinks"], out=arrays["out"])
 
 
-def rotated(x, **ends):
-    return cupy_sdpa.apply_rope(x, cupy_sdpa.Rope(16), **ends)
+def rotated(x, **lengths):
+    return cupy_sdpa.apply_rope(x, cupy_sdpa.Rope(16), **lengths)
 
 
 def of_a_tree(parents, k, **options):
@@ -140,8 +140,8 @@ OTHERS = {
         {"dropout_p": 0.25, "seed": 1, **LONGEST},
     ),
     "merge": (merged, {"outs[0]": Q, "stats[0]": ONES["stats"], "sinks": ONES["sinks"], "out": Q.copy("F")}, {}),
-    "apply_rope": (rotated, {"x": Q, "end": integers(6, 7, 8), "seq_lens": integers(6, 3, 0)}, {}),
-    "apply_rope of packed arrays": (rotated, {"x": PACKED["q"], "cu_seqlens": STARTS["cu_seqlens_q"]}, {}),
+    "apply_rope": (rotated, {"x": Q, "seq_lens_kv": integers(6, 7, 8), "seq_lens_q": integers(6, 3, 0)}, {}),
+    "apply_rope of packed arrays": (rotated, {"x": PACKED["q"], "cu_seqlens_q": STARTS["cu_seqlens_q"]}, {}),
     "page_table_from_lists": (
         cupy_sdpa.page_table_from_lists,
         {"indptr": integers(0, 2, 3), "indices": integers(1, 0, 2), "last_page_len": integers(4, 1)},

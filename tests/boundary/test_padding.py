@@ -33,7 +33,7 @@ def asked(d=64, dv=None, sq=40, skv=48, hkv=2, *, arrays=(), **options):
     """The problem that cuDNN runs for a batch with lengths."""
     q, k, v = (np.empty(shape, np.float16, order="F") for shape in ((d, 4, sq, 3), (d, hkv, skv, 3), (dv or d, hkv, skv, 3)))
     given = {"q": q, "k": k, "v": v} | dict(arrays)
-    return cupy_sdpa.problem(*given.values(), **{"seq_lens": True, **options})
+    return cupy_sdpa.problem(*given.values(), **{"seq_lens_kv": True, **options})
 
 
 SLICED = {"q": np.empty((64, 4, 64, 3), np.float16, order="F")[:, :, :40]}
@@ -49,7 +49,7 @@ WITHOUT_COPIES = {
     "any head dim": asked(72, 40),
     "a slice": asked(arrays=SLICED),
     "heads before positions": asked(arrays={"v": np.empty((64, 48, 2, 3), np.float16, order="F").swapaxes(1, 2)}),
-    "bucket": asked(seq_lens=False, bucket=64),
+    "bucket": asked(seq_lens_kv=False, bucket=64),
     "gradients": asked(backward=True),
     "gradients, causal": asked(backward=True, causal=True),
     "gradients, 192 and 128": asked(192, 128, backward=True),
@@ -174,7 +174,7 @@ def test_explain_names_the_form(fake):
         explain(*(x.get(order="F") for x in (q, k, v)), **{name: x.get() for name, x in options.items()})
     )
     for more in ({}, {"backward": True}):
-        problem = cupy_sdpa.problem(*(x.shape for x in (q, k, v)), dtype="float16", seq_lens=True, **more)
+        problem = cupy_sdpa.problem(*(x.shape for x in (q, k, v)), dtype="float16", seq_lens_kv=True, **more)
         assert problem == explain(q, k, v, **options, **more).problem
 
 

@@ -250,7 +250,7 @@ SAME = {
     "pages": ({"page_table": (8, 3), "causal": "bottom_right"}, ((64, 8, 4, 3), (64, 2, 32, 24))),
     "packed": ({"cu_seqlens_q": (4,), "cu_seqlens_kv": (4,), "max_seqlen_q": 50, "max_seqlen_kv": 50}, ((64, 8, 128),) * 2),
     "masks": (
-        {"mask": (50, 1, 8, 1), "bias": (50, 40, 1, 2), "window": (5, 3), "seq_lens": True},
+        {"mask": (50, 1, 8, 1), "bias": (50, 40, 1, 2), "window": (5, 3), "seq_lens_kv": True},
         ((64, 8, 40, 2), (64, 8, 50, 2)),
     ),
     "scores": ({"softcap": 5.0, "sinks": True, "alibi_slopes": True, "scale": -1.0}, ((64, 8, 40, 2), (64, 8, 50, 2))),
@@ -301,7 +301,7 @@ def test_the_benchmark_times_a_file(path, folder):
     """Both passes, lengths and pages, on numpy."""
     pages = (64, 2, 16, 20)
     paged = cupy_sdpa.problem((64, 4, 3, 2), pages, pages, dtype="float16", page_table=(8, 2), causal="bottom_right")
-    problem_file.add(path, [asked((64, 2, 40, 2), seq_lens=True, backward=True), paged])
+    problem_file.add(path, [asked((64, 2, 40, 2), seq_lens_kv=True, backward=True), paged])
     done = run(f"saved rows.csv --problems {path} --cpu", main=benchmarks)
     assert done.status == 0
     assert [line.split(", problem ")[1] for line in done.lines] == [str(problem) for problem in store.read_problems(path)]

@@ -195,7 +195,7 @@ def test_every_option_can_be_asked_for():
     """Every option of problem() except functions, their arrays and what changes no plan has an option of the command."""
     names = {"alibi_slopes": "alibi", "dropout_p": "dropout", "seq_lens_q": "lengths", "seq_lens_kv": "lengths",
              "cu_seqlens_q": "packed", "cu_seqlens_kv": "packed", "max_seqlen_q": "packed", "max_seqlen_kv": "packed",
-             "page_table": "pages", "seq_lens": "lengths", "return_stats": "stats", "k": "keys", "v": "values",
+             "page_table": "pages", "return_stats": "stats", "k": "keys", "v": "values",
              "return_dbias": "dbias", "return_dsinks": "dsinks"}  # fmt: skip
     left_out = {"q", "score_mod", "mask_mod", "tensors", "return_dtensors", "seed", "offset", "dropout_mask", "out_dtype",
                 "batch_invariant"}  # fmt: skip

@@ -373,7 +373,7 @@ def test_page_tables_of_whole_tiles(page, sq, keys):
 
 PLANNED = {
     "causal": {"causal": True, "return_stats": True}, "bottom right": {"causal": "bottom_right"}, "window": {"window": (100, 5)},
-    "lengths": {"seq_lens": True, "causal": True}, "pages": {"page_table": (8, 2)},
+    "lengths": {"seq_lens_kv": True, "causal": True}, "pages": {"page_table": (8, 2)},
 }  # fmt: skip
 
 

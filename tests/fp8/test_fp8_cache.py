@@ -75,7 +75,7 @@ def test_tokens_are_converted(source, dtype, rotated, packed, engine):
                 for b, x in enumerate(tokens):
                     array[:, :, : x.shape[2], b] = x
             given.append(engine.put(np.asfortranarray(array)))
-        cache.append(*given, layer, **({} if layer else {"counts": counts}))
+        cache.append(*given, layer, **({} if layer else {"seq_lens_q": counts}))
     for (side, layer, b), parts in history.items():
         array, turned = (cache.keys, cache.values)[side](layer), rotated and side == 0
         first = max(largest(history[side, layer, c][0], rotated=turned) for c in (0, 2))
@@ -147,7 +147,7 @@ def test_first_tokens_that_are_not_finite(value, packed, engine):
     wanted = 448 / (HEADROOM * np.abs(x).max().astype(np.float32))
     x[3, 1, 2, 0] = value
     given, cache = engine.put(x.reshape(32, 2, 12, order="F") if packed else x), make(engine, layers=1)
-    cache.append(given, given, counts=[4, 4, 4])
+    cache.append(given, given, seq_lens_q=[4, 4, 4])
     np.testing.assert_allclose(engine.get(cache.values().scale), wanted, rtol=1e-6)
 
 
@@ -182,7 +182,7 @@ def test_decoding(name, engine):
     for number in steps:
         counts = [number, max(number - 20, 1) if ragged else number, number]
         q, k, v = (normal((32, h, number, 3), "bfloat16", seed := seed + 1) for h in (hq, hkv, hkv))
-        cache.append(engine.put(k), engine.put(v), counts=counts)
+        cache.append(engine.put(k), engine.put(v), seq_lens_q=counts)
         sent = fp8.quantize(engine.put(q), dtype, rotate=rotated) if source == "FP8" else engine.put(q)
         more = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"} | options
         more |= {"seq_lens_q": engine.put(np.array(counts, np.int32))} if ragged else {}

@@ -224,7 +224,7 @@ def test_a_cache_keeps_the_mean_of_the_first_tokens(engine):
         new[1] += np.where(np.arange(48) < 24, 20 + 10 * like[:, None], 0).T[:, None, None].astype(np.float16)
         for layer in (0, 1):
             given = engine.put([np.asfortranarray(x * np.float16(1 + layer)) for x in new])
-            cache.append(*given, layer, **({} if layer else {"counts": counts}))
+            cache.append(*given, layer, **({} if layer else {"seq_lens_q": counts}))
         firsts = [firsts[n] if tokens[0][n].shape[2] else count for n, count in enumerate(counts)]
         for side, x in zip(tokens, new, strict=True):
             for n, count in enumerate(counts):

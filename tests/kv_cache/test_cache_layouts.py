@@ -38,8 +38,8 @@ def test_a_cache(default, letters, engine):
     else:
         cache = cache_of(engine, layout=letters)
     for tokens, counts in ((5, [5, 3, 1]), (2, None)):
-        own.append(k[:, :, :tokens], v[:, :, :tokens], counts=counts)
-        cache.append(k[:, :, :tokens].transpose(axes), v[:, :, :tokens].transpose(axes), counts=counts)
+        own.append(k[:, :, :tokens], v[:, :, :tokens], seq_lens_q=counts)
+        cache.append(k[:, :, :tokens].transpose(axes), v[:, :, :tokens].transpose(axes), seq_lens_q=counts)
     wanted = attention(q, **own.view())
     for one in (cache, pickle.loads(pickle.dumps(cache))):
         assert one.table.shape == own.table.shape[::-1]
@@ -52,8 +52,8 @@ def test_packed_tokens_and_fp8(engine):
     """Packed tokens are (T, Hkv, D); pages of an FP8 cache have the layout, too."""
     tokens = engine.normal(0, 8, 2, 5)
     own, cache = cache_of(engine), cache_of(engine, layout="bshd")
-    own.append(tokens, tokens, counts=[2, 2, 1])
-    cache.append(tokens.T, tokens.T, counts=[2, 2, 1])
+    own.append(tokens, tokens, seq_lens_q=[2, 2, 1])
+    cache.append(tokens.T, tokens.T, seq_lens_q=[2, 2, 1])
     equal(engine, cache.values(), own.values(), ORDERS["bshd"])
     if engine.name == "numpy":
         eight = cache_of(engine, dtype="float8_e4m3fn", layout="bhsd", rotate=True)
@@ -89,7 +89,7 @@ def test_a_shared_prefix(letters, engine):
     axes = ORDERS[letters]
     cache = cache_of(engine, batch=2)
     prefix, tokens = engine.normal(0, 8, 2, 5), engine.normal(1, 8, 2, 1, 2)
-    cache.append(prefix, prefix, counts=[5, 0])
+    cache.append(prefix, prefix, seq_lens_q=[5, 0])
     cache.fork(0, 1)
     cache.append(tokens, tokens)
     q = engine.normal(2, 8, 4, 1, 2)
@@ -106,8 +106,8 @@ def test_a_shared_prefix(letters, engine):
 def test_lists_of_positions():
     """On the CPU apply_rope takes lists and int64 arrays of positions and offsets."""
     x, rope = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 2, 5, 2)).astype(np.float32)), Rope(8)
-    wanted = apply_rope(x, rope, end=np.array([7, 9], np.int32), seq_lens=np.array([5, 4], np.int32))
-    np.testing.assert_array_equal(apply_rope(x, rope, end=[7, 9], seq_lens=np.array([5, 4])), wanted)
+    wanted = apply_rope(x, rope, seq_lens_kv=np.array([7, 9], np.int32), seq_lens_q=np.array([5, 4], np.int32))
+    np.testing.assert_array_equal(apply_rope(x, rope, seq_lens_kv=[7, 9], seq_lens_q=np.array([5, 4])), wanted)
     packed = x[..., 0]
-    wanted = apply_rope(packed, rope, start=np.array([1, 2], np.int32), cu_seqlens=np.array([0, 2, 5], np.int32))
-    np.testing.assert_array_equal(apply_rope(packed, rope, start=(1, 2), cu_seqlens=[0, 2, 5]), wanted)
+    wanted = apply_rope(packed, rope, start=np.array([1, 2], np.int32), cu_seqlens_q=np.array([0, 2, 5], np.int32))
+    np.testing.assert_array_equal(apply_rope(packed, rope, start=(1, 2), cu_seqlens_q=[0, 2, 5]), wanted)

@@ -47,9 +47,9 @@ WITHIN = {
     "truncate": (lambda c, x, y: c.truncate(0, 1), r"before truncate\(\)", r"before truncate\(\)"),
     "release": (lambda c, x, y: c.release(0), r"before truncate\(\)", r"before truncate\(\)"),
     "layer 1": (lambda c, x, y: c.append(x, x, 1), "layer 1 is appended, but layer 0 of this step is not", ""),
-    "layer 0": (lambda c, x, y: c.append(x, x, 0, counts=1), "", r"layers \[1\] of this step are not appended; .*cancel_step"),
+    "layer 0": (lambda c, x, y: c.append(x, x, 0, seq_lens_q=1), "", r"layers \[1\] of this step are not appended; .*cancel_step"),
     "counts": (
-        lambda c, x, y: c.append(x, x, 1, counts=[1, 0]), "layer 0 of this step", r"\[1, 0\], .* announced with \[1, 1\]"
+        lambda c, x, y: c.append(x, x, 1, seq_lens_q=[1, 0]), "layer 0 of this step", r"\[1, 0\], .* announced with \[1, 1\]"
     ),
     "tokens": (lambda c, x, y: c.append(y, y, 1), "layer 0", "S = 2 tokens in layer 1, but 1 in layer 0"),
 }  # fmt: skip
@@ -93,7 +93,7 @@ def test_an_unchanged_step_enqueues_nothing(fake):
 def test_many_new_entries_of_the_table(engine):
     """More entries than one launch stores; and a release that clears them."""
     cache, x = new(engine, 1, 1, pages=1300, batch=2, page_size=1), ones(engine, 1, 1, 1201, 2)
-    cache.append(x, x, counts=[1201, 3])
+    cache.append(x, x, seq_lens_q=[1201, 3])
     table = engine.get(cache.table)
     assert table[:1201, 0].tolist() == list(range(1299, 98, -1))
     assert table[:4, 1].tolist() == [98, 97, 96, 0]
@@ -113,8 +113,8 @@ def test_many_blocks(cupy):
         for b, of in itertools.product(range(4), (cache, known) if cache.free_pages < 40 else ()):
             of.release(b)
         x = np.asfortranarray(rng.standard_normal((64, 4, int(counts.sum()))).astype(np.float16))
-        cache.append(cupy.asarray(x), cupy.asarray(x), counts=counts)
-        known.append(x, x, counts=counts)
+        cache.append(cupy.asarray(x), cupy.asarray(x), seq_lens_q=counts)
+        known.append(x, x, seq_lens_q=counts)
         np.testing.assert_array_equal(cache.keys().get(), known.keys())
         np.testing.assert_array_equal(cache.values().get(), known.values())
         assert cache.lengths.get().tolist() == known.lengths.tolist()
@@ -154,7 +154,7 @@ def test_captured_appends(form, engine):
                 for x, of in zip(pair, tokens, strict=True):
                     x[...] = xp.asarray(of)
                 given = [np.asfortranarray(x[..., : counts.sum()] if form == "packed" else x) for x in tokens]
-                known.append(*given, layer, counts=None if layer else counts)
+                known.append(*given, layer, seq_lens_q=None if layer else counts)
             graph.launch(stream)
             assert cache.lengths.get().tolist() == known.lengths.tolist() == cache.host_lengths.tolist()
             np.testing.assert_array_equal(cache.table.get(), known.table)
@@ -214,7 +214,7 @@ def decoded(engine, sizes, steps, others, place):
     cache = new(engine, d, heads, pages=200, batch=batch, page_size=page, head_dim_v=dv, dtype=engine.dtype, max_length=100)
     before, results = [0 if b == place else n for b, n in enumerate(others)], []
     if any(before):
-        cache.append(*(engine.normal(1, dim, heads, max(before), batch) for dim in (d, dv)), counts=before)
+        cache.append(*(engine.normal(1, dim, heads, max(before), batch) for dim in (d, dv)), seq_lens_q=before)
     for given in steps:
         k, v, q = (rng.standard_normal((*x.shape, batch)).astype(engine.dtype) for x in given)
         for x, own in zip((k, v, q), given, strict=True):
@@ -327,7 +327,7 @@ def test_a_picture(engine):
     """A rectangle for each page of a sequence and for each free page; shared pages have another color; long rows are cut."""
     cache = new(engine, 8, 1, pages=90, batch=40, page_size=2)
     x = ones(engine, 8, 1, 7)
-    cache.append(x, x, counts=[6, 1, *[0] * 38])
+    cache.append(x, x, seq_lens_q=[6, 1, *[0] * 38])
     html = cache._repr_html_()
     assert "2 of 40 sequences" in html
     assert (html.count("#4c78a8"), html.count("#f58518")) == (4, 0)

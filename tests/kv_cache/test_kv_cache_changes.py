@@ -192,14 +192,14 @@ class Model:
             kind, error = OutOfPages, rf"needs {needs} pages, but {cache.free_pages} of"
         if error:
             self.refused(kind, error, cache.begin_step, given)
-            self.refused(kind, error, cache.append, *append[0], counts=given)
+            self.refused(kind, error, cache.append, *append[0], seq_lens_q=given)
             return
         free = cache.free_pages
         layers = int(self.rng.integers(cache.layers)) if cancelled else cache.layers
         if announce or not layers:
             cache.begin_step(given)
         for k, v, layer in append[:layers]:
-            cache.append(k, v, layer, **({} if layer or announce or whole else {"counts": given}))
+            cache.append(k, v, layer, **({} if layer or announce or whole else {"seq_lens_q": given}))
         assert cache.free_pages == free - needs
         if cancelled:
             cache.cancel_step()
@@ -388,7 +388,7 @@ def append(engine, cache, rng, counts):
     """A whole step of packed tokens."""
     for layer in range(cache.layers):
         x = engine.put(tokens(rng, sum(counts)))
-        cache.append(x, x, layer, counts=counts)
+        cache.append(x, x, layer, seq_lens_q=counts)
 
 
 def same(one, other):
@@ -427,16 +427,16 @@ def test_a_page_that_is_shared_is_copied_after_a_truncation(engine):
 
 #: Changes: what happens before, and the call.
 CHANGES = {
-    "append of a new step": (lambda e, c, r: None, lambda e, c, x: c.append(x, x, counts=[1, 1, 6])),
+    "append of a new step": (lambda e, c, r: None, lambda e, c, x: c.append(x, x, seq_lens_q=[1, 1, 6])),
     "begin_step": (lambda e, c, r: None, lambda e, c, x: c.begin_step([1, 1, 6])),
     "append of layer 0": (lambda e, c, r: c.begin_step([1, 2, 5]), lambda e, c, x: c.append(x, x)),
     "append of layer 1": (
-        lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[2, 2, 4]), lambda e, c, x: c.append(x, x, layer=1)
+        lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, seq_lens_q=[2, 2, 4]), lambda e, c, x: c.append(x, x, layer=1)
     ),
     "fork": (lambda e, c, r: append(e, c, r, [1, 0, 0]), lambda e, c, x: c.fork(0, 2)),
     "reorder": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.reorder([2, 0, 0])),
     "reset": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.reset()),
-    "reset of a step": (lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[1, 3, 4]), lambda e, c, x: c.reset()),
+    "reset of a step": (lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, seq_lens_q=[1, 3, 4]), lambda e, c, x: c.reset()),
     "truncate": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.truncate(0, 3)),
     "keep": (lambda e, c, r: append(e, c, r, [8, 0, 1]), lambda e, c, x: c.keep(0, [0, 2, 3, 5, 7])),
     "keep of a shared draft": (
@@ -444,7 +444,7 @@ CHANGES = {
     ),
     "cancel_step": (lambda e, c, r: c.begin_step([3, 4, 9]), lambda e, c, x: c.cancel_step()),
     "cancel_step after layer 0": (
-        lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, counts=[1, 3, 4]), lambda e, c, x: c.cancel_step()
+        lambda e, c, r: c.append(*[e.put(tokens(r, 8))] * 2, seq_lens_q=[1, 3, 4]), lambda e, c, x: c.cancel_step()
     ),
 }  # fmt: skip
 
@@ -533,12 +533,12 @@ def test_a_device_that_fails_repeatedly(engine):
     rng = np.random.default_rng(0)
     start, x = made(engine, rng), engine.put(tokens(rng, 8))
     done = copy.deepcopy(start)
-    done.append(x, x, counts=[1, 1, 6])
+    done.append(x, x, seq_lens_q=[1, 1, 6])
     for n in range(3):
         cache = copy.deepcopy(start)
         with pytest.raises(MemoryError), Failing(n, MemoryError, lasting=True):
-            cache.append(x, x, counts=[1, 1, 6])
-        cache.append(x, x, counts=[1, 1, 6])
+            cache.append(x, x, seq_lens_q=[1, 1, 6])
+        cache.append(x, x, seq_lens_q=[1, 1, 6])
         assert same(seen(engine, cache), seen(engine, done))
 
 

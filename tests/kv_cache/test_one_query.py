@@ -73,7 +73,7 @@ def problem(d=64, heads=(32, 8), keys=4096, batch=8, **options):
 
 #: Problems, and why the kernel that splits the keys is not used; "" if it is.
 PLANNED = {
-    "alibi with lengths": (problem(alibi_slopes=True, causal="bottom_right", seq_lens=True), "h200", ""),
+    "alibi with lengths": (problem(alibi_slopes=True, causal="bottom_right", seq_lens_kv=True), "h200", ""),
     "one number a head": (
         problem(score_mod=lambda s, b, h, i, j, t: s * t[h] + j, tensors={"t": (32,)}), "h200", ""
     ),

@@ -68,7 +68,7 @@ def decoding(engine, sq=2, batch=3):
     """Queries, keys and values in pages of 4, and options; sequences of 30, 9 and 17 keys."""
     cache, x = KVCache(8, 1, pages=40, batch=batch, page_size=4, dtype=engine.dtype, numpy=not engine.on_cudnn), None
     x = engine.normal(0, 8, 1, 30, batch)
-    cache.append(x, x, counts=[30, 9, 17][:batch])
+    cache.append(x, x, seq_lens_q=[30, 9, 17][:batch])
     options = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right", "num_splits": 2}
     return engine.normal(1, 8, 4, sq, batch), (cache.keys(), cache.values()), options
 

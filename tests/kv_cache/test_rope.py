@@ -60,7 +60,7 @@ def test_a_position_of_every_token(seed, dtype, engine):
     close(engine, rotated, wanted, dtype)
     cache = KVCache(13, 2, pages=12, batch=batch, page_size=size, dtype=dtype, layers=2, numpy=not engine.on_cudnn)
     for layer in range(2):
-        cache.append(given, given, layer, counts=counts, rope=rope, positions=listed)
+        cache.append(given, given, layer, seq_lens_q=counts, rope=rope, positions=listed)
         table, keys, starts = engine.get(cache.table), engine.get(cache.keys(layer)), np.cumsum([0, *counts])
         for b, count in enumerate(counts):
             stored = keys[..., table[:, b]].transpose(0, 1, 3, 2).reshape(13, 2, -1)[..., :count]
@@ -78,7 +78,7 @@ def test_positions_in_a_layout(engine):
     cache = KVCache(8, 2, pages=6, batch=3, page_size=4, dtype=str(engine.dtype), layout="bshd", numpy=not engine.on_cudnn)
     k = q.transpose(3, 2, 1, 0)
     listed = engine.put(np.ascontiguousarray(positions.T))
-    cache.append(k, k, counts=[5, 2, 0], rope=rope, positions=listed)
+    cache.append(k, k, seq_lens_q=[5, 2, 0], rope=rope, positions=listed)
     found = apply_rope(k, rope, positions=listed, **cache.view())
     np.testing.assert_array_equal(engine.get(found).transpose(3, 2, 1, 0), wanted)
     stored = engine.get(cache.keys())[int(engine.get(cache.table)[0, 0])]
@@ -107,12 +107,12 @@ def test_random_rotations(seed, dtype, engine):
             else engine.put(np.asfortranarray(x))
         )
         start = rng.integers(-5, 1 << int(rng.integers(1, 21)), batch).astype(np.int32)
-        options, form = {}, rng.choice(["none", "number", "start", "end"])
-        own = counts if packed or (form == "end" and rng.integers(2)) else np.full(batch, tokens)
+        options, form = {}, rng.choice(["none", "number", "start", "seq_lens_kv"])
+        own = counts if packed or (form == "seq_lens_kv" and rng.integers(2)) else np.full(batch, tokens)
         if packed:
-            options["cu_seqlens"] = engine.put(np.concatenate([[0], np.cumsum(counts)]).astype(rng.choice(["i4", "i8"])))
-        elif form == "end" and own is counts:
-            options["seq_lens"] = engine.put(counts.astype(np.int32))
+            options["cu_seqlens_q"] = engine.put(np.concatenate([[0], np.cumsum(counts)]).astype(rng.choice(["i4", "i8"])))
+        elif form == "seq_lens_kv" and own is counts:
+            options["seq_lens_q"] = engine.put(counts.astype(np.int32))
         if form in ("none", "number"):
             start[:] = start[0] if form == "number" else 0
             options |= {"start": int(start[0])} if form == "number" else {}
@@ -157,19 +157,19 @@ def test_captured_rotations_follow_the_lengths(engine):
             cache.append(k, k, rope=rope)
         stream.end_capture()
         cache.append(k, k, rope=rope)
-        rotated = apply_rope(q, rope, end=cache.lengths)
+        rotated = apply_rope(q, rope, seq_lens_kv=cache.lengths)
         cache.begin_step([2, 1])
         stream.begin_capture()
         cache.append(k, k, rope=rope)
-        rotated = apply_rope(q, rope, end=cache.lengths)
+        rotated = apply_rope(q, rope, seq_lens_kv=cache.lengths)
         graph = stream.end_capture()
         known.append(host, host, rope=rope)
         for counts in ([2, 1], [1, 2], [2, 2]):
             if counts != [2, 1]:
                 cache.begin_step(counts)
             graph.launch(stream)
-            known.append(host, host, counts=counts, rope=rope)
-            wanted = apply_rope(engine.get(q), rope, end=known.lengths)
+            known.append(host, host, seq_lens_q=counts, rope=rope)
+            wanted = apply_rope(engine.get(q), rope, seq_lens_kv=known.lengths)
             np.testing.assert_allclose(rotated.get().astype("f4"), wanted.astype("f4"), atol=4e-3)
             np.testing.assert_allclose(cache.keys().get().astype("f4"), known.keys().astype("f4"), atol=4e-3)
 

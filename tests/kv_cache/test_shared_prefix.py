@@ -29,10 +29,10 @@ def cached(engine, batch=3, prompt=8):
     """A cache whose sequences share a prompt of two pages and have two own tokens."""
     cache = KVCache(16, 1, pages=20, batch=batch, page_size=4, dtype=engine.dtype, numpy=not engine.on_cudnn)
     x, own = engine.normal(0, 16, 1, prompt), engine.normal(1, 16, 1, 2 * batch)
-    cache.append(x, x, counts=[prompt] + [0] * (batch - 1))
+    cache.append(x, x, seq_lens_q=[prompt] + [0] * (batch - 1))
     for b in range(1, batch):
         cache.fork(0, b)
-    cache.append(own, own, counts=[2] * batch)
+    cache.append(own, own, seq_lens_q=[2] * batch)
     return cache
 
 

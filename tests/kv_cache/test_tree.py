@@ -112,7 +112,7 @@ def test_a_rotated_tree(engine):
 
     def new():
         cache = KVCache(16, 2, pages=16, batch=2, page_size=4, dtype=str(engine.dtype), numpy=not engine.on_cudnn)
-        cache.append(k[:, :, :5], v[:, :, :5], counts=[5, 3], rope=rope)
+        cache.append(k[:, :, :5], v[:, :, :5], seq_lens_q=[5, 3], rope=rope)
         return cache
 
     def rows(x, tokens):
@@ -131,12 +131,12 @@ def test_a_rotated_tree(engine):
         alone = new()
         alone.append(rows(k, ancestors), rows(v, ancestors), rope=rope)
         view = alone.view()
-        wanted = engine.get(attention(apply_rope(rows(q, [token]), rope, end=alone.lengths), **view))
+        wanted = engine.get(attention(apply_rope(rows(q, [token]), rope, seq_lens_kv=alone.lengths), **view))
         np.testing.assert_allclose(out[:, :, token], wanted[:, :, 0], atol=2 * engine.tolerance)
         if ancestors == path:
             for b in range(2):
                 cache.keep(b, path)
-            kept = engine.get(attention(apply_rope(rows(q, [token]), rope, end=cache.lengths), **cache.view()))
+            kept = engine.get(attention(apply_rope(rows(q, [token]), rope, seq_lens_kv=cache.lengths), **cache.view()))
             np.testing.assert_allclose(kept, wanted, atol=engine.tolerance)
 
 

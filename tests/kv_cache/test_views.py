@@ -69,7 +69,7 @@ def test_prompts_of_different_lengths(packed, rotated, engine):
     cache, tokens = made(engine), Sequences(engine, rope)
     for counts, size in (([9, 4, 0], 0), ([1, 1, 1], 0), ([2, 5, 3], 8), ([1, 0, 1], 0), ([3, 3, 3], 5), ([2, 0, 2], 2)):
         (q, k, v), wanted = tokens.step(counts, size, packed=packed)
-        cache.append(k, v, counts=counts, rope=rope)
+        cache.append(k, v, seq_lens_q=counts, rope=rope)
         view = cache.view()
         q = apply_rope(q, rope, **view) if rope else q
         tokens.check(attention(q, **view, causal="bottom_right"), wanted, counts, packed=packed)
@@ -85,7 +85,7 @@ def test_views_in_a_layout(layout, engine):
     for packed in (False, True):
         order = [2, 1, 0] if packed else axes
         (q, k, v), wanted = tokens.step(counts, packed=packed)
-        cache.append(k.transpose(order), v.transpose(order), counts=counts, rope=tokens.rope)
+        cache.append(k.transpose(order), v.transpose(order), seq_lens_q=counts, rope=tokens.rope)
         view = cache.view()
         out = attention(apply_rope(q.transpose(order), tokens.rope, **view), **view, causal="bottom_right")
         tokens.check(out.transpose(np.argsort(order)), wanted, counts, packed=packed)
@@ -130,7 +130,7 @@ def test_one_token_needs_no_lengths(engine):
     """A step of one token per sequence has the plan of full lengths, also in a capture, if some sequences get none."""
     cache = made(engine)
     (_, k, v), _ = Sequences(engine).step([1, 0, 1])
-    cache.append(k, v, counts=[1, 0, 1])
+    cache.append(k, v, seq_lens_q=[1, 0, 1])
     assert cache.view().keys() == {"k", "v", "page_table", "seq_lens_kv"}
 
 
@@ -142,7 +142,7 @@ def ragged(engine):
     """A cache after the append of padded prompts, and queries."""
     cache, counts = made(engine), [9, 4, 0]
     (q, k, v), _ = Sequences(engine).step(counts)
-    cache.append(k, v, counts=counts)
+    cache.append(k, v, seq_lens_q=counts)
     return cache, engine.put(np.nan_to_num(engine.get(q)))
 
 
@@ -153,7 +153,7 @@ def test_other_queries_raise(engine, ragged):
     for call in (lambda: attention(last, **cache.view()), lambda: attention(last, **cache.view(), causal="bottom_right")):
         with pytest.raises(ValueError, match=r"max_seqlen_q is 9.* Sq is 1.*pass 9 or more.*'seq_lens_q': None"):
             call()
-    with pytest.raises(ValueError, match=r"max_seqlen_q is 9.*x has 1 tokens.*end=cache.lengths"):
+    with pytest.raises(ValueError, match=r"max_seqlen_q is 9.*x has 1 tokens.*seq_lens_kv=cache.lengths"):
         apply_rope(last, Rope(16), **cache.view())
     newest = {"seq_lens_q": None, "max_seqlen_q": None}
     given = {"page_table": cache.table, "seq_lens_kv": cache.lengths, "causal": "bottom_right"}
@@ -173,7 +173,7 @@ def test_lengths_of_other_queries(removed, engine, ragged):
     wanted = attention(q, cache.keys(), cache.values(), **given, seq_lens_q=own, causal="bottom_right")
     view = cache.view(seq_lens_q=own)
     np.testing.assert_array_equal(engine.get(attention(q, **view, causal="bottom_right")), engine.get(wanted))
-    rotated = apply_rope(q, Rope(16), end=cache.lengths, seq_lens=own)
+    rotated = apply_rope(q, Rope(16), seq_lens_kv=cache.lengths, seq_lens_q=own)
     np.testing.assert_array_equal(engine.get(apply_rope(q, Rope(16), **view)), engine.get(rotated))
 
 
@@ -191,7 +191,7 @@ def test_changes_after_a_padded_append(name, ragged):
     """It is unknown which queries are padding after tokens were removed or shared; another append tells."""
     cache, q = ragged
     CHANGES[name](cache)
-    with pytest.raises(RuntimeError, match=r"counts \[9, 4, 0\].*unknown which queries are padding"):
+    with pytest.raises(RuntimeError, match=r"seq_lens_q \[9, 4, 0\].*unknown which queries are padding"):
         cache.view()
     cache.append(q[:, :2, :1], q[:, :2, :1])
     assert "seq_lens_q" not in cache.view()
@@ -201,13 +201,13 @@ def test_an_announced_step(ragged):
     """The counts on the device are those of the new step, the lengths those before it."""
     cache, q = ragged
     cache.begin_step([2, 1, 0])
-    with pytest.raises(RuntimeError, match=r"counts \[2, 1, 0\] is announced.*before view\(\), or call cancel_step"):
+    with pytest.raises(RuntimeError, match=r"seq_lens_q \[2, 1, 0\] is announced.*before view\(\), or call cancel_step"):
         cache.view()
     with pytest.raises(RuntimeError, match=r"append its layer 0 before tree_mask"):
         tree_mask([-1, 0], cache.keys(), page_table=cache.table, seq_lens_kv=cache.lengths)
     cache.cancel_step()
     assert "seq_lens_q" not in cache.view()
-    cache.append(q[:, :2, :2], q[:, :2, :2], counts=[2, 1, 0])
+    cache.append(q[:, :2, :2], q[:, :2, :2], seq_lens_q=[2, 1, 0])
     assert cache.view()["max_seqlen_q"] == 2
 
 
@@ -216,7 +216,7 @@ def test_copies_have_views_of_their_own(way, engine, ragged):
     """The counts of a copy do not follow the original."""
     cache, q = ragged
     view = way(cache).view()
-    cache.append(q[:, :2], q[:, :2], counts=[1, 2, 3])
+    cache.append(q[:, :2], q[:, :2], seq_lens_q=[1, 2, 3])
     assert engine.get(view["seq_lens_q"]).tolist() == [9, 4, 0]
     assert engine.get(cache.view()["seq_lens_q"]).tolist() == [1, 2, 3]
 
@@ -249,9 +249,9 @@ def test_trees_of_some_tokens(engine):
     """A draft with padding: the mask leaves the lengths of the queries to the view."""
     cache, tokens, parents = made(engine), Sequences(engine), [-1, 0, 0, 2]
     (_, k, v), _ = tokens.step([3, 5, 1])
-    cache.append(k, v, counts=[3, 5, 1])
+    cache.append(k, v, seq_lens_q=[3, 5, 1])
     (q, k, v), _ = tokens.step([4, 2, 4])
-    cache.append(k, v, counts=[4, 2, 4])
+    cache.append(k, v, seq_lens_q=[4, 2, 4])
     with pytest.raises(ValueError, match=r"max_seqlen_q is 4.*the tree has 3"):
         tree_mask(parents[:3], **cache.view())
     out = engine.get(attention(q, **cache.view(), **tree_mask(parents, **cache.view())))

@@ -224,7 +224,7 @@ def test_constants_of_functions_are_shown_with_their_values():
 CALLS = {
     "plain": {}, "gradients": {"backward": True}, "derivative": {"jvp": True}, "deterministic gradients": {"backward": True, "deterministic": True},
     "float64": {"dtype": np.float64}, "a head dim of 12": {"d": 12}, "gradients of large heads": {"d": 512, "backward": True},
-    "derivative of large heads": {"d": 264, "jvp": True}, "batch invariant": {"batch_invariant": True},
+    "derivative of large heads": {"d": 136, "jvp": True}, "batch invariant": {"batch_invariant": True},
     "engine='cupy'": {"dtype": np.float64, "engine": "cupy"}, "sinks": {"sinks": SINKS, "backward": True},
 }  # fmt: skip
 

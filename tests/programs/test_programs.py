@@ -117,9 +117,9 @@ def test_calls_of_a_cache_are_explained(engine):
     """A shared prefix: the steps, the launches with their plans, and the bytes of temporary arrays."""
     cache = KVCache(64, 2, pages=40, batch=2, page_size=16, dtype=engine.dtype, numpy=not engine.on_cudnn)
     k, v = (engine.normal(n, 64, 2, 330) for n in range(2))
-    cache.append(k[:, :, :320], v[:, :, :320], counts=[320, 0])
+    cache.append(k[:, :, :320], v[:, :, :320], seq_lens_q=[320, 0])
     cache.fork(0, 1)
-    cache.append(k[:, :, 320:], v[:, :, 320:], counts=[5, 5])
+    cache.append(k[:, :, 320:], v[:, :, 320:], seq_lens_q=[5, 5])
     q, options = engine.normal(2, 64, 4, 1, 2), {"page_table": cache.table, "seq_lens_kv": cache.lengths}
     given = q, cache.keys(), cache.values(), cache.shared_prefix()
     report = explain_function(shared_prefix_attention, *given, **options)

@@ -144,7 +144,7 @@ def test_zeros_of_both_signs_are_different_numbers(name, engine):
 #: Public functions that compute nothing with arrays, and the one that is prepared in its own test.
 WITHOUT_ROWS = {
     "alibi_slopes", "block_mask", "cu_seqlens_with_gaps", "explain", "explain_function", "get_plan_cache", "jvp_problems",
-    "page_table_from_lists", "prepare", "problem", "weight_sums_problems",
+    "page_table_from_lists", "prepare", "problem", "supported", "weight_sums_problems",
 }  # fmt: skip
 
 

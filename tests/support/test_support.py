@@ -66,13 +66,13 @@ def one_packed_query(hkv=2, **options):
 def one_paged_key(pages=1, mask=(1, 1, 4, 1), **options):
     """The problem of one query and pages of one key, with a mask."""
     shapes = (64, 4, 1, 2), (64, 4, 1, 5), (64, 4, 1, 5)
-    return cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens=True, mask=mask, **options)
+    return cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens_kv=True, mask=mask, **options)
 
 
 def one_paged_query(hkv=2, pages=4, **options):
     """The problem of one query of four heads, pages of 16 keys and sinks, before the workaround."""
     shapes = (64, 4, 1, 2), (64, hkv, 16, 9), (64, hkv, 16, 9)
-    problem = cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens=True, **options)
+    problem = cupy_sdpa.problem(*shapes, dtype="bfloat16", page_table=(pages, 2), seq_lens_kv=True, **options)
     return replace(problem, sinks=dense_spec("sinks", "float32", (4,)))
 
 
@@ -239,19 +239,19 @@ AFFECTED = {
         [one_query(), asked(dropout_p=0.5, seed=1), one_query(dropout_p=0.5, seed=1, backward=True)]),
     "one-query-sinks": (one_query(sinks=True), [(91900, 90), (92800, 90)], [],
         [one_query(), asked(sinks=True), one_query(sinks=True, backward=True)]),
-    "one-query-lengths": (one_query(seq_lens=True), [(91900, 90), (92800, 90)], [],
-        [one_query(), asked(seq_lens=True), one_query(seq_lens=True, backward=True)]),
+    "one-query-lengths": (one_query(seq_lens_kv=True), [(91900, 90), (92800, 90)], [],
+        [one_query(), asked(seq_lens_kv=True), one_query(seq_lens_kv=True, backward=True)]),
     "one-paged-key": (one_paged_key(), [(91900, 90), (92800, 80), (92800, 90)], [(92800, 100)],
         [one_paged_key(pages=2, mask=(2, 1, 4, 1)), one_paged_key(mask=(1, 1, 1, 1)), one_paged_key(mask=None)]),
     "one-paged-query-sinks": (one_paged_query(alibi_slopes=True), [(91900, 90), (92800, 80), (92800, 100)], [],
         [one_paged_query(), one_paged_query(hkv=4, alibi_slopes=True), one_query(alibi_slopes=True, sinks=True)]),
-    "fp8-empty-sequences": (in_fp8(seq_lens=True), [(91900, 90), (92800, 90)], [], [in_fp8(), asked(seq_lens=True)]),
-    "fp8-short-sequences": (in_fp8(seq_lens=True, window=(5, 0, "bottom_right")), [(91900, 90), (92800, 90)],
-        [(91900, 100), (92800, 120)], [in_fp8(seq_lens=True, window=(5, 0)), in_fp8(seq_lens=True, causal="bottom_right"),
+    "fp8-empty-sequences": (in_fp8(seq_lens_kv=True), [(91900, 90), (92800, 90)], [], [in_fp8(), asked(seq_lens_kv=True)]),
+    "fp8-short-sequences": (in_fp8(seq_lens_kv=True, window=(5, 0, "bottom_right")), [(91900, 90), (92800, 90)],
+        [(91900, 100), (92800, 120)], [in_fp8(seq_lens_kv=True, window=(5, 0)), in_fp8(seq_lens_kv=True, causal="bottom_right"),
         in_fp8(window=(5, 0, "bottom_right"))]),
-    "fp8-empty-tiles": (in_fp8(sq=129, seq_lens=True, causal="bottom_right"), [(91900, 90), (92800, 90)],
-        [(91900, 100), (92800, 120)], [in_fp8(sq=129, seq_lens=True, causal=True), in_fp8(sq=129, causal="bottom_right"),
-        in_fp8(sq=128, seq_lens=True, causal="bottom_right"), asked(sq=129, seq_lens=True, causal="bottom_right")]),
+    "fp8-empty-tiles": (in_fp8(sq=129, seq_lens_kv=True, causal="bottom_right"), [(91900, 90), (92800, 90)],
+        [(91900, 100), (92800, 120)], [in_fp8(sq=129, seq_lens_kv=True, causal=True), in_fp8(sq=129, causal="bottom_right"),
+        in_fp8(sq=128, seq_lens_kv=True, causal="bottom_right"), asked(sq=129, seq_lens_kv=True, causal="bottom_right")]),
     "dropout-sinks-gradient": (asked(sinks=True, dropout_p=0.5, seed=1, backward=True, return_dsinks=True),
         [(91900, 90), (92700, 80)], [(92800, 90)],
         [asked(sinks=True, dropout_p=0.5, seed=1, backward=True), asked(sinks=True, backward=True, return_dsinks=True)]),
@@ -320,11 +320,17 @@ def test_guards_of_arrays_do_not_need_a_gpu():
     """Only affected problems have them: with lengths, results are cleared after the kernel for a single query. A problem may
     have several.
     """
-    assert staging_guards(one_query(seq_lens=True)) == {"clear-last"}
+    assert staging_guards(one_query(seq_lens_kv=True)) == {"clear-last"}
     assert staging_guards(one_packed_query()) == {"two-rows"}
     assert staging_guards(one_paged_query(mask=(64, 1, 1, 1))) == {"clear-last", "merged-sinks"}
     assert staging_guards(one_paged_query()) == {"clear-last"}  # its keys are split, and the sinks merged with the parts
-    for problem in (one_query(), one_query(seq_lens=True, backward=True), asked(seq_lens=True), packed(), backward(skv=192)):
+    for problem in (
+        one_query(),
+        one_query(seq_lens_kv=True, backward=True),
+        asked(seq_lens_kv=True),
+        packed(),
+        backward(skv=192),
+    ):
         assert staging_guards(problem) == frozenset()
     of_positions = one_query(mask_mod=lambda b, h, i, j: (h + j) % 2 == 0, deterministic=True)
     assert guards(of_positions, 91900, 90) >= {"positions", "no-split"}
