@@ -103,6 +103,10 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
         keys = {**sizes[0], "h": of_keys}
     elif arguments.kv_heads:
         raise CommandError("--kv-heads and --keys are given: the heads are in the shape of --keys")
+    elif keys["b"] != sizes[0]["b"]:
+        raise CommandError(f"--keys has batch {keys['b']}, and q has batch {sizes[0]['b']}: both must be the same")
+    if arguments.num_splits and not arguments.pages:
+        raise CommandError("--num-splits is given without --pages: only the keys of pages are split")
     sizes += [keys, _sizes(arguments, arguments.values) if arguments.values else keys]
     options = dict(_options(arguments, sizes))
     if not backward:
