@@ -252,6 +252,16 @@ def test_supported_answers_as_the_call(name, engine):
     assert answer is runs
 
 
+def test_supported_is_false_where_explain_raises_unsupported(engine):
+    """No program describes the derivative of a call with pages."""
+    q, pages = engine.normal(0, 16, 2, 4, 1), engine.normal(1, 16, 2, 8, 3)
+    options = {"page_table": engine.put(np.array([[0], [1]], np.int32)), "seq_lens_kv": engine.put(np.array([12], np.int32))}
+    assert cupy_sdpa.supported(q, pages, pages, **options)
+    with pytest.raises(cupy_sdpa.Unsupported, match="page_table"):
+        explain(q, pages, pages, jvp=True, **options)
+    assert not cupy_sdpa.supported(q, pages, pages, jvp=True, **options)
+
+
 @pytest.mark.parametrize(("d", "answer"), [(64, "True"), (12, "False")])
 def test_without_cudnn_the_support_table_answers(d, answer):
     """The table for the newest version decides for a described GPU, as on the command line."""
