@@ -70,7 +70,8 @@ class MultiHeadAttention:
     ) -> tuple[Any, Callable[[Any], tuple[list[Any], list[dict[str, Any]]]]]:
         """Return y and ``pullback``: ``(dq, dk, dv, dbias), gradients = pullback(dy)``.
 
-        ``gradients`` are those of q_proj, k_proj, v_proj and out_proj. For ``vjp(x)`` the gradient of x is ``dq + dk + dv``.
+        ``gradients`` has the gradients of q_proj, k_proj, v_proj and out_proj, in this order.
+        For ``vjp(x)`` the gradient of x is ``dq + dk + dv``.
         """
         inputs = self._inputs(q, k, v)
         projected = [project(x) for project, x in zip(self.projections, inputs, strict=True)]

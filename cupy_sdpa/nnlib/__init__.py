@@ -6,16 +6,15 @@ head index varies more slowly than the feature index. ``dims`` counts from 1, as
 
 Differences from NNlib.jl:
 
-- ``alpha``, the attention weights ``(kv_len, q_len)`` of every head, is None unless you pass ``alpha=True``, because the fused
-  kernel does not store it. A separate computation returns it. With ``fdrop`` the fused kernel is not used.
+- ``alpha``, the attention weights ``(kv_len, q_len)`` of every head, is None unless you pass ``alpha=True``: the fused kernel
+  does not store it, so it is computed separately. With ``fdrop`` the fused kernel is not used.
 - A fully masked query gives 0 in ``y`` and ``alpha``, not NaN.
 - q, k and v must have the same dtype: float16, bfloat16, float32 or float64. Julia promotes mixed dtypes, and integers.
 - ``y`` and ``alpha`` have q's dtype, also with a float64 bias, for which Julia returns Float64. 16-bit arrays are computed in
   float32. A bias or a mask is an array, not a number; a mask is bool.
-- On a GPU, arrays are float16 or bfloat16, as cuDNN requires, and so is the bias, or it is float32. For float32 arrays pass
+- On a GPU, cuDNN takes float16 and bfloat16 arrays, and a bias of these dtypes or float32. For float32 and float64 arrays, pass
   ``compute_dtype=`` or ``engine="cupy"``.
-- ``causal=`` does not exist here either: pass ``mask=make_causal_mask(x)``. :func:`make_padding_mask` is an addition.
-- :func:`dot_product_attention_vjp` returns the gradients that ``Zygote.pullback`` returns.
+- :func:`make_padding_mask` is an addition. :func:`dot_product_attention_vjp` stands for ``Zygote.pullback``.
 
 Source: FluxML/NNlib.jl, src/attention.jl; Vaswani et al. 2017, "Attention Is All You Need", section 3.2.
 """

@@ -214,11 +214,11 @@ def _vjp_in(
 def _refuse(unknown: dict[str, Any]) -> None:
     """Raise TypeError for an option that NNlib.jl's function does not have."""
     for name in unknown:
-        remedy = "those of cupy_sdpa.attention need arrays (head_dim, heads, seq, batch)"
+        fix = "cupy_sdpa.attention, which has more options, takes arrays (head_dim, heads, seq, batch)"
         if name in ("causal", "is_causal"):
-            remedy = "pass mask=make_causal_mask(q)"
+            fix = "pass mask=make_causal_mask(q)"
         raise TypeError(
-            f"there is no option {name}; the options are bias, mask, nheads, fdrop, alpha, compute_dtype and engine: {remedy}"
+            f"there is no option {name}; the options are bias, mask, nheads, fdrop, alpha, compute_dtype and engine: {fix}"
         )
 
 
