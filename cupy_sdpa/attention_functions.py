@@ -10,8 +10,10 @@ from ._typing import Array, ArrayT, StatsT
 from .boundary.arguments import check_order
 from .boundary.conversion import OUTPUTS, gradient_names
 from .boundary.layouts import check_layout, other_layout
-from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
+from .boundary.options import special_call, takes_options
 from .layout import default_layout
+from .options.table import DTensors, Options
+from .options.values import read_flag
 from .problem.arrays import FORWARD, REQUESTS
 from .programs.calls import Call, operation, run
 from .programs.decided_options import decided_options
@@ -75,17 +77,7 @@ def attention(
         deterministic: return the same bits in every run. Default False.
         out, stats: arrays ``(Dv, Hq, Sq, B)`` and ``(Sq, Hq, B)`` to write the results into. For float64 arrays stats may be
             float32.
-        causal, window, mask, mask_mod, block_mask: masks. Default: every query attends to every key.
-        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of padded sequences.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.
-        page_table, num_splits: paged keys and values, int32 ``(P, B)``, as of :class:`cupy_sdpa.KVCache`.
-        scale, score_mod, softcap, alibi_slopes, bias: change the scores, in this order; the scale is ``1/sqrt(D)`` by default,
-            and may be an array ``(Hq,)``.
-        sinks, tensors: the score of a key without a value, ``(Hq,)``; arrays that ``score_mod`` and ``mask_mod`` read.
-        dropout_p, seed, offset, dropout_mask: dropout. Default 0.
-        batch_invariant: refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.
-        max_workspace, bucket: how calls are planned.
-        layout, compute_dtype, engine: axes, precision and engine. Default: ``"dhsb"``, q's dtype, and that of the arrays.
+        options: every option; :doc:`/options` defines each.
 
     Returns:
         ``out``, ``(out, stats)`` or ``(out, stats, max, sum_exp)``, in Fortran order. A fully masked row has output 0, and L
@@ -155,7 +147,7 @@ def attention_backward(
     **options: Unpack[Options],
 ) -> tuple[Any, ...]: ...
 # fmt: on
-@takes_options(without=PAGES)
+@takes_options
 def attention_backward(
     dout: Any = ...,
     q: Any = ...,

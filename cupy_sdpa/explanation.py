@@ -15,12 +15,14 @@ from .block_masks.entries import Sizes
 from .block_masks.option import read as within_options
 from .boundary.arguments import read_shapes
 from .boundary.conversion import Conversion, needs_conversion
-from .boundary.options import OF_CALLS, DTensors, Options, read_flag, takes_options
+from .boundary.options import split_requests, takes_options
 from .derivatives.derivative import TANGENTS
 from .derivatives.derivative_form import form_of
 from .derivatives.jvp import attention_jvp
 from .errors import CudnnError, Unsupported
 from .graph import graph_of
+from .options.table import GradientOptions
+from .options.values import read_flag
 from .problem.problem import Problem
 from .programs import stats_gradient
 from .programs.calls import call_of, read
@@ -48,7 +50,7 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are ne
 Arguments = ParamSpec("Arguments")
 
 
-@takes_options(without=OF_CALLS)
+@takes_options(gradients=True)
 def problem(
     q: Array | Sequence[int],
     k: Array | Sequence[int],
@@ -59,10 +61,6 @@ def problem(
     return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dscale: bool = False,
-    return_dtensors: DTensors = False,
     dstats: bool = False,
     **options: Any,
 ) -> Problem:
@@ -79,7 +77,7 @@ def problem(
             matters.
         backward: the problem of the gradients. Default False.
         deterministic: as for the call.
-        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        requests: as for :func:`cupy_sdpa.attention_backward`.
         dstats: whether gradients of the log-sum-exp are passed with those of the output. Default False.
 
     Returns:
@@ -96,16 +94,17 @@ queries, 4096 keys, head dim 128, causal from the top left
     """
     if hasattr(options.get("scale"), "shape"):  # q is multiplied by it before
         options = {**options, "scale": 1.0}
+    requests, others = split_requests(options)
     if backward and read_flag("dstats", dstats):
-        flags = {"deterministic": deterministic, "return_dbias": return_dbias, "return_dtensors": return_dtensors}
-        q, k, v, options = stats_gradient.wide_shapes(q, k, v, options, dtype, flags)
+        q, k, v, others = stats_gradient.wide_shapes(q, k, v, others, dtype, {"deterministic": deterministic, **requests})
+    requests.pop("return_dscale")
     return read_shapes(
-        q, k, v, options, dtype=dtype, out_dtype=out_dtype, return_stats=return_stats, backward=backward,
-        return_dbias=return_dbias, return_dsinks=return_dsinks, return_dtensors=return_dtensors, deterministic=deterministic,
+        q, k, v, others, dtype=dtype, out_dtype=out_dtype, return_stats=return_stats, backward=backward,
+        deterministic=deterministic, **requests,
     )  # fmt: skip
 
 
-@takes_options
+@takes_options(gradients=True)
 def explain(
     q: Array | Problem,
     k: Array | None = None,
@@ -115,10 +114,6 @@ def explain(
     backward: bool = False,
     jvp: bool = False,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dscale: bool = False,
-    return_dtensors: DTensors = False,
     dout: Array | None = None,
     out: Array | None = None,
     stats: Array | None = None,
@@ -128,7 +123,7 @@ def explain(
     dstats: Array | None = None,
     gpu: str | None = None,
     cudnn: str | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[GradientOptions],
 ) -> Report:
     """Whether and how :func:`cupy_sdpa.attention`, its gradients or its derivative would run with these arguments.
 
@@ -139,7 +134,8 @@ def explain(
     Args:
         q, k, v: as for the call; or q is a problem (:func:`cupy_sdpa.problem`), which replaces all other arguments except gpu
             and cudnn.
-        return_stats, deterministic, return_dbias, return_dsinks, return_dscale, return_dtensors, options: as for the call.
+        return_stats, deterministic, options: as for the call.
+        requests: as for :func:`cupy_sdpa.attention_backward`.
         backward: explain the backward pass. Default False.
         jvp: explain :func:`cupy_sdpa.attention_jvp` with the tangents dq, dk and dv that are passed, or with all of them if
             none is; the report has all passes. Default False.
@@ -169,13 +165,10 @@ def explain(
     gradients with head dims 512 and 512 are not supported on compute capability 9.0 with cuDNN 9.19.0: use head dims up to 256
     """
     flags: dict[str, Any] = {"return_stats": return_stats, "backward": backward, "jvp": jvp, "deterministic": deterministic}
-    outputs: dict[str, Any] = {
-        "return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale,
-        "return_dtensors": return_dtensors,
-    }  # fmt: skip
+    outputs, others = split_requests(options)
     results: dict[str, Any] = {"dout": dout, "out": out, "stats": stats, "dq": dq, "dk": dk, "dv": dv, "dstats": dstats}
     if isinstance(q, Problem):
-        return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **options}, gpu, cudnn)
+        return _explain_problem(q, {"k": k, "v": v, **flags, **outputs, **results, **others}, gpu, cudnn)
     if jvp and backward:
         raise ValueError("backward and jvp are True: pass one of them")
     function: Callable[..., Any]
@@ -190,30 +183,30 @@ def explain(
     of_function = {"q": q, "k": k, "v": v, **{name: results[name] for name in names}, "deterministic": deterministic}
     of_function |= outputs if backward else {"return_stats": return_stats}
     try:
-        call, report = _described(function, (), {**of_function, **options}, gpu, cudnn, missing)
+        call, report = _described(function, (), {**of_function, **others}, gpu, cudnn, missing)
     except Unsupported as error:
-        if options.get("batch_invariant"):
-            rest: dict[str, Any] = {**flags, **outputs, **results, **options, "batch_invariant": False}
+        if others.get("batch_invariant"):
+            rest: dict[str, Any] = {**flags, **outputs, **results, **others, "batch_invariant": False}
             report = explain(q, k, v, **rest, gpu=gpu, cudnn=cudnn)
             reasons = tuple(dict.fromkeys((str(error), *report.reasons)))
             return dataclasses.replace(report, plan=None, launches=(), reasons=reasons, batch_dependence=None)
         if not backward:
             raise
         # gradients of paged keys: there is no graph for them
-        forward = explain_function(attention, q, k, v, **options, gpu=gpu, cudnn=cudnn)
+        forward = explain_function(attention, q, k, v, **others, gpu=gpu, cudnn=cudnn)
         note = "the steps are those of the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
     own = call.arrays
     if jvp and report.reasons:
         given_tangents = tuple(name in own for name in TANGENTS)
-        form = form_of(own["q"].shape[0], own["v"].shape[0], given_tangents, options, deterministic=deterministic)
+        form = form_of(own["q"].shape[0], own["v"].shape[0], given_tangents, others, deterministic=deterministic)
         report = dataclasses.replace(report, reasons=(*report.reasons, form.remedy))
     if backward and dstats is not None and report.reasons:
         report = dataclasses.replace(report, reasons=(*report.reasons, stats_gradient.REMEDY))
-    if options.get("batch_invariant") and not report.reasons:
+    if others.get("batch_invariant") and not report.reasons:
         report = dataclasses.replace(report, batch_dependence="")  # otherwise the call would have been refused
     requested: dict[str, Any] = {"outputs": outputs if backward else {}, "return_stats": not backward and return_stats}
-    own_options: Mapping[str, Any] = Conversion(q, options).options if needs_conversion(q, options) else options
+    own_options: Mapping[str, Any] = Conversion(q, others).options if needs_conversion(q, others) else others
     converted, blocks = _notes(own, own_options, report, **requested)
     return dataclasses.replace(report, conversion=converted, blocks=blocks)
 

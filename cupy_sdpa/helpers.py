@@ -13,12 +13,12 @@ from .boundary.argument import arrays_on_gpu, check_arrays, read_array
 from .boundary.arguments import read_forward
 from .boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
 from .boundary.layouts import check_layout, other_layout, takes_default
-from .boundary.options import read_flag, read_positive
 from .errors import in_words
 from .kernels.merge import Parts
 from .kernels.merge import merge as merge_groups
 from .kernels.merge_gradients import PartGradient, merge_gradients
 from .kernels.ragged import sum_over_scores
+from .options.values import read_flag, read_positive
 from .problem.bucket import Bucket
 from .problem.tensor_spec import storage_dtype
 from .problem.validation import expected_arrays

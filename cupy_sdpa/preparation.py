@@ -9,8 +9,9 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
 from .boundary.layouts import has_own_axes
-from .boundary.options import DTensors, Options, check_spelling, takes_options
+from .boundary.options import check_spelling, split_requests, takes_options
 from .boundary.user_functions import kept_options
+from .options.table import GradientOptions, Options
 from .problem.problem import Problem
 from .programs.calls import call_of, read, run
 from .programs.describe import OF_FORWARD, report_of
@@ -25,32 +26,26 @@ ResultT = TypeVar("ResultT")
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, backward: Literal[False] = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
-    return_dtensors: DTensors = False,
-    dstats: Array | None = None, **options: Unpack[Options],
+    deterministic: bool = False, dstats: Array | None = None, **options: Unpack[GradientOptions],
 ) -> Prepared[ArrayT]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], backward: Literal[False] = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
-    return_dtensors: DTensors = False,
-    dstats: Array | None = None, **options: Unpack[Options],
+    deterministic: bool = False, dstats: Array | None = None, **options: Unpack[GradientOptions],
 ) -> Prepared[tuple[ArrayT, Any]]: ...
 @overload
 def prepare(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal["max_sumexp"],
-    backward: Literal[False] = False, deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False,
-    return_dtensors: DTensors = False, dstats: Array | None = None, **options: Unpack[Options],
+    backward: Literal[False] = False, deterministic: bool = False, dstats: Array | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Prepared[tuple[ArrayT, Any, Any, Any]]: ...
 @overload
 def prepare(
     q: Array, k: Array, v: Array, *, return_stats: bool | Literal["max_sumexp"] = False, backward: bool = False,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
-    return_dtensors: DTensors = False,
-    dstats: Array | None = None, **options: Unpack[Options],
+    deterministic: bool = False, dstats: Array | None = None, **options: Unpack[GradientOptions],
 ) -> Prepared[Any]: ...
 # fmt: on
-@takes_options
+@takes_options(gradients=True)
 def prepare(
     q: Array,
     k: Array,
@@ -59,12 +54,8 @@ def prepare(
     return_stats: bool | Literal["max_sumexp"] = False,
     backward: bool = False,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dscale: bool = False,
-    return_dtensors: DTensors = False,
     dstats: Array | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[GradientOptions],
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
@@ -76,7 +67,7 @@ def prepare(
             arrays of other libraries. The elements of q, k and v are not read.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
-        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`cupy_sdpa.attention_backward`.
+        requests: as for :func:`cupy_sdpa.attention_backward`.
         dstats: for ``backward`` an array like the gradient of the log-sum-exp that every call passes; its elements are not
             read. Default None: the calls pass none.
 
@@ -92,17 +83,13 @@ def prepare(
     >>> call(q, k, v).shape
     (8, 2, 16, 1)
     """
-    check_spelling(options)
-    given = kept_options(q, options)
-    if isinstance(return_dtensors, (list, set)):
-        return_dtensors = tuple(return_dtensors)  # the caller's list may change before the call
+    requests, others = split_requests(options)
+    check_spelling(others)
+    given = kept_options(q, others)
     outputs: dict[str, Any] = {"deterministic": deterministic}
     function: Callable[..., Any]
     if backward:
-        outputs |= {
-        "return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale,
-        "return_dtensors": return_dtensors,
-    }  # fmt: skip
+        outputs |= requests
         function, arrays = attention_backward, {"dout": None, "q": q, "k": k, "v": v, "out": None, "stats": None}
         arrays |= {} if dstats is None else {"dstats": dstats}
     else:

@@ -13,8 +13,9 @@ from ._typing import Array, ArrayT, Layout
 from .boundary.argument import arrays_on_gpu, as_int32, read_array, spec_of
 from .boundary.arguments import check_counts, check_offsets
 from .boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
-from .boundary.options import as_float, other_names, read_count, read_flag
+from .boundary.options import other_names
 from .kernels import rope_kernel as kernels
+from .options.values import as_float, read_count, read_flag
 from .problem.tensor_spec import FLOAT_DTYPES, Expected, TensorSpec, check_spec, stride_obstacle
 from .runtime import cupy_runtime
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ._typing import Array
 from .boundary.argument import as_int32, check_arrays, read_array
-from .boundary.options import read_positive
 from .kernels.page_lists import fill_table
+from .options.values import read_positive
 from .problem.tensor_spec import Expected
 from .runtime import cupy_runtime
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .boundary.options import read_positive
 from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
+from .options.values import read_positive
 from .problem import problem_file, trace
 from .problem.problem import Problem
 from .support.engine_problem import launched_problems

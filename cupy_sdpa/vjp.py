@@ -15,12 +15,14 @@ from .boundary.compute import COMPUTE_DTYPES
 from .boundary.conversion import Conversion, gradient_names, needs_conversion
 from .boundary.engine import refuse_fp8
 from .boundary.layouts import has_own_axes
-from .boundary.options import PAGES, DTensors, Options, read_flag, special_call, takes_options
+from .boundary.options import special_call, split_requests, takes_options
 from .boundary.user_functions import kept_options
 from .errors import Unsupported
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
 from .layout import default_layout
+from .options.table import GradientOptions, Options
+from .options.values import read_flag
 from .problem.arrays import FORWARD, REQUESTED_GRADIENTS, REQUESTS
 from .problem.tensor_spec import FP8_LARGEST
 from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
@@ -41,23 +43,20 @@ _OWN_RESULTS = frozenset(("out", "stats"))
 @overload
 def attention_vjp(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
-    return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False, return_dscale: Literal[False] = False,
-    return_dtensors: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[ArrayT, Pullback[tuple[ArrayT, ArrayT, ArrayT]]]: ...
 @overload
 def attention_vjp(
     q: ArrayT, k: Array, v: Array, *, return_stats: Literal[False] = False, deterministic: bool = False,
-    return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False, return_dtensors: DTensors = False,
-    **options: Unpack[Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[ArrayT, Pullback[tuple[Any, ...]]]: ...
 @overload
 def attention_vjp(
-    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False, return_dbias: bool = False,
-    return_dsinks: bool = False, return_dscale: bool = False, return_dtensors: DTensors = False, **options: Unpack[Options],
+    q: ArrayT, k: Array, v: Array, *, return_stats: Literal[True], deterministic: bool = False,
+    **options: Unpack[GradientOptions],
 ) -> tuple[tuple[ArrayT, Any], Pullback[tuple[Any, ...]]]: ...
 # fmt: on
-@takes_options(without=PAGES)
+@takes_options(gradients=True)
 def attention_vjp(
     q: Any = ...,
     k: Any = ...,
@@ -65,11 +64,7 @@ def attention_vjp(
     *positional: Any,
     return_stats: bool = False,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dscale: bool = False,
-    return_dtensors: DTensors = False,
-    **options: Unpack[Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[Any, Pullback[Any]]:
     """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
 
@@ -77,7 +72,7 @@ def attention_vjp(
         q, k, v, options: as for :func:`attention`.
         return_stats: also return the log-sum-exp; the pullback then also takes its gradient. Default False.
         deterministic: as for :func:`attention` and :func:`attention_backward`, for both passes.
-        return_dbias, return_dsinks, return_dscale, return_dtensors: as for :func:`attention_backward`.
+        requests: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
             kept in place of q, k and v. The output and the gradients have the dtype of q.
@@ -113,28 +108,25 @@ def attention_vjp(
         raise Unsupported(NO_FP8_GRADIENTS)
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
-    if isinstance(return_dtensors, (list, set)):
-        return_dtensors = tuple(return_dtensors)  # the caller's list may change before the pullback is called
-    others: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
-    others["return_dtensors"] = return_dtensors
-    check_request(options, read_flag("return_dscale", return_dscale))
+    requests, others = split_requests(options)
+    check_request(others, read_flag("return_dscale", requests["return_dscale"]))
     for row in REQUESTED_GRADIENTS:
-        requested = others[row.request]
+        requested = requests[row.request]
         if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:
             raise ValueError(f"{row.request} is True and {row.of} is None: pass {row.of}=, or remove {row.request}")
     of_stats = return_stats is not False and read_flag("return_stats", return_stats)
-    outputs: dict[str, Any] = {"deterministic": deterministic, **others}
-    kept = kept_options(q, options)
+    outputs: dict[str, Any] = {"deterministic": deterministic, **requests}
+    kept = kept_options(q, others)
     kind = options.get("compute_dtype")
     if kind in FP8_LARGEST:
-        refuse_fp8(options)
+        refuse_fp8(others)
     elif isinstance(kind, str) and kind not in COMPUTE_DTYPES:
         names = " or ".join(map(repr, (*COMPUTE_DTYPES, *FP8_LARGEST)))
         raise ValueError(f"compute_dtype is {kind!r}; it must be {names}, or None for q's dtype")
     # in this case both calls permute axes themselves, and repeat with the caller's arrays
-    is_shared = kind is None and "engine" not in options and (isinstance(q, np.ndarray) or cupy_runtime.is_array(q))
+    is_shared = kind is None and "engine" not in others and (isinstance(q, np.ndarray) or cupy_runtime.is_array(q))
     conversion = None
-    if is_shared or not needs_conversion(q, options):
+    if is_shared or not needs_conversion(q, others):
         out, stats, pullback = _forward(q, k, v, kept, outputs)
     else:
         conversion = Conversion(q, kept)

@@ -49,14 +49,9 @@ def softcap(cap: Any) -> Function:
     return score_mod
 
 
-def add_linear_bias(score: Any, slope: Any, distance: Any) -> Any:
-    """``s - slope distance``, the bias of :func:`alibi` and of the option ``alibi_slopes``."""
-    return score - slope * distance
-
-
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
     """``s - slope_h |i - j|``, ``slopes`` (Hq,); Press et al. 2022, "Train Short, Test Long", section 3."""
-    return add_linear_bias(score, slopes[h], abs(q_idx - kv_idx))
+    return score - slopes[h] * abs(q_idx - kv_idx)
 
 
 def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -18,8 +18,9 @@ from cupy_sdpa.boundary import arguments, user_functions
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
-from cupy_sdpa.check.draw import LIMITS, OPTIONS, Limits, Sampler, draw_options
+from cupy_sdpa.check.draw import OPTIONS, draw_options
 from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.sampler import LIMITS, Limits, Sampler
 from cupy_sdpa.cudnn.library import library
 from cupy_sdpa.problem import slices
 from cupy_sdpa.problem.problem import Problem

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import fp8
-from cupy_sdpa.check.data import FORMATS, dtype_of
+from cupy_sdpa.check.formats import FORMATS, dtype_of
 
 FAKE, GPU = pytest.param("fake", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)
 #: All engines, and those with CUDA kernels. Those of FP8 take long to compile, so the tests on the fake CuPy are slow.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cupy_sdpa.options.band import Band
 from cupy_sdpa.parallel.parts import tiles
 from cupy_sdpa.parallel.shards import Layout
-from cupy_sdpa.problem.band import Band
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "_static" / "parallel"
 MEMBERS, LENGTH, CELL = 4, 16, 22

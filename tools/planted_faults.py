@@ -74,6 +74,7 @@ TESTS = {
     "cupy_sdpa/numpy_engine/fusion.py": ("graph", "boundary"),
     "cupy_sdpa/numpy_engine/tiles.py": ("graph", "programs"),
     "cupy_sdpa/offline": ("plans",),
+    "cupy_sdpa/options": ("boundary", "attention"),
     "cupy_sdpa/parallel": ("parallel",),
     "cupy_sdpa/problem": ("problem", "kv_cache", "attention"),
     "cupy_sdpa/problem/problem_file.py": ("check",),

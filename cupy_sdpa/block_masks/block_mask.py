@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .. import _html
 from .._typing import Array
 from ..boundary.argument import NoArray
-from ..boundary.options import read_count
+from ..options.values import read_count
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import check_function
 from . import segments

@@ -7,21 +7,24 @@ from typing import Any
 
 from ..boundary.argument import as_int32
 from ..boundary.engine import interpreted
-from ..boundary.options import check_spelling, is_one_of
+from ..boundary.options import check_spelling
+from ..options.table import OPTIONS
+from ..options.values import is_one_of
 from ..problem.view import View
 from ..programs.steps import Constant
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import plain
 from .block_mask import BlockMask
 from .entries import Sizes
-from .method import BY_BLOCKS, check_groups, check_type, is_passed, method_of
+from .method import check_groups, check_type, method_of
 
 
 def reasons_for_dense(
     options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """The arguments of a call for which it computes all blocks with a dense mask; none if it computes the mask by blocks."""
-    found = [name for name, value in options.items() if name not in BY_BLOCKS and is_passed(name, value)]
+    check_spelling(options)
+    found = [name for name, value in options.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
     return found if is_one_of(return_stats, (False, True)) else [*found, f"return_stats={return_stats!r}"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.band import Band
+from ..options.band import Band
 from ..runtime.interpreted_array import plain
 from ..score_fn.mask_analysis import Sides
 from .blocks import BLOCK

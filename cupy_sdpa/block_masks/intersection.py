@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem.band import Band
+from ..options.band import Band
 from ..score_fn.recorded import Recorded
 from ..score_fn.tracer import record
 from .block_mask import BlockMask, numbers_of, segments_of

@@ -137,18 +137,6 @@ def as_pages(array: View) -> View | None:
     return array.strided((d, h, BLOCK, total // BLOCK), (*flat.strides, BLOCK * flat.strides[2]))
 
 
-#: The options that the blocks of a mask are computed with.
-SUPPORTED = ("scale", "softcap", "score_mod", "tensors", "sinks", "max_workspace")
-#: The options of calls that compute the blocks of a mask: those, a band, with which the mask is intersected, and ``bucket``,
-#: which has no effect. With any other option a call computes all blocks, with a dense mask.
-BY_BLOCKS = frozenset((*SUPPORTED, "causal", "window", "bucket"))
-
-
-def is_passed(name: str, value: Any) -> bool:
-    """Whether the value of an option is not that of a call without it."""
-    return value is not None and value is not False and not (name == "dropout_p" and value == 0)
-
-
 def check_type(mask: Any) -> None:
     """Raise TypeError for a block mask that is none."""
     if not isinstance(mask, BlockMask):

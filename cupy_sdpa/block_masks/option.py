@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..boundary.options import read_band
+from ..options.band import read_band
 from ..problem.bucket import read_bucket
 from . import method
 from .block_mask import BlockMask

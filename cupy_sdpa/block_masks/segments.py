@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem.band import Band
+from ..options.band import Band
 from .blocks import BLOCK
 from .evaluate import Rows
 

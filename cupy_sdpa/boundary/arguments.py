@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ..options.table import Settings
+from ..options.values import is_one_of, read_flag
 from ..problem.arrays import ARRAYS, CU_SEQLENS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SEEDS, has_score_axes
 from ..problem.bucket import Rounding
-from ..problem.problem import Problem, Settings, row_stats_shape
+from ..problem.problem import Problem, row_stats_shape
 from ..problem.tensor_spec import FLOAT_DTYPES, ITEMSIZE, TensorSpec, dense_spec, has_callers_axes, numpy_dtype
 from ..problem.validation import RequestedOutputs, make_problem, with_captured_gradients
 from ..problem.view import Storage, View
@@ -21,7 +23,7 @@ from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
 from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .call import BoundProblem, Fill
-from .options import check_factors, check_names, is_one_of, read_flag
+from .options import check_factors, check_names
 from .read_options import ReadOptions, check_option_names, read_options
 
 

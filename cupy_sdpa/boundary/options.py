@@ -1,71 +1,20 @@
-"""The options of every call: their names and types, defined once for all calls, and their validation."""
+"""The options of a call at the boundary: signatures, names and settings, from the table of options."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-import numbers
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
-import numpy as np
-
-from .._typing import Array, Layout
-from ..errors import in_words
 from ..layout import default_layout
-from ..problem.arrays import SEEDS
-from ..problem.band import Band
-from ..problem.problem import Problem, Settings
-from ..score_fn.tracer import MaskMod, ScoreMod
+from ..options.table import OPTIONS, GradientOptions, Settings, help_of_options, refused_by, takes
+from ..problem.arrays import REQUESTS
+from ..problem.problem import Problem
 from .layouts import check_layout, in_default, refuse_default
 
-#: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
-DTensors = bool | str | Sequence[str]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-class Options(TypedDict, total=False):
-    """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
-
-    scale: float | Array | None
-    causal: bool | Literal["top_left", "bottom_right"] | None
-    window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
-    mask: Array | None
-    bias: Array | None
-    seq_lens_q: Array | None
-    seq_lens_kv: Array | None
-    page_table: Array | None
-    cu_seqlens_q: Array | None
-    cu_seqlens_kv: Array | None
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
-    alibi_slopes: Array | None
-    softcap: float | None
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    tensors: Mapping[str, Array] | None
-    block_mask: Any
-    sinks: Array | None
-    dropout_p: float
-    seed: int | Array | None
-    offset: int | Array | None
-    dropout_mask: Array | None
-    num_splits: int | None
-    batch_invariant: bool
-    max_workspace: int | None
-    bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
-    layout: Layout | None
-    compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
-    engine: Literal["numpy", "cudnn", "cupy"] | None
-
-
-#: The options whose default is not None.
-DEFAULTS: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "batch_invariant": False}
-#: The options of pages, which only the forward pass reads.
-PAGES = ("page_table", "num_splits")
-#: The options of calls that do not take part in a :class:`Problem`.
-OF_CALLS = ("block_mask", "compute_dtype", "engine")
 #: What to write in place of options of other libraries.
 _ANSWERS = {
     "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",
@@ -174,33 +123,45 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
+#: The line of a docstring that names the options.
+_EVERY_OPTION = "        options: every option; :doc:`/options` defines each.\n"
+#: The beginning of the line that names the flags of gradients.
+_REQUESTS = "        requests:"
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
 @overload
 def takes_options(function: Function, /) -> Function: ...
 @overload
-def takes_options(*, only: Sequence[str] = (), without: Sequence[str] = ()) -> Callable[[Function], Function]: ...
-def takes_options(function: Any = None, /, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
+def takes_options(*, name: str = "", gradients: bool = False) -> Callable[[Function], Function]: ...
+def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = False) -> Any:
     """Give a function with ``**options`` a signature that lists the options that it takes, for ``help`` and completion.
 
-    These are all, or ``only`` some, ``without`` those that the function refuses itself, with a remedy.
+    The table of options says which. ``name`` is the function's name there, by default its own. With ``gradients`` it also takes
+    the flags that request gradients.
 
     A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
     :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
-        return functools.partial(takes_options, only=only, without=without)
+        return functools.partial(takes_options, name=name, gradients=gradients)
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     # a default ... lets a call with other names reach the check of the names
     parameters = [p.replace(default=p.empty, annotation="Array") if p.default is ... else p for p in parameters]
-    for name, annotation in Options.__annotations__.items():
-        if name in without or (only and name not in only):
-            continue
+    defaults = dict.fromkeys(REQUESTS, False) if gradients else {}
+    defaults |= {option.name: option.default for option in OPTIONS.values() if takes(name or function.__name__, option)}
+    for keyword, default in defaults.items():
+        annotation = GradientOptions.__annotations__[keyword]
         text = getattr(annotation, "__forward_arg__", annotation)
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=text))
+        parameters.append(inspect.Parameter(keyword, _KEYWORD, default=default, annotation=text))
     parameters = [p.replace(annotation=_Annotation(p.annotation)) for p in parameters]
     returned = _Annotation(signature.return_annotation)
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     result: Any = function if takes_more else _with_remedies(function, any(p.name == "layout" for p in parameters))
+    if function.__doc__:
+        doc = function.__doc__.replace(_EVERY_OPTION, help_of_options())
+        result.__doc__ = doc.replace(_REQUESTS, f"        {', '.join(REQUESTS)}:")
     result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
     return result
 
@@ -256,11 +217,19 @@ def _check_arguments(function: Callable[..., Any], others: Sequence[Any], option
         ) from None
 
 
+def split_requests(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the flags that request gradients, which are False by default, from the options."""
+    requests = {name: options.get(name, False) for name in REQUESTS}
+    if isinstance(names := requests["return_dtensors"], (list, set)):
+        requests["return_dtensors"] = tuple(names)  # the caller's list may change before a later call
+    return requests, {name: value for name, value in options.items() if name not in requests}
+
+
 def check_names(options: Mapping[str, Any]) -> None:
     """Check that every option exists."""
-    for name in OF_CALLS:
+    for name, instead in refused_by("problem").items():
         if options.get(name) is not None:
-            remedy = ": convert q, k and v with .astype(...)" if name == "compute_dtype" else ""
+            remedy = f": {instead}" if instead else ""
             raise TypeError(
                 f"this call does not take {name}; cupy_sdpa.attention, attention_backward, attention_vjp, attention_jvp, "
                 f"prepare and explain do{remedy}"
@@ -272,41 +241,32 @@ def check_names(options: Mapping[str, Any]) -> None:
 def check_spelling(options: Iterable[str]) -> None:
     """Raise TypeError for the first option that does not exist; it names the nearest one."""
     for name in options:
-        if name in Options.__annotations__:
+        if name in OPTIONS:
             continue
         if name in OTHER_NAMES:
             raise TypeError(f"there is no option {name}: {OTHER_NAMES[name]}") from None
         import difflib  # slow to import
 
-        near = difflib.get_close_matches(name, Options.__annotations__, 1, cutoff=0.75)
-        hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(Options.__annotations__)}"
+        near = difflib.get_close_matches(name, OPTIONS, 1, cutoff=0.75)
+        hint = f"; did you mean {near[0]}?" if near else f"; the options are {', '.join(OPTIONS)}"
         raise TypeError(f"there is no option {name}{hint}") from None
 
 
-def read_settings(options: Mapping[str, Any], tau: float) -> tuple[Settings, dict[str, float]]:
-    """The settings, which are part of a plan, and the by-value scalars, which are passed to every execution."""
-    softcap = read_softcap(options.get("softcap"))
-    settings = Settings(
-        read_band(options.get("causal", False), options.get("window")),
-        tau >= SMALLEST_SCALE,
-        softcap is not None,
-        read_dropout(options),
-        _optional_count(options, "max_seqlen_q", "the length of the longest sequence"),
-        _optional_count(options, "max_seqlen_kv", "the length of the longest sequence"),
-        max_workspace=_optional_count(options, "max_workspace", "a number of bytes"),
-        num_splits=_optional_count(options, "num_splits", "a number of chunks", least=1),
-    )
-    for name in ("max_seqlen_q", "max_seqlen_kv"):
-        if options.get(name) is None or options.get("cu_seqlens_q") is not None:
+def read_settings(options: Mapping[str, Any]) -> tuple[Settings, dict[str, float]]:
+    """Read the settings, which are part of a plan, and the scalars, which are passed by value to every execution.
+
+    The scale is a number among the options.
+    """
+    settings: dict[str, Any] = {}
+    scalars: dict[str, float] = {}
+    for option in OPTIONS.values():
+        if option.read is None:
             continue
-        if name == "max_seqlen_kv":
-            raise ValueError(f"{name} is {options[name]} and cu_seqlens_q is None: {name} is for packed sequences only")
-        if options.get("seq_lens_q") is None:
-            raise ValueError(
-                f"{name} is {options[name]}, and cu_seqlens_q and seq_lens_q are None: {name} is for packed sequences, and the "
-                "maximum of seq_lens_q; omit it, or pass one of these"
-            )
-    return settings, {"scale": tau} | ({} if softcap is None else {"softcap": softcap})
+        value = option.read(options)
+        settings[option.setting] = option.plan_of(value)
+        if option.by_value and value is not None:
+            scalars[option.name] = value
+    return Settings(**settings), scalars
 
 
 def check_factors(problem: Problem, arrays: Mapping[str, Any]) -> None:
@@ -316,123 +276,3 @@ def check_factors(problem: Problem, arrays: Mapping[str, Any]) -> None:
             f"q is {problem.dtype}, whose values need factors: pass arrays of cupy_sdpa.fp8.quantize, or "
             "cupy_sdpa.fp8.Fp8Array(data, descale)"
         )
-
-
-def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
-    """Whether a value is one of the choices; False for an array, which is compared elementwise, and for unhashable values."""
-    return isinstance(value, Hashable) and value in choices
-
-
-def read_flag(name: str, value: Any) -> bool:
-    """A Boolean argument."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
-    return bool(value)
-
-
-def read_count(name: str, value: Any, least: int = 0) -> int:
-    """A number of something, an integer of at least ``least``."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be {least} or more")
-    return int(value)
-
-
-def read_positive(name: str, value: Any) -> int:
-    """A positive integer, see :func:`read_count`."""
-    return read_count(name, value, 1)
-
-
-def read_band(causal: Any, window: Any) -> Band | None:
-    """The band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
-    causal = False if causal is None else causal
-    if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
-        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
-    bottom_right = causal == "bottom_right"
-    if window is None:
-        return Band(right=0, bottom_right=bottom_right) if causal else None
-    if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
-        raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
-    for side in window[:2]:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or int(side) < 0):
-            raise ValueError(f"window is {window!r}; left and right are numbers of keys, 0 or more, or None for no bound")
-    left, right = (None if side is None else int(side) for side in window[:2])
-    corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
-    if not is_one_of(corner, ("top_left", "bottom_right")):
-        raise ValueError(f"window is {window!r}; its third entry must be 'top_left' or 'bottom_right'")
-    if causal and (corner == "bottom_right") != bottom_right:
-        raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
-    return Band(left, 0 if causal else right, corner == "bottom_right")
-
-
-def band_options(band: Band | None) -> dict[str, Any]:
-    """The options of a call with a band: the inverse of :func:`read_band`."""
-    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
-
-
-#: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scale.
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2**-23) * 2.0**127
-
-
-def read_scale(scale: Any, head_dim: int) -> float:
-    """The scale; None is ``1/sqrt(head_dim)``."""
-    default = 1 / math.sqrt(head_dim or 1)
-    if scale is None:
-        return default
-    if not isinstance(scale, numbers.Real) or isinstance(scale, (bool, np.bool_)):
-        raise TypeError(
-            f"scale is {in_words(scale)}; it must be a number: convert an array of one element with float(...). attention, "
-            "attention_backward, attention_vjp, prepare and explain also take an array (Hq,), a scale for each head; for other "
-            "calls multiply q by it, and pass scale=1"
-        )
-    value = as_float(scale)
-    if not abs(value) <= LARGEST_SCALE:  # true of NaN too
-        raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
-    return value
-
-
-def as_float(number: Any) -> float:
-    """A number as a Python float; infinite if it is too large."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
-
-
-def read_softcap(softcap: Any) -> float | None:
-    """The soft cap; None for none."""
-    if softcap is None:
-        return None
-    if not isinstance(softcap, numbers.Real) or isinstance(softcap, (bool, np.bool_)):
-        raise TypeError(f"softcap is {in_words(softcap)}; it must be a number, or None for no cap")
-    if not SMALLEST_SCALE <= as_float(softcap) <= LARGEST_SCALE:
-        raise ValueError(f"softcap is {softcap}; it must be above 0 and finite in float32, or None for no cap")
-    return float(softcap)
-
-
-def read_dropout(options: Mapping[str, Any]) -> float:
-    """The dropout probability; checks that a seed or a mask is given with it, but not both."""
-    p = options.get("dropout_p", 0.0)
-    if not isinstance(p, numbers.Real):
-        raise TypeError(f"dropout_p is {p!r}; it must be a number, the probability with which a weight is dropped, 0 for none")
-    if not 0 <= float(p) < 1:
-        raise ValueError(f"dropout_p is {p}; it must be at least 0 and below 1")
-    passed = [name for name in ("dropout_mask", *SEEDS) if options.get(name) is not None]
-    if not p and "dropout_mask" in passed:
-        raise ValueError("dropout_mask is given and dropout_p is 0: kept weights are divided by 1 - dropout_p, so pass it, too")
-    if p and "dropout_mask" in passed and len(passed) > 1:
-        raise ValueError(f"dropout_mask and {passed[1]} are given; the mask replaces random numbers: pass one of them")
-    if p and not {"seed", "dropout_mask"} & set(passed):
-        raise ValueError(f"dropout_p is {p} and seed is None: pass a seed, so that the backward pass drops the same weights")
-    return float(p)
-
-
-def _optional_count(options: Mapping[str, Any], name: str, what: str, least: int = 0) -> int | None:
-    """An option that is a number or None; ``what`` it is, for the error message."""
-    value = options.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be {what}, {least} or more, or None")
-    return int(value)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..options.scale import read_scale
+from ..options.table import Settings
+from ..options.values import read_flag
 from ..problem.arrays import OPTION_ARRAYS
 from ..problem.bucket import read_bucket
-from ..problem.problem import Settings
-from .options import check_names, read_flag, read_scale, read_settings
+from .options import check_names, read_settings
 from .user_functions import FUNCTIONS, check_tensors
 
 #: The options that remain as they are: arrays, seeds, functions and the arrays that these read.
@@ -75,7 +77,7 @@ def read_options(options: Mapping[str, Any], head_dim: int) -> ReadOptions:
     """
     if isinstance(options, ReadOptions):
         return options
-    settings, scalars = read_settings(options, read_scale(options.get("scale"), head_dim))
+    settings, scalars = read_settings({**options, "scale": read_scale(options.get("scale"), head_dim)})
     return ReadOptions(
         inputs={name: options[name] for name in _INPUTS if options.get(name) is not None},
         settings=settings,

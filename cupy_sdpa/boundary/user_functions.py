@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import in_words
-from ..problem.band import Band
-from ..problem.problem import CAPTURED_DTYPES, DEFAULT_SETTINGS, Problem, Settings
+from ..options.band import Band
+from ..options.table import DEFAULT_SETTINGS, Settings
+from ..problem.problem import CAPTURED_DTYPES, Problem
 from ..problem.subproblems import score_derivatives
 from ..problem.tensor_spec import dtype_name
 from ..runtime import cupy_runtime

@@ -14,9 +14,11 @@ import numpy as np
 import cupy_sdpa
 
 from .. import layout
+from ..problem.arrays import REQUESTED_GRADIENTS
 from .case import GRADIENTS, Case, Outcome
-from .data import build, call_options, dense_shape, dropout_options, dtype_of
+from .data import build, call_options, dense_shape, dropout_options
 from .drawn_memory import Memory, fill_nan, memory_of, named_layout
+from .formats import dtype_of
 from .routes import arrays_in_fp8, filled_cache, forward_function, in_group, on_host, rotated_queries, with_tree
 
 #: The results that may be preallocated.
@@ -206,7 +208,8 @@ class CaseRunner:
 
     def gradients_by_name(self, gradients: tuple[Any, ...]) -> dict[str, Any]:
         """The results of a backward call by name."""
-        optional = [name for name in ("dbias", "dsinks", "dscale") if f"return_{name}" in self.case.options]
+        optional = [row.name for row in REQUESTED_GRADIENTS if row.request in self.case.options]
+        optional += ["dscale"] * ("return_dscale" in self.case.options)
         results = dict(zip(("dq", "dk", "dv", *optional), gradients, strict=False))
         if "return_dtensors" in self.case.options:
             results |= {f"tensors[{name!r}]": array for name, array in gradients[-1].items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..options.table import OPTIONS
 from .case import GRADIENTS, REQUIRES
 
 #: The share of each feature in percent. A feature is drawn with up to three of the options that it can be combined with.
@@ -58,7 +59,7 @@ CONFLICTS: tuple[set[str], ...] = (
     *({"head_scales", other} for other in ("scale", "jvp", "offset")),
 )
 #: Options that cannot be combined with ``num_splits``.
-NOT_SPLIT = {"packed", "bias", "mask", "alibi_slopes", "dropout", "score_mod", "mask_mod", "block_mask", "tree"}
+NOT_SPLIT = {"packed", "tree", "dropout", *(name for name, option in OPTIONS.items() if option.weights and not option.split)}
 
 
 def is_valid(names: set[str]) -> bool:

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from .case import Case, Packed
+from .formats import FP8_SCALE, dtype_of, round_fp8
 from .functions import function_of, tensor_shape
+from .weight_options import ROWS, random_mask, score_shape
 
-#: The largest finite number of each dtype.
-LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 * (1 - 2.0**-8), "float32": 2.0**128 * (1 - 2.0**-24)}
-LARGEST["float64"] = float(np.finfo(np.float64).max)
 #: Options whose literals are passed to the call unchanged.
-LITERAL_OPTIONS = ("scale", "causal", "window", "softcap", "bucket", "max_workspace")
+LITERAL_OPTIONS = (
+    "scale", "causal", "window", *(name for name, row in ROWS.items() if row.array is None), "bucket", "max_workspace",
+)  # fmt: skip
 #: Options of the call that are arrays.
 ARRAY_OPTIONS = (
     "scale",
-    "mask", "bias", "alibi_slopes", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
-    "page_table",
+    *(name for name, row in ROWS.items() if row.array is not None), "seq_lens_q", "seq_lens_kv", "cu_seqlens_q",
+    "cu_seqlens_kv", "page_table",
 )  # fmt: skip
-
-
-class Format(NamedTuple):
-    """A format of 8 bits: the largest number, the spacing at 1, and the smallest number above 0."""
-
-    largest: float
-    spacing: float
-    smallest: float
-
-
-FORMATS = {"float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9), "float8_e5m2": Format(57344.0, 2.0**-2, 2.0**-16)}
-#: The scale of FP8 arrays: a power of two, so that their values are exact in float16 and bfloat16.
-FP8_SCALE = 64.0
 #: Parts of the seed, to separate the random numbers of lengths, tangents, trees and means from those of the arrays.
 _LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM, _STATS_STREAM, _SCALES_STREAM = 77, 78, 79, 80, 81, 82
 #: The number of pages that no table lists before the lengths.
@@ -46,21 +33,6 @@ _TABLE_STREAM = 78
 _GARBAGE = 1e4
 #: An entry of the page table that is not a page.
 LARGE_ENTRY = 2**30
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a name.
-
-    >>> dtype_of("bfloat16").itemsize
-    2
-    """
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def round_fp8(array: Any, dtype: str, scale: float) -> Any:
-    """Numbers of FP8 divided by a scale: rounded to nearest, saturated."""
-    most = FORMATS[dtype].largest
-    return np.clip(array * scale, -most, most).astype(dtype_of(dtype)).astype(array.dtype) / scale
 
 
 @dataclass
@@ -114,9 +86,9 @@ def build(case: Case, index: int) -> Data:
         data.arrays["dstats"] = _stats_gradient(data, np.random.default_rng([case.seed, index, _STATS_STREAM]))
     if "head_scales" in case.options:
         data.arrays["scale"] = _head_scales(case, np.random.default_rng([case.seed, index, _SCALES_STREAM]))
-    for name, make in _OPTION_ARRAYS.items():
-        if name in case.options:
-            data.arrays[name] = make(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
+    for name, row in ROWS.items():
+        if name in case.options and row.array is not None:
+            data.arrays[name] = row.array(case, np.random.default_rng([case.seed, index, len(name)]), case.options[name])
     if "mean" in case.options:
         of_mean, most = np.random.default_rng([case.seed, index, _MEAN_STREAM]), case.options["mean"]
         data.mean = of_mean.uniform(-most, most, (case.b, 1, case.hkv, case.dv)).astype(np.float32).T
@@ -126,7 +98,7 @@ def build(case: Case, index: int) -> Data:
         data.parents = _parents(case, np.random.default_rng([case.seed, index, _TREES_STREAM]))
     if dropout := case.dropout:
         if dropout.source == "mask":
-            data.keep = data.arrays["dropout_mask"] = _random_mask(rng, case, "kqhb", 0.7)
+            data.keep = data.arrays["dropout_mask"] = random_mask(rng, case, "kqhb", 0.7)
         elif dropout.source == "array":
             data.arrays |= {"seed": np.array([dropout.seed + seeded]), "offset": np.array([dropout.offset])}
     for option in ("score_mod", "mask_mod"):
@@ -243,50 +215,6 @@ def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
     return np.asfortranarray(array.astype(np.float64) if case.dtype == "float64" else array)
 
 
-def _random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:
-    """A boolean array that is True with probability p."""
-    return np.asfortranarray(rng.random(_score_shape(case, axes)) < p)
-
-
-def _score_shape(case: Case, axes: str) -> tuple[int, ...]:
-    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
-    full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
-    return tuple(1 if axis == "1" else full[axis] for axis in axes)
-
-
-def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``mask``."""
-    axes, kind = value
-    shape = _score_shape(case, axes)
-    if kind in ("none", "all"):
-        return np.full(shape, kind == "all", order="F")
-    mask = _random_mask(rng, case, axes, 0.7)
-    axis = {"rows": 0, "keys": 1}.get(kind)
-    if axis is not None:  # mask whole rows or whole columns
-        mask &= rng.random([1 if i == axis else n for i, n in enumerate(shape)]) < 0.6
-    return np.asfortranarray(mask)
-
-
-def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``bias``."""
-    axes, dtype, kind = value
-    shape = _score_shape(case, axes)
-    bias = rng.standard_normal(shape).astype(dtype_of(dtype))
-    if kind != "normal":
-        finite = -2e6 if kind.startswith("low") and dtype != "float16" else -LARGEST[dtype]
-        masked = -np.inf if kind.startswith("inf") else finite
-        mask_shape = [1 if i == 0 else n for i, n in enumerate(shape)] if kind.endswith("rows") else shape
-        bias = np.where(rng.random(mask_shape) < 0.3, np.array(masked, bias.dtype), bias)
-    return np.asfortranarray(bias)
-
-
-def _alibi_slopes(case: Case, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
-    usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
-    slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
-    return slopes.astype(np.float32)
-
-
 def _head_scales(case: Case, rng: np.random.Generator) -> Any:
     """The option ``head_scales``."""
     scales = rng.uniform(-0.1, 0.5, case.hq)
@@ -294,15 +222,10 @@ def _head_scales(case: Case, rng: np.random.Generator) -> Any:
     return scales.astype(np.float32)
 
 
-def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``sinks``."""
-    return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
-
-
 def _attends(case: Case) -> Any:
     """The pairs of the option ``block_mask``."""
     kind, axes = case.options["block_mask"]
-    seed, sq, skv, shape = case.seed, case.sq, case.skv, _score_shape(case, axes)
+    seed, sq, skv, shape = case.seed, case.sq, case.skv, score_shape(case, axes)
     rng = np.random.default_rng([seed, len(kind)])
     i, j = np.arange(sq)[:, None, None], np.arange(skv)[:, None, None, None]
     if kind == "documents":
@@ -394,11 +317,6 @@ def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
         pages[:count, b] = pages[:count, 0]
         for name in "kv":
             dense[name][:, :, : count * page, b] = dense[name][:, :, : count * page, 0]
-
-
-_OPTION_ARRAYS: dict[str, Callable[[Case, np.random.Generator, Any], Any]] = {
-    "mask": _mask, "bias": _bias, "alibi_slopes": _alibi_slopes, "sinks": _sinks,
-}  # fmt: skip
 
 
 def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any]:

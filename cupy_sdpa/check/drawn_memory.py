@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .case import Case
-from .data import LARGE_ENTRY, dtype_of, shape_of
+from .data import LARGE_ENTRY, shape_of
+from .formats import dtype_of
 
 #: The default layout.
 DENSE = "dhsb"

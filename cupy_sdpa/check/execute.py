@@ -13,8 +13,9 @@ import cupy_sdpa
 from ..tolerance import compare
 from .calls import RESULTS, CaseRunner, other_form, plan
 from .case import Case, Outcome
-from .data import Data, dtype_of
+from .data import Data
 from .drawn_memory import Memory
+from .formats import dtype_of
 from .oracle import Inputs, Results
 from .routes import on_host, wrong_scale
 from .tolerances import exact_elements, rounding_floors

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from ..reference import MASKED, diagonal, directional_derivative, exponentials, gradients, modified, output, visible
-from .data import FORMATS, FP8_SCALE, Data, dtype_of, round_fp8, tree_pairs
+from .data import Data, tree_pairs
+from .formats import FORMATS, FP8_SCALE, dtype_of, round_fp8
 from .functions import function_of
+from .weight_options import ROWS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -305,20 +307,15 @@ class Results:
 
     def _scores(self) -> Array:
         """Return the scores before the mask; also set the scores before the softcap."""
-        inputs, work, options, arrays = self.inputs, self.work, self.inputs.case.options, self.inputs.data.arrays
+        inputs, work, options = self.inputs, self.work, self.inputs.case.options
         scores = self.product
         if "score_mod" in options:
             scores = inputs.call_function("score_mod", scores).astype(work)
         self.softcap_input = scores
         changes: dict[str, Any] = {}
-        if "softcap" in options:
-            changes["softcap"] = work.type(options["softcap"])
-        if "alibi_slopes" in options:
-            distance = np.abs(inputs.diagonal() - np.arange(inputs.case.skv)).astype(work)
-            changes["penalty"] = inputs.expand_heads(arrays["alibi_slopes"]).astype(work) * distance
-        if "bias" in options:
-            with np.errstate(over="ignore"):  # finfo.min of float64 becomes -inf
-                changes["bias"] = inputs.expand_scores(arrays["bias"]).astype(work)
+        for name, row in ROWS.items():
+            if row.terms is not None and name in options:
+                changes |= row.terms(inputs, options[name], work)
         with np.errstate(over="ignore"):
             found: Array = modified(scores, **changes)
         return found

@@ -17,8 +17,9 @@ import cupy_sdpa
 from .. import fp8
 from ..parallel import Loopback, context_parallel, run_threads
 from .case import Case
-from .data import FORMATS, FP8_SCALE, Data, forked_lengths, tree_pairs
+from .data import Data, forked_lengths, tree_pairs
 from .drawn_memory import named_layout
+from .formats import FORMATS, FP8_SCALE
 
 #: Seconds after which a member of a group gives up.
 _TIMEOUT = 60.0

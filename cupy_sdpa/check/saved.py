@@ -11,17 +11,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ..problem.arrays import REQUESTED_GRADIENTS
 from ..problem.problem import Problem
 from ..problem.problem_file import encoded
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
 from ..score_fn.expression import Expression, Writer
 from .case import SIZES, Case, Dropout, Packed, Paged
-from .draw import Limits, within
+from .sampler import Limits, within
+from .weight_options import ROWS
 
 #: The most scores of a problem that is verified; larger ones are verified with smaller sizes.
 MAX_SCORES = 4_000_000
-#: The values of a softcap and of a scale that is not positive.
-_SOFTCAP, _SCALE = 15.0, -0.1
+#: The value of a scale that is not positive.
+_SCALE = -0.1
 
 
 class NotRepeatableError(ValueError):
@@ -55,8 +57,6 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
     settings = problem.settings
     if not settings.positive_scale:
         yield "scale", _SCALE
-    if settings.softcap:
-        yield "softcap", _SOFTCAP
     if settings.max_workspace is not None:
         yield "max_workspace", settings.max_workspace
     if settings.deterministic and not settings.split:
@@ -82,17 +82,12 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
 
 def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
     """The options that are arrays, and their gradients."""
-    if problem.mask:
-        yield "mask", (_axes(problem, problem.mask), "random")
-    if problem.bias:
-        yield "bias", (_axes(problem, problem.bias), problem.bias.dtype, "normal")
-    if problem.alibi_slopes:
-        yield "alibi_slopes", "usual"
-    if problem.sinks:
-        yield "sinks", "normal"
-    for name in ("dbias", "dsinks"):
-        if getattr(problem, name):
-            yield f"return_{name}", True
+    for name, row in ROWS.items():
+        if (value := row.saved(problem)) is not None:
+            yield name, value
+    for gradient in REQUESTED_GRADIENTS:
+        if getattr(problem, gradient.name):
+            yield gradient.request, True
     if problem.dcaptured:
         yield "return_dtensors", True
 
@@ -111,13 +106,6 @@ def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
         yield "seq_lens_q", "random"
     if problem.seq_lens_kv and not problem.paged:
         yield "seq_lens_kv", "random"
-
-
-def _axes(problem: Problem, spec: TensorSpec) -> str:
-    """The axes of an array that is broadcast to the scores, with 1 where it is broadcast, such as ``"k1h1"``."""
-    _, _, hq, _, sq, skv, b = problem.sizes
-    pairs = zip("kqhb", spec.shape, (skv, sq, hq, b), strict=True)
-    return "".join(letter if length > 1 or full <= 1 else "1" for letter, length, full in pairs)
 
 
 def _function(problem: Problem, program: Expression, root: int) -> tuple[str, str]:

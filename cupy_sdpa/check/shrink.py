@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from .case import GRADIENTS, Case, Outcome, Paged
+from .weight_options import ROWS
 
 
 def same_failure(a: Outcome, b: Outcome) -> bool:
@@ -112,12 +113,13 @@ def _simpler_options(case: Case) -> Iterator[Case]:
                 yield case.with_(options=case.options | {name: (axes, "float32", *rest[1:])})
 
 
-#: The simplest value of each option.
+#: The simplest value of each option, except of arrays with axes, which lose one axis after the other.
 _SIMPLEST = {
     "scale": 1.0, "head_scales": "random", "causal": "top_left", "window": (0, 0, "top_left"), "seq_lens_q": "zero",
     "seq_lens_kv": "zero",
-    "packed": ("full", "full", 0, 0, 0, "int32"), "softcap": 2.0, "dropout": (0.5, "seed", 0, 0),
+    "packed": ("full", "full", 0, 0, 0, "int32"), "dropout": (0.5, "seed", 0, 0),
     "score_mod": ("near_key_100", ""), "mask_mod": ("key_100", ""), "tree": "parents", "stats": True, "parallel": ("ring", 2),
     "shared_prefix": 1, "merge": 2, "cache": (1, "full", 1, "", False), "weight_sums": "query heads", "weight_entropy": True,
     "jvp": "q", "dstats": True, "bucket": 128,
+    **{name: row.simplest for name, row in ROWS.items() if type(row.simplest) is not tuple},
 }  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
-from .data import FORMATS, FP8_SCALE, dtype_of
+from .formats import FORMATS, FP8_SCALE, dtype_of
 from .oracle import Array, Inputs, Results, score_tensors
 
 #: Score functions that use approximate functions.

@@ -15,12 +15,14 @@ from ..boundary.arguments import read_forward
 from ..boundary.compute import cast, check_converted
 from ..boundary.conversion import convert, needs_conversion
 from ..boundary.layouts import check_strides_of
-from ..boundary.options import Options, check_names, takes_options
+from ..boundary.options import check_names, takes_options
 from ..boundary.read_options import ReadOptions
 from ..errors import Unsupported, in_words
 from ..hooks import PassOption
 from ..kernels.concatenation import concatenate
 from ..kernels.row_means import row_means
+from ..options.table import Options
+from ..problem.arrays import REQUESTS
 from ..problem.problem import row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected
 from ..problem.validation import expected_arrays
@@ -38,8 +40,6 @@ from .derivative_terms import Terms, add_terms
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
-#: The options that select the form, and those that convert the arrays.
-_READ = ("cu_seqlens_q", "softcap", "score_mod", "block_mask", "sinks", "dropout_p", "layout", "compute_dtype", "engine")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -129,7 +129,7 @@ def derivative(
 
 def check_supported(options: Mapping[str, Any]) -> None:
     """Check that there are no tangents of options and no pages; raises Unsupported."""
-    for name in ("dbias", "dsinks", "dtensors"):
+    for name in (request.removeprefix("return_") for request in REQUESTS):
         if options.get(name) is not None:
             raise Unsupported(NO_TANGENTS_OF_OPTIONS.format(name=name))
     if options.get("page_table") is not None:
@@ -227,7 +227,7 @@ def _may_copy(q: Any, k: Any, v: Any) -> bool:
 # Wider arrays
 
 
-@takes_options(only=_READ)
+@takes_options
 def widen(
     q: Array,
     k: Array,

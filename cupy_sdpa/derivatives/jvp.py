@@ -10,9 +10,11 @@ from .._typing import Array, ArrayT
 from ..boundary.arguments import views_of_shapes
 from ..boundary.compute import check_converted
 from ..boundary.layouts import in_own_layout
-from ..boundary.options import PAGES, Options, check_names, read_flag, takes_options
+from ..boundary.options import check_names, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..options.table import Options
+from ..options.values import read_flag
 from ..problem.arrays import ROW_STATS
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import numpy_dtype
@@ -38,7 +40,7 @@ from .derivative import (
 from .derivative_form import Form, Widened
 
 
-@takes_options(without=PAGES)
+@takes_options
 def attention_jvp(
     q: ArrayT,
     k: Array,
@@ -176,7 +178,7 @@ def refusal(form: Form, name: str, reason: str) -> str:
     return f"attention_jvp with head dims {form.head_dim} and {form.value_dim} needs {passes}: {reason}. {form.remedy}"
 
 
-@takes_options(without=(*PAGES, "compute_dtype", "engine"))
+@takes_options
 def jvp_problems(
     q: Array | Sequence[int],
     k: Array | Sequence[int],

@@ -11,16 +11,18 @@ import numpy as np
 
 from .._typing import Array
 from ..block_masks.block_mask_calls import dense_options
-from ..block_masks.method import is_passed
 from ..boundary.arguments import read_forward, views_of_shapes
 from ..boundary.conversion import convert
 from ..boundary.layouts import other_layout
 from ..boundary.libraries import library_of
-from ..boundary.options import Options, check_names, read_flag, takes_options
+from ..boundary.options import check_names, takes_options
 from ..boundary.read_options import ReadOptions
 from ..boundary.user_functions import FUNCTIONS, kept_options
 from ..errors import Unsupported
-from ..problem.band import Band
+from ..options.band import Band
+from ..options.table import OPTIONS, SCORE_CHANGES, Options, refused_by
+from ..options.values import read_flag
+from ..problem.arrays import has_score_axes
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.view import View
 from ..programs.calls import Call, call_of, operation, read, results_of
@@ -34,29 +36,9 @@ from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and those of keys in their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
-#: The options that weights are not summed with, and what to do.
-_REFUSED = {
-    "bias": "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
-    "dropout_mask": "weights are those before dropout: omit it",
-    "dropout_p": "weights are those before dropout: omit it, with seed= and offset=",
-    "num_splits": "omit it",
-    "batch_invariant": "compute every sequence in a call of its own",
-    "compute_dtype": "convert q and k with .astype()",
-    "layout": "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'",
-}
-
-#: The options that change scores by other numbers than the product of q and k, so that their mean is not known.
-_OTHER_SCORES = ("alibi_slopes", "bias", "score_mod", "softcap")
-_OF_ENTROPY = _REFUSED | dict.fromkeys(
-    _OTHER_SCORES,
-    "the mean score follows from the output with k as values only if scores are scale * q k: omit it. Pass masks as mask= or "
-    "mask_mod=",
-)
-#: The options that are not taken.
-_NOT_TAKEN = (*_REFUSED, "seed", "offset")
 
 
-@takes_options(without=_NOT_TAKEN)
+@takes_options
 def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unpack[Options]) -> Any:
     r"""Sum the weights of attention over the queries, for every key: how much attention each key gets.
 
@@ -90,7 +72,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     array([1.8333, 0.8333, 0.3333], dtype=float32)
     """
     per_kv_head = read_flag("per_kv_head", per_kv_head)
-    _refuse("weight_sums", options, _REFUSED)
+    _refuse("weight_sums", options)
     if "engine" in options:
         return convert(weight_sums, {"q": q, "k": k}, options, ("sums",), per_kv_head=per_kv_head)
     return results_of(_call((q, k), _taken("weight_sums", q, options), per_kv_head=per_kv_head))[0]
@@ -100,7 +82,7 @@ def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call, without the values of others that are as good as none; q must be an array of numpy or CuPy."""
     if library_of(q) is not None:
         raise TypeError(f"q is an array of another library; {name} takes numpy and CuPy arrays: share it with cupy.from_dlpack")
-    return {option: x for option, x in options.items() if option == "layout" or option not in _REFUSED}
+    return {option: x for option, x in options.items() if option == "layout" or option not in refused_by(name)}
 
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
@@ -129,7 +111,7 @@ def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
     return composed(key, arrays, views, {"sums": sums}, functools.partial(_build, q=q, k=k, sums=sums, options=options))
 
 
-@takes_options(without=(*_NOT_TAKEN, "engine"))
+@takes_options
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, **options: Any
 ) -> tuple[Problem, ...]:
@@ -153,11 +135,11 @@ def weight_sums_problems(
     """
     check_names({**options, "block_mask": None, "compute_dtype": None})  # which are taken, and refused by the call
     views, own = views_of_shapes(q, k, k, options, dtype=dtype)
-    _refuse("weight_sums", own, _REFUSED)
+    _refuse("weight_sums", own)
     return problems_of(read(call_of(weight_sums, views["q"], views["k"], **own)))
 
 
-@takes_options(without=(*_NOT_TAKEN, *_OTHER_SCORES))
+@takes_options
 def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     r"""Compute the entropy of the weights of each query: near 0 if one key gets all attention, log(n) for n equal weights.
 
@@ -192,7 +174,7 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     >>> np.exp(weight_entropy(q, k, causal=True)).ravel().round(4)
     array([1., 2., 3.], dtype=float32)
     """
-    _refuse("weight_entropy", options, _OF_ENTROPY)
+    _refuse("weight_entropy", options)
     if "engine" in options:
         return convert(weight_entropy, {"q": q, "k": k}, options, ("entropies",))
     return results_of(_entropy_call((q, k), _taken("weight_entropy", q, options)))[0]
@@ -224,11 +206,13 @@ def _add_entropy_steps(builder: Builder, *, q: View, k: View, entropies: View, o
     builder.run(row_entropies, entropies, stats, q, out, options.get("sinks"), scale, writes=[entropies])
 
 
-def _refuse(name: str, options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Check that there are only supported options; ``refused`` has what to do about the others."""
-    for option, remedy in refused.items():
-        if is_passed(option, options.get(option)) and (option != "layout" or other_layout(options)):
-            raise Unsupported(f"{name} is not supported with {option}: {remedy}")
+def _refuse(name: str, options: Mapping[str, Any]) -> None:
+    """Check that there are only supported options."""
+    refused = refused_by(name)
+    for option, value in options.items():
+        instead = refused.get(option)
+        if instead and OPTIONS[option].is_passed(value) and (option != "layout" or other_layout(options)):
+            raise Unsupported(f"{name} is not supported with {option}: {instead}")
 
 
 def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -279,10 +263,14 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     found["max_seqlen_kv"] = settings.max_seqlen_q if packed else None  # otherwise the maximum of seq_lens_q, which is checked
     if (band := settings.band) is not None:
         found["band"] = Band(band.right, band.left, band.bottom_right)
-    if (mask := options.get("mask")) is not None:
-        found["mask"] = (mask if mask.shape[2] == 1 else mask[:, :, own]).transpose(1, 0, 2, 3)
-    if (slopes := options.get("alibi_slopes")) is not None:
-        found["alibi_slopes"] = slopes if group == 1 else builder.copied(slopes[own])
+    for name in ("mask", *SCORE_CHANGES):
+        if (value := options.get(name)) is None or not OPTIONS[name].axes:
+            continue  # numbers remain among the scalars
+        if has_score_axes(name):
+            value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
+        elif group > 1:  # an element of each head
+            value = builder.copied(value[own])
+        found[name] = value
     for name in FUNCTIONS:
         if (function := options.get(name)) is not None:
             if group > 1:

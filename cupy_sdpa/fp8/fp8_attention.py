@@ -14,11 +14,13 @@ from ..boundary.arguments import read_backward
 from ..boundary.conversion import OUTPUTS
 from ..boundary.engine import refuse_fp8
 from ..boundary.layouts import other_layout
-from ..boundary.options import Options, check_names, read_flag, special_call, takes_options
+from ..boundary.options import check_names, special_call, takes_options
 from ..boundary.user_functions import kept_options
 from ..errors import in_words
 from ..kernels.fp8_kernels import FACTOR_STEP
 from ..layout import default_layout
+from ..options.table import Options
+from ..options.values import read_flag
 from ..problem.tensor_spec import dtype_name, storage_dtype
 from ..problem.view import View, device_of
 from ..programs.calls import Call, operation, results_of
@@ -52,7 +54,7 @@ def attention(
     stats: Array | None = None, **options: Unpack[Options],
 ) -> Any: ...
 # fmt: on
-@takes_options(without=("compute_dtype", "engine", "batch_invariant"))
+@takes_options(name="fp8.attention")
 def attention(
     q: Any = ...,
     k: Any = ...,

@@ -22,9 +22,9 @@ from ..boundary.layouts import (
     takes_default,
     to_own,
 )
-from ..boundary.options import read_flag
 from ..errors import in_words
 from ..kernels import fp8_kernels
+from ..options.values import read_flag
 from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
 from ..problem.view import View, device_of
 from ..programs.calls import Call, results_of

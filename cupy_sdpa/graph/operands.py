@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..problem.arrays import KEY_ARRAYS, ROW_STATS
-from ..problem.problem import Problem, has_ragged_alibi
+from ..problem.arrays import KEY_ARRAYS, ROW_STATS, letters_of
+from ..problem.problem import Problem, has_ragged_diagonal
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec
 from ..problem.varlen import ragged_offset_name, token_stride
 from .nodes import Role, Shape, Tensor, row_major
@@ -75,8 +75,10 @@ class Operands:
         """Row statistics, ``(B, Hq, Sq, 1)``; None if the problem does not have them."""
         return self(name, STATS_AXES) if name in self.specs else None
 
-    def head_input(self, name: str) -> Tensor | None:
-        """An input ``(Hq,)`` of the scores; None if the problem does not have it."""
+    def weight_input(self, name: str) -> Tensor | None:
+        """An input of the scores, of each head or with the axes of the scores; None if the problem does not have it."""
+        if letters_of(name) != ("Hq",):
+            return self.score_input(name)
         tensor = self.optional(name, HEAD_AXES)
         return self._broadcast(tensor, keys=True) if tensor and self.full_keys else tensor
 
@@ -111,7 +113,7 @@ class Operands:
 
     def diagonal(self) -> Tensor | None:
         """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""
-        if not has_ragged_alibi(self.problem):
+        if not has_ragged_diagonal(self.problem):
             return None
         if self.sq == 1:  # one element per key, because of "one-query-positions" in the table of known bugs
             return Tensor("diagonal", (self.batch, 1, 1, self.skv), "int32", "input", (self.skv, 1, 1, 1), (1, -1, -1, 0))

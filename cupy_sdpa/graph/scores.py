@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from .. import zoo
-from ..problem.band import Band
+from ..options.band import Band
+from ..options.option import ScoreInputs
+from ..options.table import OPTIONS, SCORE_CHANGES
 from ..problem.problem import Problem
 from ..score_fn.expression import AXES, EMPTY_EXPRESSION
 from ..score_fn.mask_analysis import MASKED_SCORE
@@ -21,6 +21,8 @@ from .emit import UNBOUNDED, Emitter, is_repeated
 from .nodes import Builder, Tensor
 from .operands import Operands
 
+#: The modes with which a score function may mask a score.
+_MAY_MASK = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
 #: The dtypes with numbers below ``MASKED_SCORE``; float16 has none.
 _WIDE = ("bfloat16", "float32", "float64")
 
@@ -50,7 +52,7 @@ class Scores:
         self.diagonal = operands.diagonal()
 
     def modify(self, s: Tensor) -> tuple[Tensor, ScoreFunction]:
-        """``S <- f(scale S)`` with the score function, softcap, ALiBi slopes and bias in f; and f itself."""
+        """``S <- f(scale S)`` with the score function and the options that change the scores in f; and f itself."""
         s = self._scaled(s)
         function = self._function(s)
         return self._mask_by_value(function.emitter(function.root)), function
@@ -109,28 +111,18 @@ class Scores:
         return s
 
     def _function(self, s: Tensor) -> ScoreFunction:
-        """Compose the score function, softcap, slopes and bias into one function of the scaled scores."""
+        """Compose the score function and the options that change the scores into one function of the scaled scores."""
         tracer = FunctionTracer({}, {}, self.program.steps)
         leaf = tracer.writer.leaf
         score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
-        indices = [Value(tracer, leaf("index", axis, "int")) for axis in AXES]
-        if self.settings.softcap:
-            capped = zoo.softcap(Value(tracer, leaf("number", "softcap")))(score, *indices)
-            score = self._unless_masked(tracer, score, capped) if self.program.score is not None else capped
-        if self.problem.alibi_slopes:
-            slope, (_, _, row, column) = Value(tracer, leaf("captured", "alibi_slopes")), indices
-            score = zoo.add_linear_bias(score, slope, self._distance(tracer, s, row, column))
-        if self.problem.bias:
-            score = score + Value(tracer, leaf("captured", "bias"))
+        indices = tuple(Value(tracer, leaf("index", axis, "int")) for axis in AXES)
+        diagonal = functools.partial(self._diagonal, tracer, s, indices[2])
+        may_mask = self.program.score is not None and any(step.mode in _MAY_MASK for step in self.program.steps)
+        inputs = ScoreInputs(tracer, indices, self.band, diagonal, may_mask)
+        for name, change in SCORE_CHANGES.items():
+            if OPTIONS[name].of(self.problem):
+                score = change(score, inputs)
         return ScoreFunction(Emitter(self.g, tracer.writer, s, self._inputs()), score.step)
-
-    def _unless_masked(self, tracer: FunctionTracer, score: Value, capped: Value) -> Value:
-        """``-inf where score <= MASKED_SCORE, else capped``: the softcap of a masked score would be finite."""
-        may_mask = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
-        if not any(step.mode in may_mask for step in self.program.steps):
-            return capped
-        lowest = Value(tracer, tracer.writer.constant(MASKED_SCORE))
-        return np.where(score <= lowest, -math.inf, capped)  # type: ignore[return-value]
 
     def _mask_by_value(self, s: Tensor) -> Tensor:
         """``S <- S where not (S <= MASKED_SCORE), else -inf``, in a forward pass that may need it: NaN is not masked.
@@ -147,27 +139,22 @@ class Scores:
         masked = self.g.pointwise(f"masked = {s} ≤ {MASKED_SCORE:g}", "cmp_le", s, lowest, out="masked")
         return self._where(s, self.g.pointwise("kept = masked = 0", "cmp_eq", masked, zero, out="kept"))
 
-    def _distance(self, tracer: FunctionTracer, s: Tensor, row: Value, column: Value) -> Value:
-        """``|p - j|``, the distance of a key from the diagonal p."""
-        band = self.band or Band()
+    def _diagonal(self, tracer: FunctionTracer, s: Tensor, row: Value) -> Value:
+        """The key p on the diagonal of the query ``row``."""
         if self.diagonal:
-            row = Value(tracer, tracer.writer.leaf("captured", "diagonal", "int"))
-        elif band.bottom_right:
-            row = row + Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
-        # a causal mask hides the keys after the diagonal: p - j is not negative
-        distance: Value = row - column
-        return distance if band.right == 0 else abs(distance)
+            return Value(tracer, tracer.writer.leaf("captured", "diagonal", "int"))
+        if self.band and self.band.bottom_right:
+            row += Value(tracer, tracer.writer.constant(s.shape[3] - s.shape[2], "int"))
+        return row
 
     def _inputs(self) -> dict[str, Tensor]:
         """The arrays that the function of the scores reads, by the names of its leaves."""
         operands = self.operands
         inputs = {
-            "alibi_slopes": operands.head_input("alibi_slopes"),
             "diagonal": self.diagonal,
-            "bias": operands.score_input("bias"),
             "kv_idx": operands.index_input("key positions", 1, (0, 0, 0, 1)),
             "h": operands.index_input("head positions", self.problem.sizes[2], (0, 1, 0, 0)),
-            **{spec.name: operands.score_input(spec.name) for spec in self.problem.captured},
+            **{name: operands.weight_input(name) for name in (*SCORE_CHANGES, *(spec.name for spec in self.problem.captured))},
         }
         return {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
@@ -241,7 +228,7 @@ def partial_tiles(problem: Problem) -> frozenset[str]:
     *_, sq, skv, _ = problem.sizes
     # The backward pass is also affected by a mask function, exp(S + inf) in a fully masked row, and by a softcap: the score
     # there becomes -softcap, and exp(S - L) overflows if a bias makes L much lower.
-    settings, added = problem.settings, problem.bias is not None or problem.alibi_slopes is not None
+    settings, added = problem.settings, any(OPTIONS[name].of(problem) for name in SCORE_CHANGES if name != "softcap")
     in_backward = settings.program is not None or (settings.softcap and added)
     affected = problem.has_score_mod or (problem.backward and in_backward)
     if not affected or problem.ragged:

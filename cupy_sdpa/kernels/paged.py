@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.band import Band
-from ..problem.problem import Split
+from ..options.band import Band
+from ..options.table import Split
 from ..problem.tensor_spec import FP8_LARGEST
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel

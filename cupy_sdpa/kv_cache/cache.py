@@ -12,9 +12,9 @@ import numpy as np
 from .. import _html
 from .._typing import Array, Layout
 from ..boundary.layouts import check_layout, from_own, other_layout, to_own
-from ..boundary.options import read_flag, read_positive
 from ..kernels import cache_kernels
 from ..layout import default_layout
+from ..options.values import read_flag, read_positive
 from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
 from ..rope import Rope, read_positions, read_rope
 from ..runtime import cupy_runtime

@@ -13,10 +13,12 @@ from .._typing import Array
 from ..boundary.argument import spec_of
 from ..boundary.arguments import check_lengths, read_forward
 from ..boundary.conversion import OUTPUTS
-from ..boundary.options import Options, is_one_of, takes_options
+from ..boundary.options import takes_options
 from ..boundary.read_options import ReadOptions
 from ..fp8.array import Fp8Array
 from ..kernels import merge, paged
+from ..options.table import OPTIONS, Options, takes
+from ..options.values import is_one_of
 from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
 from ..problem.tensor_spec import Expected, check_spec
 from ..problem.view import View
@@ -27,11 +29,8 @@ from ..programs.program import Builder
 from ..programs.steps import Check
 from ..replay.call_key import CallKey
 
-#: The options that it takes.
-_TAKEN = ("scale", "causal", "seq_lens_kv", "page_table", "softcap", "sinks", "num_splits", "max_workspace", "layout", "engine")
 
-
-@takes_options(only=_TAKEN)
+@takes_options
 def shared_prefix_attention(
     q: Array,
     k: Array,
@@ -190,8 +189,8 @@ def _check(q: Array, k: Array, shared_prefix: int, options: ReadOptions) -> None
 
 def _refuse(options: Mapping[str, Any]) -> None:
     """Check that no option is passed that the parts do not take: queries see the whole prefix, and masks are after it."""
-    for name, value in options.items():
-        if name in Options.__annotations__ and name not in _TAKEN and not is_one_of(value, (None, 0)):
+    for name, option in OPTIONS.items():
+        if not takes("shared_prefix_attention", option) and option.is_passed(options.get(name)):
             raise ValueError(f"{name} is passed, which shared_prefix_attention does not support: use cupy_sdpa.attention")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..boundary.argument import NoArray
-from ..boundary.options import read_count
+from ..options.values import read_count
 from ..runtime import cupy_runtime
 from .nnlib_arrays import check_array, to_four_axes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..boundary.options import read_count
 from ..errors import in_words
+from ..options.values import read_count
 
 
 def split_heads(x: Any, nheads: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..attention_functions import attention, attention_backward
 from ..boundary.layouts import VECTORS, has_own_axes
-from ..boundary.options import read_flag
+from ..options.values import read_flag
 from ..programs.calls import call_of, run
 from ..replay.bound_program import shares_memory
 from ..replay.call_key import CallKey

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
 from ..boundary.compute import check_converted, read_compute_dtype
-from ..boundary.options import is_one_of
+from ..options.values import is_one_of
 from ..programs.executor import Operands, ReadCall
 from ..programs.program import Program
 from ..replay.call_key import CallKey

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..boundary.layouts import check_strides_of, has_own_axes, takes_default
-from ..boundary.options import read_flag
 from ..boundary.user_functions import kept_options
 from ..errors import Unsupported
+from ..options.values import read_flag
 from ..problem.arrays import CU_SEQLENS
 from ..problem.view import View
 from ..programs.calls import Call, read, run

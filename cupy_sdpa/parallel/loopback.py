@@ -10,8 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..boundary.options import read_positive
 from ..errors import in_words
+from ..options.values import read_positive
 from ..runtime import cupy_runtime
 from .group import Failing, GroupError, Transfer
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.merge import accumulate
-from ..problem.band import Band
+from ..options.band import Band
 from ..problem.view import View
 from ..programs.program import Builder
 from ..programs.steps import Constant

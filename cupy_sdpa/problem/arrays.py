@@ -1,5 +1,7 @@
 """The arrays of a call: one table of their axes, dtypes and roles, from which checks, layouts, slices and results follow.
 
+The rows of options come from :data:`cupy_sdpa.options.table.OPTIONS`.
+
 Axes are written with the letters of :mod:`cupy_sdpa.problem.problem`. Packed arrays with the axis Sq or Skv, but not both, have
 other axes: ``(D, Hq, Sq, B)`` is ``(D, Hq, Tq)``, and ``(Sq, Hq, B)`` is ``(Hq, Tq)``. With a page table the keys are
 ``(D, Hkv, page size, pages)``.
@@ -11,6 +13,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from ..options.table import OPTIONS
 from ..score_fn.expression import is_captured
 
 #: What an array is for: q, k and v; a result of the forward pass; the gradient of a result, which the backward pass gets; a
@@ -83,18 +86,7 @@ _ROWS = (
     ArrayRow("dv", "Dv Hkv Skv B", "v", "gradient", "v"),
     ArrayRow("dbias", "Skv Sq Hq B", "bias", "gradient", "bias", "return_dbias"),
     ArrayRow("dsinks", "Hq", "sinks", "gradient", "sinks", "return_dsinks"),
-    ArrayRow("bias", "Skv Sq Hq B", "float", "option"),
-    ArrayRow("mask", "Skv Sq Hq B", "bool", "option"),
-    ArrayRow("dropout_mask", "Skv Sq Hq B", "bool", "option"),
-    ArrayRow("seq_lens_q", "B", "int32", "option"),
-    ArrayRow("seq_lens_kv", "B", "int32", "option"),
-    ArrayRow("page_table", "P B", "int32", "option"),
-    ArrayRow("cu_seqlens_q", "B+1", "int32", "option"),
-    ArrayRow("cu_seqlens_kv", "B+1", "int32", "option"),
-    ArrayRow("alibi_slopes", "Hq", "float32 or wider", "option"),
-    ArrayRow("sinks", "Hq", "float32 or wider", "option"),
-    ArrayRow("seed", "1", "int64", "option"),
-    ArrayRow("offset", "1", "int64", "option"),
+    *(ArrayRow(option.name, option.axes, option.dtype, "option") for option in OPTIONS.values() if option.axes),
     ArrayRow("descale_q", "1", "float32", "factor"),
     ArrayRow("descale_k", "1", "float32", "factor"),
     ArrayRow("descale_v", "1", "float32", "factor"),

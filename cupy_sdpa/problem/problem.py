@@ -14,68 +14,15 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .. import _html
-from ..score_fn.expression import Expression
-from .arrays import GRADIENTS, RESULTS
-from .band import Band
+from ..options.band import Band
+from ..options.table import DEFAULT_SETTINGS, OF_DIAGONAL, OPTIONS, Settings
+from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
 #: The dtypes of captured arrays.
 CAPTURED_DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-
-
-class Split(NamedTuple):
-    """How the keys of every sequence are split (:mod:`.split`).
-
-    Attributes:
-        chunks: the number of chunks.
-        pages: the number of pages per chunk.
-    """
-
-    chunks: int
-    pages: int
-
-
-class Settings(NamedTuple):
-    """The options that determine a plan, apart from arrays.
-
-    The values of the scale and the softcap are passed by value with every call, and are not part of the problem.
-
-    Attributes:
-        band: the causal mask or the window, or None.
-        positive_scale: whether the scale is a positive normal number.
-        softcap: whether scores are capped.
-        dropout: the probability of dropping a weight.
-        max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
-        deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
-        max_workspace: the limit of cuDNN's workspace in bytes, or None.
-        program: the traced score and mask functions, or None.
-        gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
-        num_splits: the number of chunks into which paged keys are split; None for the default.
-        split: how the keys of this problem were split, if it is a split problem (:mod:`.split`).
-        padded: whether the arrays of a batch with lengths are passed to cuDNN as sequences at constant ragged offsets. It does
-            not read their padding then (:mod:`cupy_sdpa.support.padding`).
-    """
-
-    band: Band | None = None
-    positive_scale: bool = True
-    softcap: bool = False
-    dropout: float = 0.0
-    max_seqlen_q: int | None = None
-    max_seqlen_kv: int | None = None
-    deterministic: bool = False
-    max_workspace: int | None = None
-    program: Expression | None = None
-    gradient_of: str = ""
-    num_splits: int | None = None
-    split: Split | None = None
-    padded: bool = False
-
-
-#: The settings of a call without options.
-DEFAULT_SETTINGS = Settings()
 
 
 @dataclass(frozen=True)
@@ -234,11 +181,14 @@ class Problem:
         return self.settings.program is not None and self.settings.program.score is not None
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether an option other than ``causal`` and ``window`` changes the scores."""
-        settings = self.settings
-        options = (settings.softcap, settings.program, self.bias, self.mask, self.alibi_slopes, self.sinks)
-        return any(option is not None and option is not False for option in options)
+    def has_mask_mod(self) -> bool:
+        """Whether a mask function masks scores."""
+        return self.settings.program is not None and self.settings.program.mask is not None
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether an option changes the weights of the keys that the band and the lengths leave."""
+        return any(option.of(self) for option in OPTIONS.values() if option.weights)
 
     @property
     def trivial(self) -> bool:
@@ -269,25 +219,23 @@ class Problem:
         return _html.with_title(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, if not dense"), rows))
 
     def _features(self) -> Iterator[str]:
-        """Descriptions of the masks and other options."""
-        program = self.settings.program
-        masks = {"a mask": self.mask, "a mask function": program and program.mask is not None}
-        yield from (str(self.band),) if self.band else () if any(masks.values()) else ("no mask",)
-        yield from (name for name, applies in masks.items() if applies)
+        """Yield descriptions of the masks and other options."""
+        masks = [OPTIONS[name].phrase for name in ("mask", "mask_mod") if OPTIONS[name].of(self)]
+        phrases = ((option.phrase, option.of(self)) for option in OPTIONS.values() if option.phrase not in ("", *masks))
+        yield from (str(self.band),) if self.band else () if masks else ("no mask",)
+        yield from masks
         if self.page_table:
             yield f"pages of {self.k.shape[2]} keys"
         if split := self.settings.split:
             yield f"keys split into {split.chunks} chunks, query heads of a group and queries as rows"
-        descriptions = {
-            "a score function": self.has_score_mod, "softcap": self.settings.softcap, "ALiBi": self.alibi_slopes,
-            "a bias": self.bias, "sinks": self.sinks,
-            f"dropout {self.settings.dropout:g}": self.settings.dropout,
+        yield from (phrase.format(value=value) for phrase, value in phrases if value)
+        results = {
             f"{self.out.dtype} output": self.fp8 and self.out.dtype != self.dtype,
             "with log-sum-exp": self.stats and not self.backward, "with maximum and sum": self.max,
-            "with the gradient of the bias": self.dbias, "with the gradient of the sinks": self.dsinks,
+            **{f"with the gradient of the {row.of}": getattr(self, row.name) for row in REQUESTED_GRADIENTS},
             "with gradients of tensors": self.dcaptured,
         }  # fmt: skip
-        yield from (description for description, applies in descriptions.items() if applies)
+        yield from (description for description, applies in results.items() if applies)
 
 
 #: The names of the arguments of :class:`Problem`.
@@ -322,6 +270,7 @@ def writes_dq_directly(problem: Problem) -> bool:
     return problem.deterministic or bool(problem.ds_reductions)
 
 
-def has_ragged_alibi(problem: Problem) -> bool:
-    """Whether ALiBi measures distances from a bottom-right diagonal that depends on the lengths of each batch entry."""
-    return problem.alibi_slopes is not None and problem.ragged and problem.band is not None and problem.band.bottom_right
+def has_ragged_diagonal(problem: Problem) -> bool:
+    """True if an option measures positions from a bottom-right diagonal that depends on the lengths of each batch entry."""
+    ragged = problem.ragged and problem.band is not None and problem.band.bottom_right
+    return ragged and any(option.of(problem) for option in OF_DIAGONAL)

@@ -13,9 +13,10 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..options.band import Band
+from ..options.table import DEFAULT_SETTINGS, Settings, Split
 from ..score_fn.expression import Expression, Step
-from .band import Band
-from .problem import DEFAULT_SETTINGS, Problem, Settings, Split
+from .problem import Problem
 from .tensor_spec import ITEMSIZE, TensorSpec
 
 try:

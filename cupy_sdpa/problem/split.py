@@ -18,7 +18,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from .problem import Problem, Split
+from ..options.table import OPTIONS, Split
+from .problem import Problem
 from .tensor_spec import TensorSpec, dense_spec
 
 #: The largest number of rows, and the number in a tile of cuDNN's kernels.
@@ -42,16 +43,10 @@ def obstacle(problem: Problem) -> str:
     """What prevents a problem from being split, such as an option; empty if nothing does."""
     _, _, hq, hkv, sq, _, _ = problem.sizes
     rows = hq // max(hkv, 1) * sq
-    program = problem.settings.program
     options = {
         "page_table=None": not problem.paged,
         "cu_seqlens_q": problem.packed,
-        "bias": problem.bias,
-        "mask": problem.mask,
-        "alibi_slopes": problem.alibi_slopes,
-        "dropout_p": problem.settings.dropout,
-        "score_mod": problem.has_score_mod,
-        "mask_mod": program,
+        **{option.name: option.of(problem) for option in OPTIONS.values() if option.weights and not option.split},
         "return_stats='max_sumexp'": problem.max,
         f"{rows} rows of a key/value head (at most {MAX_ROWS})": rows > MAX_ROWS,
     }

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import Unsupported
+from ..options.table import OF_DIAGONAL, Settings
 from ..score_fn.expression import EMPTY_EXPRESSION
 from .arrays import ARRAYS, CU_SEQLENS, FP8_FACTORS, LENGTHS, OPTION_ARRAYS, REQUESTED_GRADIENTS, SCORE_INPUTS, ArrayRow
-from .problem import Problem, Settings, row_stats_dtype
+from .problem import Problem, row_stats_dtype
 from .split import obstacle
 from .tensor_spec import (
     FLOAT_DTYPES,
@@ -144,7 +145,8 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
         settings = settings._replace(max_seqlen_q=None)  # no plan depends on it
     if band := settings.band:
         ragged = packed or paged or "seq_lens_q" in arrays
-        band = band.simplified(sq, skv, lengths=ragged, needs_diagonal="alibi_slopes" in arrays)
+        measured = any(option.name in arrays or getattr(settings, option.setting, False) for option in OF_DIAGONAL)
+        band = band.simplified(sq, skv, lengths=ragged, needs_diagonal=measured)
     options: dict[str, Any] = {name: arrays[name] for name in OPTION_ARRAYS if name in arrays}
     if problem.fp8:
         options |= {name: arrays.get(name) or dense_spec(name, "float32", (1,)) for name in FP8_FACTORS}

@@ -17,7 +17,7 @@ from ..boundary.user_functions import Gradients, gradient_name, with_score_axes
 from ..kernels import merge, paged, ragged
 from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS, has_score_axes
 from ..problem.bucket import padded_axes
-from ..problem.problem import Problem, has_ragged_alibi
+from ..problem.problem import Problem, has_ragged_diagonal
 from ..problem.slices import slices
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dtype_name, storage_dtype
@@ -187,7 +187,7 @@ def _writes_empty_sequences(problem: Problem) -> bool:
     select another kernel, or that the measurement did not cover, are excluded.
     """
     *_, sq, _, _ = problem.sizes
-    excluded = problem.packed or problem.band or problem.changes_scores or problem.settings.dropout or problem.max
+    excluded = problem.packed or problem.band or problem.changes_weights or problem.max
     return problem.paged and sq == 1 and not excluded
 
 
@@ -224,7 +224,7 @@ class _Form:
             self._steps.fill(self._arrays[spec.name], 0.0)  # the engine accumulates into it
         if self._clears_first:
             self._clear_padding()
-        if has_ragged_alibi(self._engine_problem):
+        if has_ragged_diagonal(self._engine_problem):
             self._add_diagonal()
 
     def finish(self) -> None:

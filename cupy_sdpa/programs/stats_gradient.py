@@ -12,10 +12,10 @@ from typing import Any
 
 from ..boundary.arguments import views_of_shapes
 from ..boundary.layouts import in_own_layout
-from ..boundary.options import read_scale
 from ..kernels.concatenation import Concatenation, Constant, concatenate
 from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
+from ..options.scale import read_scale
 from ..problem.view import View
 from .steps import Steps
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
+from ..options.table import OF_DIAGONAL
 from ..problem.problem import Problem, writes_dq_directly
 from ..problem.slices import is_too_large, slices
 from ..problem.split import obstacle
@@ -175,7 +176,7 @@ def _reads_positions(problem: Problem) -> bool:
     """The scores of a single query depend on key positions or on an array, and no other option selects another kernel."""
     program = problem.settings.program
     in_function = program is not None and any(step.mode in ("index", "captured") for step in program.steps)
-    reads = in_function or problem.alibi_slopes is not None
+    reads = in_function or any(option.of(problem) for option in OF_DIAGONAL)
     return _one_query_forward(problem) and reads and not problem.settings.dropout and problem.sinks is None
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import INSTALL_FOR_GPU, Unsupported
+from ..options.table import OF_DIAGONAL, OPTIONS
 from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS
-from ..problem.problem import Problem, has_ragged_alibi, writes_dq_directly
+from ..problem.problem import Problem, has_ragged_diagonal, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
 
@@ -184,18 +185,15 @@ def _fp8_head_dim(problem: Problem, cudnn: int, capability: int) -> Iterator[str
 
 
 def _fp8_scores(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-    options = {
-        "sinks": problem.sinks, "bias": problem.bias, "mask or block_mask": problem.mask,
-        "score_mod or mask_mod": problem.settings.program,
-        "softcap": problem.settings.softcap, "alibi_slopes": problem.alibi_slopes, "dropout_p": problem.settings.dropout,
-        "return_stats='max_sumexp'": problem.max,
-    }  # fmt: skip
-    for name, value in options.items():
-        if problem.fp8 and value:
-            yield (
-                f"{name} is not supported with FP8 arrays: cuDNN does not compile the kernel, or it was seen to return wrong "
-                "results on Hopper; omit it, or pass bfloat16 arrays"
-            )
+    names: dict[str, list[str]] = {"max": ["return_stats='max_sumexp'"]} if problem.max else {}
+    for option in OPTIONS.values():
+        if option.weights and option.of(problem):
+            names.setdefault(option.part or option.name, []).append(option.name)
+    for one in names.values() if problem.fp8 else ():
+        yield (
+            f"{' or '.join(one)} is not supported with FP8 arrays: cuDNN does not compile the kernel, or it was seen to return "
+            "wrong results on Hopper; omit it, or pass bfloat16 arrays"
+        )
 
 
 def _bias_dtype(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -251,10 +249,11 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
                 f"{name} has shape {spec.shape}, one element per query; gradients on compute capability "
                 f"{capability / 10} do not support that: broadcast it along the key axis before the call"
             )
-    if has_ragged_alibi(problem):
+    if has_ragged_diagonal(problem):
+        names = [option.name for option in OF_DIAGONAL if option.of(problem)]
         yield (
-            "alibi_slopes with sequence lengths and a band aligned to the bottom right are not supported in gradients on "
-            f"compute capability {capability / 10}: use causal=True, or pass the distances as bias="
+            f"{' and '.join(names)} with sequence lengths and a band aligned to the bottom right are not supported in "
+            f"gradients on compute capability {capability / 10}: use causal=True, or pass the distances as bias="
         )
 
 
@@ -353,9 +352,9 @@ RULES: tuple[Rule, ...] = (
          "Hopper.", Unsupported, _scale),
     Rule("dropout-one-query", "One query with dropout: on SM 10.x head dims up to 128, and 256 since 9.28.", Unsupported,
          _dropout_one_query),
-    Rule("dropout-mask", "Dropout with random numbers only.", Unsupported,
-         when(lambda p: p.dropout_mask, "dropout_mask is not supported on the GPU, where dropout uses cuDNN's random number "
-              "generator: pass seed and offset, or pass numpy arrays")),
+    *(Rule(option.name.replace("_", "-"), option.cpu_only.rule, Unsupported,
+           when(option.of, f"{option.name} is not supported on the GPU, because {option.cpu_only.instead}"))
+      for option in OPTIONS.values() if option.cpu_only),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),

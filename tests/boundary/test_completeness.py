@@ -26,8 +26,10 @@ from cupy_sdpa import (
     widen,
 )
 from cupy_sdpa.check.calls import CaseRunner
+from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
-from cupy_sdpa.parallel import ContextParallel, Loopback
+from cupy_sdpa.check.weight_options import ROWS
+from cupy_sdpa.parallel import ContextParallel, Loopback, run_threads
 from cupy_sdpa.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQUESTS
 from cupy_sdpa.problem.problem import Problem
 
@@ -49,21 +51,16 @@ VALUES = {
     "scale": {"scale": 0.1},
     "causal": {"causal": "bottom_right"},
     "window": {"window": (3, 2)},
-    "mask": {"mask": np.asfortranarray(RNG.random((S, S, 1, 1)) < 0.7)},
-    "bias": {"bias": np.asfortranarray(RNG.standard_normal((S, S, HQ, 1)).astype(np.float32))},
     "seq_lens_q": {"seq_lens_q": LENGTHS},
     "seq_lens_kv": {"seq_lens_kv": LENGTHS},
     "page_table": {"page_table": TABLE, "seq_lens_kv": LENGTHS},
     "cu_seqlens_q": {"cu_seqlens_q": np.array([0, 40, S], np.int32), "cu_seqlens_kv": np.array([0, 40, S], np.int32),
                      "max_seqlen_q": 100, "max_seqlen_kv": 100},
-    "alibi_slopes": {"alibi_slopes": np.linspace(0.1, 0.5, HQ, dtype=np.float32)},
-    "softcap": {"softcap": 0.5},
     "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5 + kv_idx * 0.01},
     "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx % 3 != 1},
     "tensors": {"score_mod": lambda score, b, h, q_idx, kv_idx, slopes: score * slopes[h],
                 "tensors": {"slopes": np.linspace(0.5, 2, HQ, dtype=np.float32)}},
     "block_mask": {"block_mask": BLOCKS},
-    "sinks": {"sinks": np.linspace(-1, 3, HQ, dtype=np.float32)},
     "dropout_p": {"dropout_p": 0.5, "seed": 3, "offset": 1},
     "dropout_mask": {"dropout_p": 0.5, "dropout_mask": np.asfortranarray(RNG.random((S, S, HQ, B)) < 0.5)},
     "num_splits": {"page_table": TABLE, "seq_lens_kv": LENGTHS, "num_splits": 2},
@@ -74,6 +71,11 @@ VALUES = {
     "compute_dtype": {"compute_dtype": "bfloat16"},
     "engine": {"engine": "numpy"},
 }  # fmt: skip
+#: The problem of these values, whose options that change weights have their simplest values of ``check``.
+CASE = Case("cpu", "float32", D, D, HQ, HKV, S, S, B)
+VALUES |= {
+    name: {name: row.simplest if row.array is None else row.array(CASE, RNG, row.simplest)} for name, row in ROWS.items()
+}
 #: The options that occur with others, and those without an effect on results of the CPU engine.
 WITH = {"cu_seqlens_kv": "cu_seqlens_q", "max_seqlen_q": "cu_seqlens_q", "max_seqlen_kv": "cu_seqlens_q", "seed": "dropout_p",
         "offset": "dropout_p"}  # fmt: skip
@@ -223,6 +225,41 @@ def test_a_scale_for_each_head(name):
         return
     with pytest.raises(TypeError, match=r"scale is .*\(Hq,\).*scale=1"):
         call(scale=scales)
+
+
+#: The options of dense arrays that change weights or results.
+DENSE = [name for name in VALUES if name not in WITHOUT_EFFECT and name not in ("page_table", "cu_seqlens_q", "compute_dtype")]
+
+
+@pytest.mark.parametrize("option", DENSE)
+def test_groups_compute_every_option(option):
+    """The parts of two members compute what one device computes, with every option."""
+    options = VALUES[option]
+
+    def member(own):
+        group = ContextParallel(own, method="ring")
+        return group.unshard(group.attention(*map(group.shard, (Q, K, V)), **options), seqlen=S)
+
+    for out in run_threads(Loopback(2, timeout=60).members, member):
+        np.testing.assert_allclose(out, forward(**options), atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [name for name in DENSE if ("weight_sums", name) not in EXCLUDED])
+def test_sums_are_sums_of_the_weights_with_every_option(option):
+    """With the identity as values the output is the weights; their sums over the queries are those of ``weight_sums``."""
+    identity = np.zeros((S, HKV, S, B), np.float32, order="F")
+    identity[np.arange(S), :, np.arange(S)] = 1
+    weights = attention(Q, K, identity, **VALUES[option])
+    np.testing.assert_allclose(weight_sums(Q, K, **VALUES[option]), weights.sum(axis=2), atol=1e-4)
+
+
+def test_type_checkers_read_the_options_of_the_signature():
+    """``Options``, which the annotations of the functions name, has the same options in the same order."""
+    for function in (attention, attention_backward, attention_vjp, attention_jvp):
+        declared = inspect.unwrap(function).__globals__["Options"].__annotations__
+        shown = inspect.signature(function).parameters
+        assert [name for name in declared if name in shown] == [name for name in shown if name in OPTIONS]
+    assert {*declared} == OPTIONS
 
 
 def after_a_prefix(**options):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pydoc
 import re
+import runpy
 
 import pytest
 from command_line import ROOT
@@ -39,6 +40,12 @@ def test_the_page_defines_every_option():
         assert f"`{name}`" in terms, name
         assert groups.count(f"`{name}`") == 1, name
     assert re.findall(r"^\| \[([\w ]+)\]", groups, re.M) == [title.lower() for title in re.findall(r"^## (.*)$", page, re.M)]
+
+
+def test_the_table_of_options_is_current():
+    """The page includes what the tool writes; ``python tools/options_table.py > docs/options_table.md``."""
+    table = runpy.run_path(str(ROOT / "tools" / "options_table.py"))["table"]()
+    assert (ROOT / "docs" / "options_table.md").read_text(encoding="utf-8") == table
 
 
 MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")

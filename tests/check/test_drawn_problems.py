@@ -21,7 +21,7 @@ from cupy_sdpa.reference import MASKED
 
 FOLDER = Path(check.__file__).parent
 #: The modules that compute the expected results. They must not import the code under test.
-INDEPENDENT = ("case", "data", "functions", "drawn_memory", "oracle", "tolerances")
+INDEPENDENT = ("case", "data", "formats", "functions", "drawn_memory", "oracle", "tolerances", "weight_options")
 
 
 @pytest.mark.parametrize("engine", ["cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpu", "plan"))])

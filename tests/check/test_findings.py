@@ -12,8 +12,8 @@ from tolerance import rounding_floor
 import cupy_sdpa
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Paged
-from cupy_sdpa.check.data import FORMATS, dtype_of
 from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.formats import FORMATS, dtype_of
 from cupy_sdpa.check.tolerances import FP8_SUM
 
 #: Sizes that show the faults.

@@ -13,7 +13,7 @@ import cupy_sdpa
 from benchmarks import fp8_errors as errors
 from benchmarks.__main__ import main
 from cupy_sdpa import attention, attention_vjp, explain, fp8, reference
-from cupy_sdpa.check.data import dtype_of
+from cupy_sdpa.check.formats import dtype_of
 
 E4M3, E5M2 = DTYPES
 

@@ -8,7 +8,7 @@ import pytest
 from fp8_arrays import DTYPES, ENGINES, LARGEST, ON_A_GPU, elements, normal, rounded
 
 from cupy_sdpa import fp8
-from cupy_sdpa.check.data import dtype_of
+from cupy_sdpa.check.formats import dtype_of
 
 
 def equal(engine, found, wanted):

@@ -5,7 +5,7 @@ import pytest
 from fp8_arrays import ENGINES, ERROR, LARGEST, ON_A_GPU, elements, normal, relative, rounded
 
 from cupy_sdpa import KVCache, attention, explain, fp8
-from cupy_sdpa.check.data import dtype_of
+from cupy_sdpa.check.formats import dtype_of
 
 #: A scale that is set by the first tokens leaves room for values larger by this factor.
 HEADROOM = 2

@@ -5,7 +5,7 @@ import pytest
 from fp8_arrays import ENGINES, ERROR, elements, normal, relative
 
 from cupy_sdpa import KVCache, attention, attention_vjp, explain, fp8, reference
-from cupy_sdpa.check.data import dtype_of
+from cupy_sdpa.check.formats import dtype_of
 
 E4M3 = "float8_e4m3fn"
 #: Values of normal numbers.

@@ -12,8 +12,9 @@ from cupy_sdpa import reference
 from cupy_sdpa.boundary import arguments
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
-from cupy_sdpa.check.draw import Sampler, draw_options
+from cupy_sdpa.check.draw import draw_options
 from cupy_sdpa.check.oracle import Inputs, Results
+from cupy_sdpa.check.sampler import Sampler
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 

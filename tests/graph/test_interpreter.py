@@ -10,8 +10,9 @@ from functions import OPERATIONS, ZOO
 
 from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, problem, reference
 from cupy_sdpa.check.case import Case
-from cupy_sdpa.check.draw import Limits, draw
+from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
+from cupy_sdpa.check.sampler import Limits
 from cupy_sdpa.cudnn.constants import PointwiseMode
 from cupy_sdpa.cudnn_engine import lowering
 from cupy_sdpa.graph import nodes

@@ -10,7 +10,8 @@ from planner import library_version, plan_graph, plan_problem
 import cupy_sdpa
 from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.combine import LEFT_OUT, with_required
-from cupy_sdpa.check.draw import OPTIONS, Limits, Sampler, draw, draw_options
+from cupy_sdpa.check.draw import OPTIONS, draw, draw_options
+from cupy_sdpa.check.sampler import Limits, Sampler
 from cupy_sdpa.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
 from cupy_sdpa.graph.attention_backward import backward

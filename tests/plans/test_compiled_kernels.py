@@ -19,7 +19,8 @@ from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
 from cupy_sdpa.graph.attention_backward import backward
 from cupy_sdpa.graph.attention_forward import forward
 from cupy_sdpa.graph.nodes import Pointwise, Tensor, row_major
-from cupy_sdpa.problem.problem import Problem, Settings, writes_dq_directly
+from cupy_sdpa.options.table import Settings
+from cupy_sdpa.problem.problem import Problem, writes_dq_directly
 from cupy_sdpa.problem.subproblems import subproblems
 from cupy_sdpa.problem.tensor_spec import dense_spec
 from cupy_sdpa.support import gpus

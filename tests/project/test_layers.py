@@ -36,6 +36,7 @@ LAYERS = (
     ("support",),
     ("kernels",),
     ("problem",),
+    ("options",),
     ("runtime",),
     ("score_fn", "cudnn", "layout"),
     ("hooks", "version", "errors", "reference", "zoo", "tolerance", "_html", "_interrupt", "_typing", "_workers"),

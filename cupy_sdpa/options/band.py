@@ -1,8 +1,12 @@
-"""Bands: causal masks and sliding windows."""
+"""The options ``causal`` and ``window``: causal masks and sliding windows are one band of keys."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numbers
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .values import is_one_of
 
 
 class Band(NamedTuple):
@@ -18,7 +22,8 @@ class Band(NamedTuple):
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
         """The simplest band with the same mask for some lengths; None if every query attends to every key.
 
-        ``lengths``: batch entries have lengths of their own. ``needs_diagonal``: ALiBi uses the diagonal, too.
+        ``lengths``: batch entries have lengths of their own. ``needs_diagonal``: an option measures positions
+        from the diagonal.
 
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
@@ -66,3 +71,35 @@ class Band(NamedTuple):
             return f"diagonal from the {corner}"
         sides = ("all" if side is None else side for side in (self.left, self.right))
         return "window of {} keys before and {} after the diagonal from the {}".format(*sides, corner)
+
+
+def read_band(causal: Any, window: Any) -> Band | None:
+    """Read the band of keys that a query attends to: the right bound of ``causal`` and the bounds of ``window``."""
+    causal = False if causal is None else causal
+    if not is_one_of(causal, (False, True, "top_left", "bottom_right")):
+        raise ValueError(f"causal is {causal!r}; it must be False, True, 'top_left' or 'bottom_right'")
+    bottom_right = causal == "bottom_right"
+    if window is None:
+        return Band(right=0, bottom_right=bottom_right) if causal else None
+    if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
+        raise TypeError(f"window is {window!r}; it must be (left, right) or (left, right, 'bottom_right')")
+    for side in window[:2]:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or int(side) < 0):
+            raise ValueError(f"window is {window!r}; left and right are numbers of keys, 0 or more, or None for no bound")
+    left, right = (None if side is None else int(side) for side in window[:2])
+    corner = window[2] if len(window) == 3 else "bottom_right" if bottom_right else "top_left"
+    if not is_one_of(corner, ("top_left", "bottom_right")):
+        raise ValueError(f"window is {window!r}; its third entry must be 'top_left' or 'bottom_right'")
+    if causal and (corner == "bottom_right") != bottom_right:
+        raise ValueError(f"causal is {causal!r} and window is {window!r}: they name different diagonals")
+    return Band(left, 0 if causal else right, corner == "bottom_right")
+
+
+def band_options(band: Band | None) -> dict[str, Any]:
+    """Return the options of a call with a band: the inverse of :func:`read_band`."""
+    return {} if band is None else {"window": (band.left, band.right, "bottom_right" if band.bottom_right else "top_left")}
+
+
+def read(options: Mapping[str, Any]) -> Band | None:
+    """Read the band from the options of a call."""
+    return read_band(options.get("causal", False), options.get("window"))

@@ -1,0 +1,69 @@
+"""Read the values of options: numbers, flags, and choices."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import in_words
+
+#: The smallest positive and the largest normal numbers of float32, in which cuDNN gets the scalars.
+SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
+
+
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    """True if a value is one of the choices; False for an array, which is compared elementwise, and for unhashable values."""
+    return isinstance(value, Hashable) and value in choices
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """Read a Boolean argument."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def read_count(name: str, value: Any, least: int = 0) -> int:
+    """Read a number of something, an integer of at least ``least``."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
+    return int(value)
+
+
+def read_positive(name: str, value: Any) -> int:
+    """Read a positive integer, see :func:`read_count`."""
+    return read_count(name, value, 1)
+
+
+def optional_count(name: str, what: str, least: int = 0) -> Callable[[Mapping[str, Any]], int | None]:
+    """Return the reader of an option that is a number or None; ``what`` it is, for the error message."""
+
+    def read(options: Mapping[str, Any]) -> int | None:
+        value = options.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be {what}, {least} or more, or None")
+        return int(value)
+
+    return read
+
+
+def check_number(name: str, value: Any, advice: str) -> None:
+    """Raise TypeError for a scalar that is not a real number; ``advice`` ends the message."""
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {in_words(value)}; it must be a number{advice}")
+
+
+def as_float(number: Any) -> float:
+    """Convert a number to a Python float; infinite if it is too large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
