@@ -109,7 +109,8 @@ def attention_vjp(
     if options.get("page_table") is not None:
         raise Unsupported(NO_PAGED_GRADIENTS)
     requests, others = split_requests(options)
-    check_request(others, read_flag("return_dscale", requests["return_dscale"]))
+    if (of_scale := requests["return_dscale"]) is not False:
+        check_request(others, read_flag("return_dscale", of_scale))
     for row in REQUESTED_GRADIENTS:
         requested = requests[row.request]
         if requested is not False and read_flag(row.request, requested) and options.get(row.of) is None:

@@ -1,4 +1,4 @@
-r"""Score and mask functions from the literature, to use and to copy. Options with the same names are implemented with them.
+r"""Score and mask functions from the literature, to use and to copy. Options with the same names have the same formulas.
 
 Mask functions return whether query i attends to key j. Functions with parameters are created by a call:
 ``score_mod=zoo.softcap(30.0)``. Functions that read arrays take them from ``tensors=`` by the names in their docstrings:

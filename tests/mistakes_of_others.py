@@ -411,7 +411,7 @@ ZOO = [
 ] + [
     row(f"zoo.{name}", "an option of the other kind", with_zoo(**{option: getattr(zoo, name)}), TypeError, option)
     for option, name in [
-        ("mask_mod", "relative_position"), ("mask_mod", "add_linear_bias"), ("score_mod", "causal"),
+        ("mask_mod", "relative_position"), ("score_mod", "causal"),
     ]
 ] + [
     row("zoo.sliding_window", "a window of 3 keys, which is a size of 2", with_zoo(zoo.sliding_window(2)), lambda x: output(

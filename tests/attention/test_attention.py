@@ -119,7 +119,7 @@ def test_the_public_names_are_these():
         "BlockMask", "KVCache", "Rope", "__version__", "alibi_slopes", "apply_rope", "attention", "attention_backward",
         "attention_jvp", "attention_vjp", "block_mask", "cu_seqlens_with_gaps", "dropout_mask", "explain", "explain_function",
         "get_plan_cache", "jvp_problems", "merge", "merge_backward", "page_table_from_lists", "prepare", "problem",
-        "shared_prefix_attention", "tree_depths",
+        "shared_prefix_attention", "supported", "tree_depths",
         "tree_mask",
         "weight_entropy", "weight_sums", "weight_sums_problems", "widen",
     ]  # fmt: skip
