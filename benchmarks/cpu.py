@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cupy_sdpa import block_mask, zoo
 from cupy_sdpa.attention_functions import attention, attention_backward
 from cupy_sdpa.cli.console import CommandError, positive
-from cupy_sdpa.version import __version__
+from cupy_sdpa.core.version import __version__
 
 from . import runner
 from .device import largest_difference

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_sdpa
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
 
 from . import runner
 from .device import copy_gbs, input_sets

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cupy_sdpa.cli import machine
-from cupy_sdpa.cudnn.library import library
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.runtime import cupy_runtime
-from cupy_sdpa.version import __version__, version_text
+from cupy_sdpa.core.cudnn.library import library
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.runtime import cupy_runtime
+from cupy_sdpa.core.version import __version__, version_text
 
 from .timing import Events, device_ms, interleaved
 

@@ -27,7 +27,7 @@ from typing import Any
 import cupy_sdpa
 from cupy_sdpa import fp8
 from cupy_sdpa.cli.console import positive
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from . import fp8_errors, runner
 from .device import as_torch, copy_gbs, input_sets, random_normal, timed, versions

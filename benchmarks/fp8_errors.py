@@ -19,7 +19,7 @@ import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa import fp8, reference
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
 
 #: The sizes: head dim, query heads, key/value heads, queries, and the numbers of keys.
 D, HQ, HKV, SQ = 128, 2, 1, 64

@@ -31,9 +31,9 @@ import numpy as np
 import cupy_sdpa
 from cupy_sdpa import nnlib, zoo
 from cupy_sdpa.cli.console import one_line
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.replay.replay_cache import CAPTURE_AFTER
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.replay.replay_cache import CAPTURE_AFTER
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from . import runner
 from .timing import affordable_calls, host_us, interleaved, ratio

@@ -22,14 +22,14 @@ import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa.cli.console import CommandError, positive
-from cupy_sdpa.errors import Unsupported
+from cupy_sdpa.core.errors import Unsupported
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.runtime import cupy_runtime
 from cupy_sdpa.parallel import ContextParallel, Loopback, connect, run_on_gpus, run_threads
 from cupy_sdpa.parallel.configuration import METHODS
 from cupy_sdpa.parallel.convert import as_exchanger
 from cupy_sdpa.parallel.group import Transfer
 from cupy_sdpa.parallel.launchers import environment
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.runtime import cupy_runtime
 
 from . import runner
 

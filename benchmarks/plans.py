@@ -43,7 +43,7 @@ from pathlib import Path
 begin = time.perf_counter()
 import numpy as np, cupy, ml_dtypes
 import cupy_sdpa.store
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.core.cudnn.library import library
 cupy.cuda.runtime.free(0)
 rng = np.random.default_rng(0)
 def normal(*shape):

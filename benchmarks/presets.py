@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cupy_sdpa.cli.console import CommandError
+from cupy_sdpa.core.problem.problem import Problem
+from cupy_sdpa.core.problem.tensor_spec import ITEMSIZE
 from cupy_sdpa.explanation import problem
-from cupy_sdpa.problem.problem import Problem
-from cupy_sdpa.problem.tensor_spec import ITEMSIZE
 
 #: What is timed: the forward pass without row statistics; the backward pass; both, the forward pass with row statistics.
 DIRECTIONS = ("forward", "backward", "both")

@@ -20,7 +20,7 @@ from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.case import Case, Packed
 from cupy_sdpa.check.saved import case_of
 from cupy_sdpa.cli.console import CommandError, one_line
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from . import runner, timing
 

@@ -18,15 +18,15 @@ errors        Unsupported, CudnnError, OutOfPages, DiskCacheWarning
 Names in parentheses are the classes of results.
 """
 
-from . import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
+from .core import _interrupt as _interrupt  # isort: skip  (before the imports that take time)
 
 import importlib
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from .hooks import register_libraries, register_option
-from .version import __version__
+from .core.hooks import register_libraries, register_option
+from .core.version import __version__
 
 #: What users call, and what ``help`` prints.
 __all__ = [
@@ -95,7 +95,6 @@ register_libraries(f"{__name__}.libraries.types")
 
 if TYPE_CHECKING:
     from . import fp8 as fp8
-    from . import layout as layout
     from . import nnlib as nnlib
     from . import parallel as parallel
     from . import reference as reference
@@ -103,24 +102,25 @@ if TYPE_CHECKING:
     from . import zoo as zoo
     from .attention_functions import attention, attention_backward
     from .block_masks.block_mask import BlockMask, block_mask
+    from .core import layout as layout
+    from .core.errors import CudnnError as CudnnError
+    from .core.errors import DiskCacheWarning as DiskCacheWarning
+    from .core.errors import OutOfPages as OutOfPages
+    from .core.errors import Unsupported as Unsupported
+    from .core.problem.problem import Problem as Problem
+    from .core.replay.call_report import Report as Report
     from .derivatives.derivative import widen
     from .derivatives.jvp import attention_jvp, jvp_problems
     from .derivatives.weights import weight_entropy, weight_sums, weight_sums_problems
-    from .errors import CudnnError as CudnnError
-    from .errors import DiskCacheWarning as DiskCacheWarning
-    from .errors import OutOfPages as OutOfPages
-    from .errors import Unsupported as Unsupported
     from .explanation import explain, explain_function, get_plan_cache, problem, supported
     from .helpers import alibi_slopes, dropout_mask, merge, merge_backward
     from .kv_cache.cache import KVCache
+    from .kv_cache.rope import Rope, apply_rope
+    from .kv_cache.sequences import cu_seqlens_with_gaps, page_table_from_lists
     from .kv_cache.shared_prefix import shared_prefix_attention
+    from .kv_cache.tree import tree_depths, tree_mask
     from .preparation import Prepared as Prepared
     from .preparation import prepare
-    from .problem.problem import Problem as Problem
-    from .replay.call_report import Report as Report
-    from .rope import Rope, apply_rope
-    from .sequences import cu_seqlens_with_gaps, page_table_from_lists
-    from .tree import tree_depths, tree_mask
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
 else:

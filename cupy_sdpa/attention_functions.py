@@ -6,20 +6,20 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
-from ._typing import Array, ArrayT, StatsT
-from .boundary.arguments import check_order
-from .boundary.conversion import OUTPUTS, gradient_names
-from .boundary.layouts import check_layout, other_layout
-from .boundary.options import special_call, takes_options
-from .layout import default_layout
-from .options.table import DTensors, Options
-from .options.values import read_flag
-from .problem.arrays import FORWARD, REQUESTS
-from .programs.calls import Call, operation, run
-from .programs.decided_options import decided_options
-from .programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
-from .replay.call_key import CallKey
-from .replay.replay_cache import run_cached
+from .core._typing import Array, ArrayT, StatsT
+from .core.boundary.arguments import check_order
+from .core.boundary.conversion import OUTPUTS, gradient_names
+from .core.boundary.layouts import check_layout, other_layout
+from .core.boundary.options import special_call, takes_options
+from .core.layout import default_layout
+from .core.options.table import DTensors, Options
+from .core.options.values import read_flag
+from .core.problem.arrays import FORWARD, REQUESTS
+from .core.programs.calls import Call, operation, run
+from .core.programs.decided_options import decided_options
+from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
+from .core.replay.call_key import CallKey
+from .core.replay.replay_cache import run_cached
 
 
 # fmt: off

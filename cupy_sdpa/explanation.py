@@ -7,28 +7,25 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Unpack
 
-from ._typing import Array
 from .attention_functions import attention, attention_backward
 from .block_masks.block_mask_calls import dense_description, description, reasons_for_dense
 from .block_masks.empty_blocks import describe_empty_blocks
 from .block_masks.entries import Sizes
 from .block_masks.option import read as within_options
-from .boundary.arguments import read_shapes
-from .boundary.conversion import Conversion, needs_conversion
-from .boundary.options import split_requests, takes_options
-from .derivatives.derivative import TANGENTS
-from .derivatives.derivative_form import form_of
-from .derivatives.jvp import attention_jvp
-from .errors import CudnnError, Unsupported
-from .graph import graph_of
-from .options.table import GradientOptions
-from .options.values import read_flag
-from .problem.problem import Problem
-from .programs import stats_gradient
-from .programs.calls import call_of, read
-from .programs.describe import OF_FORWARD, report_of
-from .programs.executor import ReadCall
-from .replay.call_report import (
+from .core._typing import Array
+from .core.boundary.arguments import read_shapes
+from .core.boundary.conversion import Conversion, needs_conversion
+from .core.boundary.options import split_requests, takes_options
+from .core.errors import CudnnError, Unsupported
+from .core.graph import graph_of
+from .core.options.table import GradientOptions
+from .core.options.values import read_flag
+from .core.problem.problem import Problem
+from .core.programs import stats_gradient
+from .core.programs.calls import call_of, read
+from .core.programs.describe import OF_FORWARD, report_of
+from .core.programs.executor import ReadCall
+from .core.replay.call_report import (
     Report,
     explain_on_device,
     joined,
@@ -37,14 +34,17 @@ from .replay.call_report import (
     unplanned_report,
     with_workarounds,
 )
-from .runtime import cupy_runtime, driver
-from .support.engine_problem import launched_problems
-from .support.why_not import why_not
-from .version import RELEASES, version_number, version_text
+from .core.runtime import cupy_runtime, driver
+from .core.support.engine_problem import launched_problems
+from .core.support.why_not import why_not
+from .core.version import RELEASES, version_number, version_text
+from .derivatives.derivative import TANGENTS
+from .derivatives.derivative_form import form_of
+from .derivatives.jvp import attention_jvp
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only where they are needed
-    from .cudnn_engine.plan import Target
-    from .cudnn_engine.plan_cache import PlanCache
+    from .core.cudnn_engine.plan import Target
+    from .core.cudnn_engine.plan_cache import PlanCache
     from .offline.remote_planner import Planner
 
 Arguments = ParamSpec("Arguments")
@@ -428,9 +428,9 @@ def get_plan_cache() -> PlanCache:
         CudnnError: there is a GPU, and cuDNN is not found.
     """
     if cupy_runtime.current_device() is None:
-        from .cudnn_engine.plan_cache import PlanCache
+        from .core.cudnn_engine.plan_cache import PlanCache
 
         return PlanCache()
-    from .cudnn_engine.sessions import session
+    from .core.cudnn_engine.sessions import session
 
     return session(driver.context_id()).cache

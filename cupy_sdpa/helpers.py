@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ._typing import Array, ArrayT, Engine, Layout
-from .boundary.argument import arrays_on_gpu, check_arrays, read_array
-from .boundary.arguments import read_forward
-from .boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
-from .boundary.layouts import check_layout, other_layout, takes_default
-from .errors import in_words
-from .kernels.merge import Parts
-from .kernels.merge import merge as merge_groups
-from .kernels.merge_gradients import PartGradient, merge_gradients
-from .kernels.ragged import sum_over_scores
-from .options.values import read_flag, read_positive
-from .problem.bucket import Bucket
-from .problem.tensor_spec import storage_dtype
-from .problem.validation import expected_arrays
-from .programs.executor import compiled
-from .runtime import cupy_runtime
+from .core._typing import Array, ArrayT, Engine, Layout
+from .core.boundary.argument import arrays_on_gpu, check_arrays, read_array
+from .core.boundary.arguments import read_forward
+from .core.boundary.conversion import OUTPUTS, Conversion, convert, needs_conversion
+from .core.boundary.layouts import check_layout, other_layout, takes_default
+from .core.errors import in_words
+from .core.kernels.merge import Parts
+from .core.kernels.merge import merge as merge_groups
+from .core.kernels.merge_gradients import PartGradient, merge_gradients
+from .core.kernels.ragged import sum_over_scores
+from .core.options.values import read_flag, read_positive
+from .core.problem.bucket import Bucket
+from .core.problem.tensor_spec import storage_dtype
+from .core.problem.validation import expected_arrays
+from .core.programs.executor import compiled
+from .core.runtime import cupy_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

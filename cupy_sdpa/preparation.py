@@ -6,18 +6,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
-from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
-from .boundary.layouts import has_own_axes
-from .boundary.options import check_spelling, split_requests, takes_options
-from .boundary.user_functions import kept_options
-from .options.table import GradientOptions, Options
-from .problem.problem import Problem
-from .programs.calls import call_of, read, run
-from .programs.describe import OF_FORWARD, report_of
-from .programs.executor import ReadCall
-from .replay.call_key import CallKey
-from .replay.replay_cache import run_cached
+from .core._typing import Array, ArrayT
+from .core.boundary.layouts import has_own_axes
+from .core.boundary.options import check_spelling, split_requests, takes_options
+from .core.boundary.user_functions import kept_options
+from .core.options.table import GradientOptions, Options
+from .core.problem.problem import Problem
+from .core.programs.calls import call_of, read, run
+from .core.programs.describe import OF_FORWARD, report_of
+from .core.programs.executor import ReadCall
+from .core.replay.call_key import CallKey
+from .core.replay.replay_cache import run_cached
 
 ResultT = TypeVar("ResultT")
 

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
-from .options.values import read_positive
-from .problem import problem_file, trace
-from .problem.problem import Problem
-from .support.engine_problem import launched_problems
-from .support.why_not import why_not
-from .version import version_number, version_text
+from .core.cudnn_engine.disk_cache import DIRECTORY, DiskCache, current
+from .core.options.values import read_positive
+from .core.problem import trace
+from .core.problem.problem import Problem
+from .core.support.engine_problem import launched_problems
+from .core.support.why_not import why_not
+from .core.version import version_number, version_text
+from .offline import problem_file
 
 if TYPE_CHECKING:
-    from .cudnn_engine.plan import PlanInfo
+    from .core.cudnn_engine.plan import PlanInfo
 
 __all__ = ["DIRECTORY", "Built", "DiskCache", "build", "kept", "read_problems", "save_problems"]
 
@@ -195,8 +196,8 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
 
 def _check_operations(problem: Problem) -> None:
     """Check that the graph has the operations of a problem's functions, which another version may have written."""
-    from .score_fn.expression import LEAVES
-    from .score_fn.modes import MODES
+    from .core.score_fn.expression import LEAVES
+    from .core.score_fn.modes import MODES
 
     for mode, operands, *_ in problem.settings.program.steps if problem.settings.program else ():
         if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):

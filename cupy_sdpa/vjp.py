@@ -8,31 +8,31 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 
-from ._typing import Array, ArrayT
 from .attention_functions import attention, attention_backward
 from .block_masks.block_mask_calls import dense_options
-from .boundary.compute import COMPUTE_DTYPES
-from .boundary.conversion import Conversion, gradient_names, needs_conversion
-from .boundary.engine import refuse_fp8
-from .boundary.layouts import has_own_axes
-from .boundary.options import special_call, split_requests, takes_options
-from .boundary.user_functions import kept_options
-from .errors import Unsupported
+from .core._typing import Array, ArrayT
+from .core.boundary.compute import COMPUTE_DTYPES
+from .core.boundary.conversion import Conversion, gradient_names, needs_conversion
+from .core.boundary.engine import refuse_fp8
+from .core.boundary.layouts import has_own_axes
+from .core.boundary.options import special_call, split_requests, takes_options
+from .core.boundary.user_functions import kept_options
+from .core.errors import Unsupported
+from .core.layout import default_layout
+from .core.options.table import GradientOptions, Options
+from .core.options.values import read_flag
+from .core.problem.arrays import FORWARD, REQUESTED_GRADIENTS, REQUESTS
+from .core.problem.tensor_spec import FP8_LARGEST
+from .core.problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
+from .core.programs.calls import Call, results_of
+from .core.programs.decided_options import decided_options
+from .core.programs.head_scales import check_request
+from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
+from .core.replay.call_key import CallKey
+from .core.runtime import cupy_runtime
+from .core.support.batch import NOT_DETERMINISTIC, not_invariant
 from .fp8.array import Fp8Array
 from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
-from .layout import default_layout
-from .options.table import GradientOptions, Options
-from .options.values import read_flag
-from .problem.arrays import FORWARD, REQUESTED_GRADIENTS, REQUESTS
-from .problem.tensor_spec import FP8_LARGEST
-from .problem.validation import NO_FP8_GRADIENTS, NO_PAGED_GRADIENTS
-from .programs.calls import Call, results_of
-from .programs.decided_options import decided_options
-from .programs.head_scales import check_request
-from .programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
-from .replay.call_key import CallKey
-from .runtime import cupy_runtime
-from .support.batch import NOT_DETERMINISTIC, not_invariant
 
 GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.

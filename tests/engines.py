@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import get_plan_cache
-from cupy_sdpa.boundary import arguments, user_functions
 from cupy_sdpa.check import Case
 from cupy_sdpa.check.case import Outcome
 from cupy_sdpa.check.combine import LEFT_OUT, ONLY_WITH
 from cupy_sdpa.check.draw import OPTIONS, draw_options
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.sampler import LIMITS, Limits, Sampler
-from cupy_sdpa.cudnn.library import library
-from cupy_sdpa.problem import slices
-from cupy_sdpa.problem.problem import Problem
-from cupy_sdpa.programs.executor import ReadCall
+from cupy_sdpa.core.boundary import arguments, user_functions
+from cupy_sdpa.core.cudnn.library import library
+from cupy_sdpa.core.problem import slices
+from cupy_sdpa.core.problem.problem import Problem
+from cupy_sdpa.core.programs.executor import ReadCall
 
 #: The largest sizes of a case of ``check`` on each engine. The fake CuPy computes with Python and compiled kernels on the host.
 SIZES = {"numpy": LIMITS["cpu"], "fake": Limits(20_000, 60_000), "interpreted": Limits(20_000, 60_000), "cupy": LIMITS["gpu"]}

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from cupy_sdpa.numpy_engine.interpreter import evaluate
-from cupy_sdpa.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
-from cupy_sdpa.programs.executor import compiled
+from cupy_sdpa.core.numpy_engine.interpreter import evaluate
+from cupy_sdpa.core.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
+from cupy_sdpa.core.programs.executor import compiled
 
 
 def evaluated(call, graph_of):

@@ -204,7 +204,7 @@ def make_thinc():
 @contextlib.contextmanager
 def installed():
     """Install all of them; yields ``torch``, the array types by library, and what they wrap."""
-    from cupy_sdpa.boundary import libraries
+    from cupy_sdpa.core.boundary import libraries
 
     torch, (jax, jax_array), (numba, cuda), another = make_torch(), make_jax(), make_numba(), make_another()
     thinc, api, types = make_thinc()

@@ -10,15 +10,15 @@ from planner import library_version, plan_problem
 from tolerance import FACTOR, assert_close
 
 from cupy_sdpa import alibi_slopes, attention, attention_backward, reference, zoo
-from cupy_sdpa.cudnn.library import library
-from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.graph.emit import Emitter
-from cupy_sdpa.graph.nodes import Builder, Tensor, row_major
-from cupy_sdpa.numpy_engine.interpreter import evaluate
-from cupy_sdpa.score_fn.expression import AXES, Writer
-from cupy_sdpa.score_fn.tracer import trace
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import why_not
+from cupy_sdpa.core.cudnn.library import library
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.graph.emit import Emitter
+from cupy_sdpa.core.graph.nodes import Builder, Tensor, row_major
+from cupy_sdpa.core.numpy_engine.interpreter import evaluate
+from cupy_sdpa.core.score_fn.expression import AXES, Writer
+from cupy_sdpa.core.score_fn.tracer import trace
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import why_not
 
 #: The sizes of the problems: (D, Hq, Hkv, Sq, Skv, B).
 D, HQ, HKV, S, B = 32, 4, 2, 70, 2

@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from cupy_sdpa._workers import Pool, Worker, WorkerEnded, environment
+from cupy_sdpa.offline._workers import Pool, Worker, WorkerEnded, environment
 
 #: The environment of a child that imports what its parent does.
 child_environment = environment
@@ -20,7 +20,7 @@ child_environment = environment
 
 def ready() -> None:
     """In a child: load the driver, or a stub, before cuDNN searches for it."""
-    from cupy_sdpa.cudnn.deviceless import load_driver_or_stub
+    from cupy_sdpa.core.cudnn.deviceless import load_driver_or_stub
 
     load_driver_or_stub()
 
@@ -28,7 +28,7 @@ def ready() -> None:
 def library_version() -> int | str:
     """In a child: the version of cuDNN, or the reason why it cannot be loaded."""
     from cupy_sdpa import CudnnError
-    from cupy_sdpa.cudnn.library import library
+    from cupy_sdpa.core.cudnn.library import library
 
     try:
         return library().version
@@ -44,10 +44,10 @@ def without_kernels():
     applies; the knobs are missing, and a kernel that does not compile is not noticed.
     """
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn.constants import AttributeType
-    from cupy_sdpa.cudnn.descriptor import Descriptor
-    from cupy_sdpa.cudnn_engine.engines import EngineSearch, _number_and_notes
-    from cupy_sdpa.cudnn_engine.plan import Candidate, Facts
+    from cupy_sdpa.core.cudnn.constants import AttributeType
+    from cupy_sdpa.core.cudnn.descriptor import Descriptor
+    from cupy_sdpa.core.cudnn_engine.engines import EngineSearch, _number_and_notes
+    from cupy_sdpa.core.cudnn_engine.plan import Candidate, Facts
 
     def take(search, config):
         engine, notes = _number_and_notes(config)
@@ -73,8 +73,8 @@ def accept(function, *arguments):
 def plan_problem(problem, gpu):
     """In a child: plan a problem as a call would, for a described GPU or its name; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import plan_for
+    from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.planner import plan_for
     from cupy_sdpa.offline.remote_planner import load_target
 
     try:
@@ -88,8 +88,8 @@ def plan_problem(problem, gpu):
 def plan_graph(graph, gpu: str, config=None):
     """In a child: plan a graph for a described GPU; gives the PlanInfo, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn_engine.engines import engine_search
-    from cupy_sdpa.cudnn_engine.plan import Plan
+    from cupy_sdpa.core.cudnn_engine.engines import engine_search
+    from cupy_sdpa.core.cudnn_engine.plan import Plan
     from cupy_sdpa.offline.remote_planner import load_target
 
     target = load_target(gpu)
@@ -117,7 +117,7 @@ class Kernels(NamedTuple):
 def kernels_of(graph, gpu: str):
     """In a child: the kernels in the serialized plan of a graph for a described GPU, or the text of the refusal."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn_engine.engines import engine_search
+    from cupy_sdpa.core.cudnn_engine.engines import engine_search
     from cupy_sdpa.offline.remote_planner import load_target
 
     try:
@@ -136,9 +136,9 @@ def kernels_of(graph, gpu: str):
 def descriptors_of(problem, gpu):
     """In a child: how many descriptors planning creates, and how many exist while the plan exists and after."""
     from cupy_sdpa import Unsupported
-    from cupy_sdpa.cudnn.library import library
-    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import plan_for
+    from cupy_sdpa.core.cudnn.library import library
+    from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.planner import plan_for
     from cupy_sdpa.offline.remote_planner import load_target
 
     lib, made, gone, alive = library(), [], [], 0
@@ -160,7 +160,7 @@ def nvrtc_in_use(problem, gpu):
     """In a child: the version and the path of NVRTC that were found, and the paths of those that are loaded after planning."""
     from pathlib import Path
 
-    from cupy_sdpa.cudnn.nvrtc import nvrtc
+    from cupy_sdpa.core.cudnn.nvrtc import nvrtc
 
     plan_problem(problem, gpu)
     in_use = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
@@ -188,7 +188,7 @@ def start():
     command = [
         sys.executable,
         "-c",
-        "import planner, cupy_sdpa._workers; planner.ready(); cupy_sdpa._workers.serve(planner.handle)",
+        "import planner, cupy_sdpa.offline._workers; planner.ready(); cupy_sdpa.offline._workers.serve(planner.handle)",
     ]
     return Worker(command, environment())
 
@@ -226,7 +226,7 @@ class Planner:
 
 def compared(planner: Planner, function, *arguments):
     """What a function that plans gives, kernels compiled; where they are accepted, the same without them."""
-    from cupy_sdpa.cudnn_engine.plan import PlanInfo
+    from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
 
     plan, accepted = planner.call(function, *arguments), planner.accept(function, *arguments)
     if isinstance(plan, PlanInfo) and not plan.refused:
@@ -238,7 +238,7 @@ def compared(planner: Planner, function, *arguments):
 
 def probe() -> str | None:
     """The reason why no plan can be built here, or None."""
-    from cupy_sdpa.cudnn.deviceless import COMPILERS
+    from cupy_sdpa.core.cudnn.deviceless import COMPILERS
 
     if not any(map(shutil.which, COMPILERS)):
         return f"no C compiler ({', '.join(COMPILERS)}) to build the stub of libcuda.so.1 with"

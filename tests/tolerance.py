@@ -1,13 +1,13 @@
 """The tolerance policy: no tolerance is set by hand.
 
-The rule is :func:`cupy_sdpa.tolerance.compare`: the error of a result, with float64 as the truth, may be at most :data:`FACTOR`
+The rule is :func:`cupy_sdpa.check.comparison.compare`: the error of a result, with float64 as the truth, may be at most :data:`FACTOR`
 times that of the naive computation in the same precision, plus a floor for rounding. The naive computation is this package's
 interpreter in the declared precision.
 """
 
 import numpy as np
 
-from cupy_sdpa.tolerance import FACTOR, compare, max_error
+from cupy_sdpa.check.comparison import FACTOR, compare, max_error
 
 __all__ = ["FACTOR", "assert_close", "gradient_floor", "rounding_floor"]
 

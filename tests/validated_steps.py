@@ -13,21 +13,22 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from cupy_sdpa.graph import graph_of
-from cupy_sdpa.kernels import fp8_kernels, mean_kernels, merge, paged, ragged
-from cupy_sdpa.numpy_engine.interpreter import evaluate
-from cupy_sdpa.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
-from cupy_sdpa.problem.problem import Problem
-from cupy_sdpa.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
-from cupy_sdpa.problem.view import View
-from cupy_sdpa.programs import calls
-from cupy_sdpa.programs.executor import ReadCall
-from cupy_sdpa.programs.steps import Scalar, Step
-from cupy_sdpa.replay.bound_program import HostProgram
-from cupy_sdpa.replay.replay_cache import DeviceProgram
-from cupy_sdpa.runtime import cupy_runtime
-from cupy_sdpa.runtime.interpreted_array import InterpretedArray
-from cupy_sdpa.tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
+from cupy_sdpa.check.comparison import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, compare, spacing
+from cupy_sdpa.core.graph import graph_of
+from cupy_sdpa.core.kernels import merge, paged, ragged
+from cupy_sdpa.core.numpy_engine.interpreter import evaluate
+from cupy_sdpa.core.problem.arrays import CU_SEQLENS, KEY_ARRAYS, LENGTHS, QUERY_ARRAYS, ROW_STATS
+from cupy_sdpa.core.problem.problem import Problem
+from cupy_sdpa.core.problem.tensor_spec import FP8_LARGEST, numpy_dtype, storage_dtype
+from cupy_sdpa.core.problem.view import View
+from cupy_sdpa.core.programs import calls
+from cupy_sdpa.core.programs.executor import ReadCall
+from cupy_sdpa.core.programs.steps import Scalar, Step
+from cupy_sdpa.core.replay.bound_program import HostProgram
+from cupy_sdpa.core.replay.replay_cache import DeviceProgram
+from cupy_sdpa.core.runtime import cupy_runtime
+from cupy_sdpa.core.runtime.interpreted_array import InterpretedArray
+from cupy_sdpa.fp8 import fp8_kernels, mean_kernels
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Generate ``cupy_sdpa/cudnn/constants.py`` from NVIDIA's header: ``python tools/constants.py path/to/cudnn_graph.h``.
+"""Generate ``cupy_sdpa/core/cudnn/constants.py`` from NVIDIA's header: ``python tools/constants.py path/to/cudnn_graph.h``.
 
 The cuDNN wheels contain the header, in ``nvidia/cudnn/include``. The table has the constants that the package names, and all
 notes, which cuDNN returns.

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from cupy_sdpa.cli.support_problems import PROBES
-from cupy_sdpa.cudnn_engine.plan import knobs_text
+from cupy_sdpa.core.cudnn_engine.plan import knobs_text
 from cupy_sdpa.offline.remote_planner import Planner, load_target
 
 

@@ -1,6 +1,6 @@
 """Write the table of options in docs/options.md: ``python tools/options_table.py > docs/options_table.md``."""
 
-from cupy_sdpa.options.table import OF_FEW_OPTIONS, OPTIONS, takes
+from cupy_sdpa.core.options.table import OF_FEW_OPTIONS, OPTIONS, takes
 
 
 def table() -> str:

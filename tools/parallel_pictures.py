@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_sdpa.options.band import Band
+from cupy_sdpa.core.options.band import Band
 from cupy_sdpa.parallel.parts import tiles
 from cupy_sdpa.parallel.shards import Layout
 

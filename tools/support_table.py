@@ -21,16 +21,16 @@ import numpy as np
 
 import cupy_sdpa
 from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
-from cupy_sdpa.errors import CudnnError
+from cupy_sdpa.core.errors import CudnnError
+from cupy_sdpa.core.problem.problem import Problem
+from cupy_sdpa.core.problem.subproblems import subproblems
+from cupy_sdpa.core.score_fn.ufuncs import FUNCTIONS
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.known_bugs import BUGS, GUARDS, NOT_FIXED, Bug
+from cupy_sdpa.core.support.rules import MINIMUM_CAPABILITY, RULES
+from cupy_sdpa.core.support.why_not import unverified_rules, why_not
+from cupy_sdpa.core.version import MINIMUM_CUDNN, RELEASES, version_text
 from cupy_sdpa.offline.remote_planner import Planner, load_target
-from cupy_sdpa.problem.problem import Problem
-from cupy_sdpa.problem.subproblems import subproblems
-from cupy_sdpa.score_fn.ufuncs import FUNCTIONS
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, Bug
-from cupy_sdpa.support.rules import MINIMUM_CAPABILITY, RULES
-from cupy_sdpa.support.why_not import unverified_rules, why_not
-from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 
 # problems: pairs of options, and operations of score functions
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from ..device import random_normal
 from ..presets import Preset

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cupy_sdpa.problem.tensor_spec import ITEMSIZE
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.problem.tensor_spec import ITEMSIZE
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from ..presets import Preset
 from .contender import Call, Contender, Inputs

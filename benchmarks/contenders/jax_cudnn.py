@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from ..timing import WallClock
 from .contender import Call, Contender, Inputs, Timer

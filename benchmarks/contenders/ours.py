@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cupy_sdpa.attention_functions import attention, attention_backward
+from cupy_sdpa.core.runtime import cupy_runtime
 from cupy_sdpa.explanation import explain
 from cupy_sdpa.preparation import prepare
-from cupy_sdpa.runtime import cupy_runtime
 
 from ..device import peak_allocation
 from ..presets import Preset
 from .contender import Call, Contender, Inputs
 
 if TYPE_CHECKING:
-    from cupy_sdpa.cudnn_engine.plan import PlanInfo
+    from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
 
 
 class Ours(Contender):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from cupy_sdpa.runtime import cupy_runtime
+from cupy_sdpa.core.runtime import cupy_runtime
 
 from ..device import as_torch, torch_peak
 from .contender import Call, Contender, Inputs, UnavailableError

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _html
-from .._typing import Array
-from ..boundary.argument import NoArray
-from ..options.values import read_count
-from ..score_fn.recorded import Recorded
-from ..score_fn.tracer import check_function
+from ..core import _html
+from ..core._typing import Array
+from ..core.boundary.argument import NoArray
+from ..core.options.values import read_count
+from ..core.score_fn.recorded import Recorded
+from ..core.score_fn.tracer import check_function
 from . import segments
 from .block_size import (
     TILE,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..score_fn.expression import AXES
-from ..score_fn.recorded import Access, Recorded, relocated
-from ..score_fn.tracer import record, trace
+from ..core.score_fn.expression import AXES
+from ..core.score_fn.recorded import Access, Recorded, relocated
+from ..core.score_fn.tracer import record, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.merge import BLOCK as BLOCK
-from ..runtime import cupy_runtime
-from ..runtime.cuda_code import Struct, cuda_kernel
-from ..runtime.interpreted_array import strided
-from ..runtime.memory import UNITS
+from ..core.kernels.merge import BLOCK as BLOCK
+from ..core.runtime import cupy_runtime
+from ..core.runtime.cuda_code import Struct, cuda_kernel
+from ..core.runtime.interpreted_array import strided
+from ..core.runtime.memory import UNITS
 
 #: The number of threads in a thread block.
 THREADS = 128

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..options.band import Band
-from ..runtime.interpreted_array import plain
-from ..score_fn.mask_analysis import Sides
+from ..core.options.band import Band
+from ..core.runtime.interpreted_array import plain
+from ..core.score_fn.mask_analysis import Sides
 from .blocks import BLOCK
 from .evaluate import Function, evaluate_blocks
 from .method import blocks_of_band

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..options.band import Band
-from ..score_fn.recorded import Recorded
-from ..score_fn.tracer import record
+from ..core.options.band import Band
+from ..core.score_fn.recorded import Recorded
+from ..core.score_fn.tracer import record
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .blocks import BLOCK

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..boundary import argument
-from ..boundary.layouts import check_strides_of
-from ..problem.tensor_spec import dtype_name
-from ..problem.validation import expected_arrays
-from ..problem.view import View, device_of
-from ..score_fn.expression import AXES
-from ..score_fn.mask_analysis import Sides
-from ..score_fn.tracer import trace
+from ..core.boundary import argument
+from ..core.boundary.layouts import check_strides_of
+from ..core.problem.tensor_spec import dtype_name
+from ..core.problem.validation import expected_arrays
+from ..core.problem.view import View, device_of
+from ..core.score_fn.expression import AXES
+from ..core.score_fn.mask_analysis import Sides
+from ..core.score_fn.tracer import trace
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK

@@ -13,8 +13,8 @@ import numpy as np
 
 import cupy_sdpa
 
-from .. import layout
-from ..problem.arrays import REQUESTED_GRADIENTS
+from ..core import layout
+from ..core.problem.arrays import REQUESTED_GRADIENTS
 from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options, dense_shape, dropout_options
 from .drawn_memory import Memory, fill_nan, memory_of, named_layout

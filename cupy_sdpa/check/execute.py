@@ -10,9 +10,9 @@ import numpy as np
 
 import cupy_sdpa
 
-from ..tolerance import compare
 from .calls import RESULTS, CaseRunner, other_form, plan
 from .case import Case, Outcome
+from .comparison import compare
 from .data import Data
 from .drawn_memory import Memory
 from .formats import dtype_of

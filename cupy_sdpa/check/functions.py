@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..score_fn.modes import MODES
+from ..core.score_fn.modes import MODES
 
 
 class Function(NamedTuple):

@@ -13,7 +13,7 @@ import sys
 import warnings
 from typing import Any
 
-from .. import _workers
+from ..offline import _workers
 from .case import Case, Outcome, parse
 
 #: Seconds after which a case counts as a hang. The first case of a process also loads the libraries.

@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..problem.arrays import REQUESTED_GRADIENTS
-from ..problem.problem import Problem
-from ..problem.problem_file import encoded
-from ..problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
-from ..score_fn.expression import Expression, Writer
+from ..core.problem.arrays import REQUESTED_GRADIENTS
+from ..core.problem.problem import Problem
+from ..core.problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
+from ..core.score_fn.expression import Expression, Writer
+from ..offline.problem_file import encoded
 from .case import SIZES, Case, Dropout, Packed, Paged
 from .sampler import Limits, within
 from .weight_options import ROWS

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tolerance import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
+from .comparison import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
 from .formats import FORMATS, FP8_SCALE, dtype_of
 from .oracle import Array, Inputs, Results, score_tensors
 

@@ -16,11 +16,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import CudnnError
-from ..version import version_text
+from ..core.errors import CudnnError
+from ..core.version import version_text
 
 if TYPE_CHECKING:
-    from ..cudnn_engine.plan import PlanInfo
+    from ..core.cudnn_engine.plan import PlanInfo
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10

@@ -17,12 +17,12 @@ import numpy as np
 
 from .. import reference
 from ..attention_functions import attention
-from ..cudnn.library import library
-from ..errors import pip_install
+from ..core.cudnn.library import library
+from ..core.errors import pip_install
+from ..core.problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
+from ..core.runtime import cupy_runtime
+from ..core.version import __version__, version_text
 from ..explanation import explain
-from ..problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
-from ..runtime import cupy_runtime
-from ..version import __version__, version_text
 from . import machine
 from .console import CommandError, command_errors, milliseconds, one_line, output_file, positive, print_labeled, working
 

@@ -7,12 +7,12 @@ import dataclasses
 from typing import Any
 
 from .. import explain as explained
-from ..errors import CudnnError
-from ..problem.problem import Problem
-from ..replay.call_report import Report
-from ..runtime import cupy_runtime
-from ..support import gpus
-from ..version import RELEASES, version_text
+from ..core.errors import CudnnError
+from ..core.problem.problem import Problem
+from ..core.replay.call_report import Report
+from ..core.runtime import cupy_runtime
+from ..core.support import gpus
+from ..core.version import RELEASES, version_text
 from . import problem_options
 from .console import CommandError, add_json, command_errors, one_line, plan_facts, print_wrapped, result, working
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..cudnn.deviceless import read_description
-from ..cudnn.library import library
-from ..cudnn.nvrtc import nvrtc
-from ..cudnn_engine import disk_cache
-from ..errors import CudnnError
-from ..version import __version__, version_text
+from ..core.cudnn.deviceless import read_description
+from ..core.cudnn.library import library
+from ..core.cudnn.nvrtc import nvrtc
+from ..core.cudnn_engine import disk_cache
+from ..core.errors import CudnnError
+from ..core.version import __version__, version_text
 from . import machine
 from .console import CommandError, add_json, one_line, result, working
 

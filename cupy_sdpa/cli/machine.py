@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from ..cudnn.library import OVERRIDE, library
-from ..errors import INSTALL_FOR_GPU, CudnnError, pip_install
-from ..runtime import cupy_runtime
-from ..support.rules import MINIMUM_CAPABILITY
-from ..version import MINIMUM_CUDNN, version_text
+from ..core.cudnn.library import OVERRIDE, library
+from ..core.errors import INSTALL_FOR_GPU, CudnnError, pip_install
+from ..core.runtime import cupy_runtime
+from ..core.support.rules import MINIMUM_CAPABILITY
+from ..core.version import MINIMUM_CUDNN, version_text
 from .console import one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,

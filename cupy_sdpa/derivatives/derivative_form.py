@@ -20,9 +20,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..kernels.concatenation import Concatenation, Constant
-from ..problem.view import View
-from ..programs.stats_gradient import MULTIPLE, rounded_up
+from ..core.kernels.concatenation import Concatenation, Constant
+from ..core.problem.view import View
+from ..core.programs.stats_gradient import MULTIPLE, rounded_up
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")

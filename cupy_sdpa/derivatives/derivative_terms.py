@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.concatenation import COLUMNS, MAX_BLOCKS, ROWS, VECTOR, Address, address, alignment_of
-from ..runtime import cupy_runtime
-from ..runtime.cuda_code import Struct, cuda_kernel
-from ..runtime.dtypes import TYPES
+from ..core.kernels.concatenation import COLUMNS, MAX_BLOCKS, ROWS, VECTOR, Address, address, alignment_of
+from ..core.runtime import cupy_runtime
+from ..core.runtime.cuda_code import Struct, cuda_kernel
+from ..core.runtime.dtypes import TYPES
 
 
 class Terms(NamedTuple):

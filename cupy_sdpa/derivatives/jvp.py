@@ -6,25 +6,25 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from .._typing import Array, ArrayT
-from ..boundary.arguments import views_of_shapes
-from ..boundary.compute import check_converted
-from ..boundary.layouts import in_own_layout
-from ..boundary.options import check_names, takes_options
-from ..boundary.user_functions import kept_options
-from ..errors import Unsupported
-from ..options.table import Options
-from ..options.values import read_flag
-from ..problem.arrays import ROW_STATS
-from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..problem.tensor_spec import numpy_dtype
-from ..problem.view import View
-from ..programs.calls import Call, call_of, operation, read, results_of, run
-from ..programs.decided_options import decided_options, split_options
-from ..programs.describe import problems_of
-from ..programs.executor import ReadCall, composed, read_operands
-from ..replay.call_key import CallKey
-from ..replay.replay_cache import run_cached
+from ..core._typing import Array, ArrayT
+from ..core.boundary.arguments import views_of_shapes
+from ..core.boundary.compute import check_converted
+from ..core.boundary.layouts import in_own_layout
+from ..core.boundary.options import check_names, takes_options
+from ..core.boundary.user_functions import kept_options
+from ..core.errors import Unsupported
+from ..core.options.table import Options
+from ..core.options.values import read_flag
+from ..core.problem.arrays import ROW_STATS
+from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..core.problem.tensor_spec import numpy_dtype
+from ..core.problem.view import View
+from ..core.programs.calls import Call, call_of, operation, read, results_of, run
+from ..core.programs.decided_options import decided_options, split_options
+from ..core.programs.describe import problems_of
+from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.replay.call_key import CallKey
+from ..core.replay.replay_cache import run_cached
 from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,

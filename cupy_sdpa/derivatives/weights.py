@@ -9,29 +9,29 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from .._typing import Array
 from ..block_masks.block_mask_calls import dense_options
-from ..boundary.arguments import read_forward, views_of_shapes
-from ..boundary.conversion import convert
-from ..boundary.layouts import other_layout
-from ..boundary.libraries import library_of
-from ..boundary.options import check_names, takes_options
-from ..boundary.read_options import ReadOptions
-from ..boundary.user_functions import FUNCTIONS, kept_options
-from ..errors import Unsupported
-from ..options.band import Band
-from ..options.table import OPTIONS, SCORE_CHANGES, Options, refused_by
-from ..options.values import read_flag
-from ..problem.arrays import has_score_axes
-from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..problem.view import View
-from ..programs.calls import Call, call_of, operation, read, results_of
-from ..programs.describe import problems_of
-from ..programs.executor import ReadCall, composed, read_operands
-from ..programs.program import Builder
-from ..programs.steps import Constant
-from ..replay.call_key import CallKey
-from ..score_fn.recorded import Access, Recorded, relocated
+from ..core._typing import Array
+from ..core.boundary.arguments import read_forward, views_of_shapes
+from ..core.boundary.conversion import convert
+from ..core.boundary.layouts import other_layout
+from ..core.boundary.libraries import library_of
+from ..core.boundary.options import check_names, takes_options
+from ..core.boundary.read_options import ReadOptions
+from ..core.boundary.user_functions import FUNCTIONS, kept_options
+from ..core.errors import Unsupported
+from ..core.options.band import Band
+from ..core.options.table import OPTIONS, SCORE_CHANGES, Options, refused_by
+from ..core.options.values import read_flag
+from ..core.problem.arrays import has_score_axes
+from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..core.problem.view import View
+from ..core.programs.calls import Call, call_of, operation, read, results_of
+from ..core.programs.describe import problems_of
+from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.programs.program import Builder
+from ..core.programs.steps import Constant
+from ..core.replay.call_key import CallKey
+from ..core.score_fn.recorded import Access, Recorded, relocated
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and those of keys in their place.

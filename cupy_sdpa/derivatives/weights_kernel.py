@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.tensor_spec import dtype_name
-from ..runtime import cupy_runtime
-from ..runtime.cuda_code import Struct, cuda_kernel
-from ..runtime.cupy_runtime import elementwise
-from ..runtime.dtypes import TYPES
+from ..core.problem.tensor_spec import dtype_name
+from ..core.runtime import cupy_runtime
+from ..core.runtime.cuda_code import Struct, cuda_kernel
+from ..core.runtime.cupy_runtime import elementwise
+from ..core.runtime.dtypes import TYPES
 
 #: The negated number x; -inf of -inf.
 _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .._typing import Array
-from ..errors import in_words
-from ..kernels import fp8_kernels
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
-from ..runtime import cupy_runtime
+from ..core._typing import Array
+from ..core.errors import in_words
+from ..core.problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
+from ..core.runtime import cupy_runtime
+from . import fp8_kernels
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.
 _DTYPES = ("float16", "bfloat16", "float32")

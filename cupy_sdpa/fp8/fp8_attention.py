@@ -8,28 +8,28 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
-from .._typing import Array
 from ..block_masks.block_mask_calls import dense_options
-from ..boundary.arguments import read_backward
-from ..boundary.conversion import OUTPUTS
-from ..boundary.engine import refuse_fp8
-from ..boundary.layouts import other_layout
-from ..boundary.options import check_names, special_call, takes_options
-from ..boundary.user_functions import kept_options
-from ..errors import in_words
-from ..kernels.fp8_kernels import FACTOR_STEP
-from ..layout import default_layout
-from ..options.table import Options
-from ..options.values import read_flag
-from ..problem.tensor_spec import dtype_name, storage_dtype
-from ..problem.view import View, device_of
-from ..programs.calls import Call, operation, results_of
-from ..programs.executor import ReadCall, composed, read_operands
-from ..programs.passes import read_stats_gradient, result_views
-from ..replay.call_key import CallKey
-from ..runtime import cupy_runtime
-from ..support.rules import writes_16_bits
+from ..core._typing import Array
+from ..core.boundary.arguments import read_backward
+from ..core.boundary.conversion import OUTPUTS
+from ..core.boundary.engine import refuse_fp8
+from ..core.boundary.layouts import other_layout
+from ..core.boundary.options import check_names, special_call, takes_options
+from ..core.boundary.user_functions import kept_options
+from ..core.errors import in_words
+from ..core.layout import default_layout
+from ..core.options.table import Options
+from ..core.options.values import read_flag
+from ..core.problem.tensor_spec import dtype_name, storage_dtype
+from ..core.problem.view import View, device_of
+from ..core.programs.calls import Call, operation, results_of
+from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.programs.passes import read_stats_gradient, result_views
+from ..core.replay.call_key import CallKey
+from ..core.runtime import cupy_runtime
+from ..core.support.rules import writes_16_bits
 from .array import Fp8Array, descales, factor, made
+from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_dtypes, check_source
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import check_counts, read_forward
-from ..boundary.call import BoundProblem
-from ..boundary.read_options import ReadOptions
-from ..kernels import fp8_kernels, mean_kernels
-from ..problem.problem import row_stats_shape
-from ..problem.tensor_spec import numpy_dtype, storage_dtype
-from ..problem.view import View
-from ..programs import passes
-from ..programs.program import Builder
-from ..programs.steps import Check
+from ..core.boundary.arguments import check_counts, read_forward
+from ..core.boundary.call import BoundProblem
+from ..core.boundary.read_options import ReadOptions
+from ..core.problem.problem import row_stats_shape
+from ..core.problem.tensor_spec import numpy_dtype, storage_dtype
+from ..core.problem.view import View
+from ..core.programs import passes
+from ..core.programs.program import Builder
+from ..core.programs.steps import Check
+from . import fp8_kernels, mean_kernels
 
 #: The factors of the arrays of a call.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .._typing import Array, Layout
-from ..boundary.argument import arrays_on_gpu, as_int32, read_array
-from ..boundary.arguments import check_counts
-from ..boundary.layouts import (
+from ..core._typing import Array, Layout
+from ..core.boundary.argument import arrays_on_gpu, as_int32, read_array
+from ..core.boundary.arguments import check_counts
+from ..core.boundary.layouts import (
     check_layout,
     check_strides_of,
     from_own,
@@ -22,16 +22,16 @@ from ..boundary.layouts import (
     takes_default,
     to_own,
 )
-from ..errors import in_words
-from ..kernels import fp8_kernels
-from ..options.values import read_flag
-from ..problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..problem.view import View, device_of
-from ..programs.calls import Call, results_of
-from ..programs.executor import ReadCall, composed, read_operands
-from ..programs.program import Builder
-from ..replay.call_key import CallKey
-from ..runtime import cupy_runtime
+from ..core.errors import in_words
+from ..core.options.values import read_flag
+from ..core.problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
+from ..core.problem.view import View, device_of
+from ..core.programs.calls import Call, results_of
+from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.programs.program import Builder
+from ..core.replay.call_key import CallKey
+from ..core.runtime import cupy_runtime
+from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, mean_shape
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _html
-from .._typing import Array, Layout
-from ..boundary.layouts import check_layout, from_own, other_layout, to_own
-from ..kernels import cache_kernels
-from ..layout import default_layout
-from ..options.values import read_flag, read_positive
-from ..problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
-from ..rope import Rope, read_positions, read_rope
-from ..runtime import cupy_runtime
+from ..core import _html
+from ..core._typing import Array, Layout
+from ..core.boundary.layouts import check_layout, from_own, other_layout, to_own
+from ..core.layout import default_layout
+from ..core.options.values import read_flag, read_positive
+from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
+from ..core.runtime import cupy_runtime
+from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, read_order, read_path, refuse_names, tokens_of
 from .fp8_pages import Fp8Pages
 from .picture import picture
+from .rope import Rope, read_positions, read_rope
 from .state import CacheState
 
 if TYPE_CHECKING:

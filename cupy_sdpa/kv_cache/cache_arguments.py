@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..boundary.options import other_names
-from ..errors import in_words
-from ..runtime import cupy_runtime
+from ..core.boundary.options import other_names
+from ..core.errors import in_words
+from ..core.runtime import cupy_runtime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import in_words
+from ..core.errors import in_words
+from ..core.problem.tensor_spec import dtype_name
+from ..core.runtime import cupy_runtime
+from ..fp8 import fp8_kernels, mean_kernels
 from ..fp8.array import Fp8Array, along_keys, is_factor, made, one_of
 from ..fp8.quantize import SOURCES
-from ..kernels import cache_kernels, fp8_kernels, mean_kernels
-from ..problem.tensor_spec import dtype_name
-from ..runtime import cupy_runtime
+from . import cache_kernels
 
 #: A scale that is set by the first tokens leaves room for values larger by this factor. That costs no bits of the mantissa.
 HEADROOM = 2.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import OutOfPages
+from ..core.errors import OutOfPages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

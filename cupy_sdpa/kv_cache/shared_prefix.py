@@ -9,25 +9,25 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from .._typing import Array
-from ..boundary.argument import spec_of
-from ..boundary.arguments import check_lengths, read_forward
-from ..boundary.conversion import OUTPUTS
-from ..boundary.options import takes_options
-from ..boundary.read_options import ReadOptions
+from ..core._typing import Array
+from ..core.boundary.argument import spec_of
+from ..core.boundary.arguments import check_lengths, read_forward
+from ..core.boundary.conversion import OUTPUTS
+from ..core.boundary.options import takes_options
+from ..core.boundary.read_options import ReadOptions
+from ..core.kernels import merge, paged
+from ..core.options.table import OPTIONS, Options, takes
+from ..core.options.values import is_one_of
+from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
+from ..core.problem.tensor_spec import Expected, check_spec
+from ..core.problem.view import View
+from ..core.programs.calls import Call, operation, results_of
+from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.programs.passes import result_views
+from ..core.programs.program import Builder
+from ..core.programs.steps import Check
+from ..core.replay.call_key import CallKey
 from ..fp8.array import Fp8Array
-from ..kernels import merge, paged
-from ..options.table import OPTIONS, Options, takes
-from ..options.values import is_one_of
-from ..problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..problem.tensor_spec import Expected, check_spec
-from ..problem.view import View
-from ..programs.calls import Call, operation, results_of
-from ..programs.executor import ReadCall, composed, read_operands
-from ..programs.passes import result_views
-from ..programs.program import Builder
-from ..programs.steps import Check
-from ..replay.call_key import CallKey
 
 
 @takes_options

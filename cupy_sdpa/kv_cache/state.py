@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..boundary.cache_lengths import register
-from ..kernels import cache_kernels
-from ..rope import Rope
-from ..runtime import cupy_runtime, memory
+from ..core.runtime import cupy_runtime, memory
+from . import cache_kernels
 from .cache_arguments import tokens_of, uniform
+from .cache_lengths import register
 from .fp8_pages import Fp8Pages
 from .page_tables import Change, Entry, Pages
+from .rope import Rope
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

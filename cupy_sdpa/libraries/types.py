@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.libraries import Library, is_on_gpu
-from ..problem.tensor_spec import numpy_dtype
-from ..runtime import cupy_runtime
+from ..core.boundary.libraries import Library, is_on_gpu
+from ..core.problem.tensor_spec import numpy_dtype
+from ..core.runtime import cupy_runtime
 
 
 def library_of_type(kind: type) -> Library | None:

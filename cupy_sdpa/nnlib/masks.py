@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.argument import NoArray
-from ..options.values import read_count
-from ..runtime import cupy_runtime
+from ..core.boundary.argument import NoArray
+from ..core.options.values import read_count
+from ..core.runtime import cupy_runtime
 from .nnlib_arrays import check_array, to_four_axes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import in_words
-from ..options.values import read_count
+from ..core.errors import in_words
+from ..core.options.values import read_count
 
 
 def split_heads(x: Any, nheads: int) -> Any:

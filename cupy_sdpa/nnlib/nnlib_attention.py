@@ -9,14 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ..attention_functions import attention, attention_backward
-from ..boundary.layouts import VECTORS, has_own_axes
-from ..options.values import read_flag
-from ..programs.calls import call_of, run
-from ..replay.bound_program import shares_memory
-from ..replay.call_key import CallKey
-from ..replay.replay_cache import run_cached
-from ..runtime import cupy_runtime
-from ..support.rules import WITHOUT_CUDNN
+from ..core.boundary.layouts import VECTORS, has_own_axes
+from ..core.options.values import read_flag
+from ..core.programs.calls import call_of, run
+from ..core.replay.bound_program import shares_memory
+from ..core.replay.call_key import CallKey
+from ..core.replay.replay_cache import run_cached
+from ..core.runtime import cupy_runtime
+from ..core.support.rules import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask
 from .nnlib_arrays import check_array, fold, to_four_axes, unfold

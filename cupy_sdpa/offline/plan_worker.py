@@ -1,7 +1,7 @@
 """The worker process of the planner: ``python -m cupy_sdpa.offline.plan_worker``.
 
 A request is ``(problem, target, folder)``, where the folder of the disk cache may be None; or None, which requests the version
-of cuDNN. A result is a :class:`~cupy_sdpa.cudnn_engine.plan.PlanInfo`, the text of a refusal, a version number, or an
+of cuDNN. A result is a :class:`~.core.cudnn_engine.plan.PlanInfo`, the text of a refusal, a version number, or an
 exception that the parent raises.
 """
 
@@ -11,12 +11,12 @@ import functools
 import traceback
 from typing import Any
 
-from .._workers import serve
-from ..cudnn.deviceless import load_driver_or_stub
-from ..cudnn.library import library
-from ..cudnn_engine.disk_cache import DiskCache, NotStored
-from ..cudnn_engine.planner import plan_for
-from ..errors import CudnnError, Unsupported
+from ..core.cudnn.deviceless import load_driver_or_stub
+from ..core.cudnn.library import library
+from ..core.cudnn_engine.disk_cache import DiskCache, NotStored
+from ..core.cudnn_engine.planner import plan_for
+from ..core.errors import CudnnError, Unsupported
+from ._workers import serve
 
 
 @functools.cache

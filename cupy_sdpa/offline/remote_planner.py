@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from .. import _workers
-from ..cudnn.library import OVERRIDE
-from ..cudnn_engine.plan import PlanInfo, Target
-from ..errors import CudnnError
-from ..problem.problem import Problem
-from ..runtime.cupy_runtime import model_of
-from ..support import gpus
+from ..core.cudnn.library import OVERRIDE
+from ..core.cudnn_engine.plan import PlanInfo, Target
+from ..core.errors import CudnnError
+from ..core.problem.problem import Problem
+from ..core.runtime.cupy_runtime import model_of
+from ..core.support import gpus
+from . import _workers
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
 

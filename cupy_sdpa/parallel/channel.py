@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime import cupy_runtime, memory
+from ..core.runtime import cupy_runtime, memory
 from .group import Exchanger, GroupError, Transfer
 
 #: The alignment in bytes of the arrays in a message.

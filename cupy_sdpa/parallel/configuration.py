@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.read_options import ReadOptions
+from ..core.boundary.read_options import ReadOptions
+from ..core.problem.arrays import LENGTHS, SEEDS
+from ..core.problem.problem import Problem, row_stats_dtype
+from ..core.problem.tensor_spec import numpy_dtype
+from ..core.problem.view import View
+from ..core.programs.executor import Operands
+from ..core.programs.program import Builder
+from ..core.programs.steps import Constant
+from ..core.score_fn.recorded import Recorded
 from ..helpers import dropout_mask
-from ..problem.arrays import LENGTHS, SEEDS
-from ..problem.problem import Problem, row_stats_dtype
-from ..problem.tensor_spec import numpy_dtype
-from ..problem.view import View
-from ..programs.executor import Operands
-from ..programs.program import Builder
-from ..programs.steps import Constant
-from ..score_fn.recorded import Recorded
 from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at
 from .shards import Interval, Layout

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..programs.describe import report_of
-from ..programs.executor import ReadCall
-from ..replay.call_report import Report
+from ..core.errors import Unsupported
+from ..core.programs.describe import report_of
+from ..core.programs.executor import ReadCall
+from ..core.replay.call_report import Report
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
 from .parts import Part

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..boundary.read_options import ReadOptions
-from ..kernels.merge import accumulate
-from ..problem.arrays import KEY_ARRAYS
-from ..problem.problem import row_stats_shape
-from ..problem.view import View
+from ..core.boundary.read_options import ReadOptions
+from ..core.kernels.merge import accumulate
+from ..core.problem.arrays import KEY_ARRAYS
+from ..core.problem.problem import row_stats_shape
+from ..core.problem.view import View
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import Layout

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.arguments import check_lengths
-from ..boundary.layouts import of_caller
-from ..boundary.read_options import ReadOptions
-from ..problem.arrays import LENGTHS
-from ..problem.problem import row_stats_shape
-from ..problem.view import View
-from ..programs.executor import Operands, ReadCall, composed
-from ..programs.passes import rounded
-from ..programs.program import Builder, Program
-from ..programs.steps import Check
-from ..replay.call_key import CallKey
-from ..runtime import cupy_runtime
+from ..core.boundary.arguments import check_lengths
+from ..core.boundary.layouts import of_caller
+from ..core.boundary.read_options import ReadOptions
+from ..core.problem.arrays import LENGTHS
+from ..core.problem.problem import row_stats_shape
+from ..core.problem.view import View
+from ..core.programs.executor import Operands, ReadCall, composed
+from ..core.programs.passes import rounded
+from ..core.programs.program import Builder, Program
+from ..core.programs.steps import Check
+from ..core.replay.call_key import CallKey
+from ..core.runtime import cupy_runtime
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice

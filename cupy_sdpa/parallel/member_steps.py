@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..boundary.call import GivenStats
-from ..boundary.read_options import ReadOptions
-from ..problem.arrays import BACKWARD, REQUESTS
-from ..problem.view import View
-from ..programs import passes
-from ..programs.program import Builder, Program
+from ..core.boundary.call import GivenStats
+from ..core.boundary.read_options import ReadOptions
+from ..core.problem.arrays import BACKWARD, REQUESTS
+from ..core.problem.view import View
+from ..core.programs import passes
+from ..core.programs.program import Builder, Program
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.merge import accumulate
-from ..options.band import Band
-from ..problem.view import View
-from ..programs.program import Builder
-from ..programs.steps import Constant
-from ..runtime import memory
+from ..core.kernels.merge import accumulate
+from ..core.options.band import Band
+from ..core.problem.view import View
+from ..core.programs.program import Builder
+from ..core.programs.steps import Constant
+from ..core.runtime import memory
 from .shards import Interval, Layout
 
 

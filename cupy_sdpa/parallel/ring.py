@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..boundary.read_options import ReadOptions
-from ..kernels import ragged
-from ..kernels.merge import Parts, merge
-from ..problem.problem import row_stats_shape
-from ..problem.view import View
-from ..programs.program import Builder
-from ..runtime import cupy_runtime
+from ..core.boundary.read_options import ReadOptions
+from ..core.kernels import ragged
+from ..core.kernels.merge import Parts, merge
+from ..core.problem.problem import row_stats_shape
+from ..core.problem.view import View
+from ..core.programs.program import Builder
+from ..core.runtime import cupy_runtime
 from .configuration import Configuration
 from .heads import to_heads, to_positions
 from .member_steps import Exchange, MemberSteps, attend, attend_backward

@@ -135,7 +135,7 @@ def test_the_help_of_the_package_lists_every_name():
 
 @pytest.mark.parametrize(
     "imported",
-    ["cupy_sdpa", pytest.param("cupy_sdpa, cupy_sdpa.check, cupy_sdpa.cudnn_engine.plan_cache", marks=pytest.mark.slow)],
+    ["cupy_sdpa", pytest.param("cupy_sdpa, cupy_sdpa.check, cupy_sdpa.core.cudnn_engine.plan_cache", marks=pytest.mark.slow)],
 )
 def test_a_new_process_finds_the_public_names(imported):
     """dir() lists these and the public modules only, which are imported on first use."""

@@ -8,9 +8,9 @@ from tolerance import assert_close, gradient_floor
 
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, explain, get_plan_cache, reference
-from cupy_sdpa.cudnn.library import library
-from cupy_sdpa.cudnn_engine import planner
-from cupy_sdpa.support.known_bugs import BUGS
+from cupy_sdpa.core.cudnn.library import library
+from cupy_sdpa.core.cudnn_engine import planner
+from cupy_sdpa.core.support.known_bugs import BUGS
 
 LENGTHS = [(1, 64), (1, 128), (1, 320), (64, 192), (100, 64), (128, 448), (256, 128), (100, 333), (7, 1)]
 #: Skv % 128 == 64, with queries beyond the last key.

@@ -285,7 +285,7 @@ import torch, cupy, numpy as np
 x = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16)          # (batch, seq, heads, head_dim)
 torch.nn.functional.conv2d(torch.ones(1, 8, 8, 8, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
 from cupy_sdpa import attention
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.core.cudnn.library import library
 a = cupy.from_dlpack(x).T
 out = torch.from_dlpack(attention(a, a, a, causal=True).T)
 y = x.transpose(1, 2).float()

@@ -7,8 +7,8 @@ from engines import numbers
 
 import cupy_sdpa
 from cupy_sdpa import attention
-from cupy_sdpa.kernels import merge as merging
-from cupy_sdpa.kernels.merge import Parts
+from cupy_sdpa.core.kernels import merge as merging
+from cupy_sdpa.core.kernels.merge import Parts
 
 #: The dtypes of the parts and of the result.
 PAIRS = [

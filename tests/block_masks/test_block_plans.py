@@ -8,10 +8,10 @@ from planner import library_version, plan_problem
 
 from cupy_sdpa import BlockMask, attention, attention_backward, block_mask, explain, jvp_problems, zoo
 from cupy_sdpa.block_masks import block_mask_steps
-from cupy_sdpa.programs import describe
-from cupy_sdpa.programs.calls import call_of, read
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import why_not
+from cupy_sdpa.core.programs import describe
+from cupy_sdpa.core.programs.calls import call_of, read
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import why_not
 
 LENGTH = 1024
 LISTED = np.random.default_rng(0).random((8, 8, 4, 1)) < 0.5

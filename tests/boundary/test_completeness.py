@@ -29,9 +29,9 @@ from cupy_sdpa.check.calls import CaseRunner
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.weight_options import ROWS
+from cupy_sdpa.core.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQUESTS
+from cupy_sdpa.core.problem.problem import Problem
 from cupy_sdpa.parallel import ContextParallel, Loopback, run_threads
-from cupy_sdpa.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQUESTS
-from cupy_sdpa.problem.problem import Problem
 
 D, HQ, HKV, S, B = 16, 4, 2, 140, 2
 RNG = np.random.default_rng(5)

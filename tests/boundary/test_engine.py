@@ -180,7 +180,7 @@ out, pullback = attention_vjp(x, x, x, causal=True, seq_lens_q=lengths, dropout_
 pullback(out)
 attention_jvp(x, x, x, x, x, x, softcap=2.0, engine="cupy")
 assert explain(x, x, x, engine="cupy")
-found = sys.modules.get("cupy_sdpa.cudnn.library")
+found = sys.modules.get("cupy_sdpa.core.cudnn.library")
 assert found is None or found._library is None, "cuDNN was loaded"
 """
 

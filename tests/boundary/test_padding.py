@@ -11,9 +11,9 @@ from planner import plan_problem
 import cupy_sdpa
 from cupy_sdpa import attention, attention_backward, attention_jvp, explain, get_plan_cache
 from cupy_sdpa.cli.support_problems import PROBES
-from cupy_sdpa.support import gpus, padding
-from cupy_sdpa.support.why_not import why_not
-from cupy_sdpa.version import RELEASES
+from cupy_sdpa.core.support import gpus, padding
+from cupy_sdpa.core.support.why_not import why_not
+from cupy_sdpa.core.version import RELEASES
 from tools.support_table import ONE_DIRECTION, OPTIONS, pair
 
 EITHER_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)

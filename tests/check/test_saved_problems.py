@@ -20,7 +20,8 @@ from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.functions import MASKS, SCORES, tensor_shape
 from cupy_sdpa.check.saved import case_of, reduced
-from cupy_sdpa.problem import problem_file, trace
+from cupy_sdpa.core.problem import trace
+from cupy_sdpa.offline import problem_file
 
 #: A program on numpy arrays: equal calls, both passes, a score function with a scalar and an array, and dropout.
 PROGRAM = """

@@ -35,7 +35,7 @@ def installed() -> Iterator[ModuleType]:
     package = _package()
     planner = importlib.import_module("cupy_sdpa.offline.remote_planner")
     planner._close_kept()  # a process would otherwise be lost when variables are restored
-    library = importlib.import_module("cupy_sdpa.cudnn.library")
+    library = importlib.import_module("cupy_sdpa.core.cudnn.library")
     before = {name: sys.modules.get(name) for name in _REPLACED}
     names = {module: dict(vars(module)) for module in package}
     bindings = ModuleType("cuda.bindings")
@@ -59,7 +59,7 @@ def installed() -> Iterator[ModuleType]:
 
 def library() -> FakeLibrary:
     """The fake cuDNN that is installed."""
-    made: FakeLibrary = importlib.import_module("cupy_sdpa.cudnn.library").library()
+    made: FakeLibrary = importlib.import_module("cupy_sdpa.core.cudnn.library").library()
     return made
 
 

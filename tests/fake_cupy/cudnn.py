@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cupy_sdpa.cudnn.constants import AttributeName, DescriptorType, HeurMode, KnobType
-from cupy_sdpa.cudnn.library import Library
+from cupy_sdpa.core.cudnn.constants import AttributeName, DescriptorType, HeurMode, KnobType
+from cupy_sdpa.core.cudnn.library import Library
 
 from .device import ILLEGAL_ADDRESS, POISON, CUDARuntimeError, Device, Work
 from .program import Program, Read

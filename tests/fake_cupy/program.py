@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupy_sdpa.cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
+from cupy_sdpa.core.cudnn.constants import DataType, PointwiseMode, ReduceTensorOp
 
 from .device import ILLEGAL_ADDRESS, CUDARuntimeError, Device
 

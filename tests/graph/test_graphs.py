@@ -9,14 +9,14 @@ from engines import numbers, one_in
 from exact import evaluated
 
 from cupy_sdpa import reference
-from cupy_sdpa.boundary import arguments
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import draw_options
 from cupy_sdpa.check.oracle import Inputs, Results
 from cupy_sdpa.check.sampler import Sampler
-from cupy_sdpa.graph.attention_backward import backward
-from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.core.boundary import arguments
+from cupy_sdpa.core.graph.attention_backward import backward
+from cupy_sdpa.core.graph.attention_forward import forward
 
 OPTIONS = (
     "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "softcap", "sinks",

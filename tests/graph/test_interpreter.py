@@ -13,17 +13,17 @@ from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
 from cupy_sdpa.check.sampler import Limits
-from cupy_sdpa.cudnn.constants import PointwiseMode
-from cupy_sdpa.cudnn_engine import lowering
-from cupy_sdpa.graph import nodes
-from cupy_sdpa.graph.attention_forward import forward
-from cupy_sdpa.graph.nodes import Builder, Node, Tensor, row_major
-from cupy_sdpa.numpy_engine import buffers, tiles
-from cupy_sdpa.numpy_engine.bands import Masked
-from cupy_sdpa.numpy_engine.fusion import Fused
-from cupy_sdpa.numpy_engine.interpreter import POINTWISE, RULES, evaluate
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.score_fn.modes import MODES
+from cupy_sdpa.core.cudnn.constants import PointwiseMode
+from cupy_sdpa.core.cudnn_engine import lowering
+from cupy_sdpa.core.graph import nodes
+from cupy_sdpa.core.graph.attention_forward import forward
+from cupy_sdpa.core.graph.nodes import Builder, Node, Tensor, row_major
+from cupy_sdpa.core.numpy_engine import buffers, tiles
+from cupy_sdpa.core.numpy_engine.bands import Masked
+from cupy_sdpa.core.numpy_engine.fusion import Fused
+from cupy_sdpa.core.numpy_engine.interpreter import POINTWISE, RULES, evaluate
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.score_fn.modes import MODES
 
 
 def tensor(name, shape, dtype="float64", role="input"):

@@ -12,12 +12,12 @@ from cupy_sdpa.check.calls import problems
 from cupy_sdpa.check.combine import LEFT_OUT, with_required
 from cupy_sdpa.check.draw import OPTIONS, draw, draw_options
 from cupy_sdpa.check.sampler import Limits, Sampler
-from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
-from cupy_sdpa.graph.attention_backward import backward
-from cupy_sdpa.problem.subproblems import subproblems
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import guards, why_not
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.cudnn_engine.planner import ORDERED, ORDERED_SINCE
+from cupy_sdpa.core.graph.attention_backward import backward
+from cupy_sdpa.core.problem.subproblems import subproblems
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import guards, why_not
 
 pytestmark = pytest.mark.cudnn
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_cupy import DEVICE
 
-from cupy_sdpa.runtime import cuda_graph, cupy_runtime, driver
+from cupy_sdpa.core.runtime import cuda_graph, cupy_runtime, driver
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
 SIZES = {"gridDimX": 4, "gridDimY": 2, "gridDimZ": 3, "blockDimX": 384, "blockDimY": 1, "blockDimZ": 1, "sharedMemBytes": 512}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from engines import numbers, on_cudnn
 
-from cupy_sdpa.kernels import paged, ragged
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.runtime import memory
+from cupy_sdpa.core.kernels import paged, ragged
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.runtime import memory
 
 pytestmark = on_cudnn
 

@@ -7,12 +7,12 @@ from planner import library_version, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import reference
-from cupy_sdpa.boundary.arguments import read_forward
 from cupy_sdpa.check.draw import GPUS
-from cupy_sdpa.cudnn_engine.engines import splits_keys
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.engine_problem import engine_problem
-from cupy_sdpa.support.why_not import why_not
+from cupy_sdpa.core.boundary.arguments import read_forward
+from cupy_sdpa.core.cudnn_engine.engines import splits_keys
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.engine_problem import engine_problem
+from cupy_sdpa.core.support.why_not import why_not
 
 HEADS, BATCH, KEYS = 4, 2, 300
 #: Options that read positions, heads, lengths or arrays without a key axis: cuDNN's kernel computes some of them wrongly.

@@ -13,11 +13,11 @@ from planner import library_version, plan_problem
 import cupy_sdpa
 from benchmarks import parallel as parallel_benchmark
 from benchmarks.__main__ import main as benchmarks
-from cupy_sdpa.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import why_not
 from cupy_sdpa.parallel import Loopback, context_parallel
-from cupy_sdpa.problem.tensor_spec import numpy_dtype
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import why_not
 
 EXAMPLE = str(ROOT / "examples" / "context_parallel.py")
 SIZE = 4

@@ -16,15 +16,15 @@ from planner import kernels_of, library_version
 import cupy_sdpa
 from cupy_sdpa import jvp_problems
 from cupy_sdpa.cli.support_problems import PROBES, problem_of_sizes
-from cupy_sdpa.graph.attention_backward import backward
-from cupy_sdpa.graph.attention_forward import forward
-from cupy_sdpa.graph.nodes import Pointwise, Tensor, row_major
-from cupy_sdpa.options.table import Settings
-from cupy_sdpa.problem.problem import Problem, writes_dq_directly
-from cupy_sdpa.problem.subproblems import subproblems
-from cupy_sdpa.problem.tensor_spec import dense_spec
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import guards, why_not
+from cupy_sdpa.core.graph.attention_backward import backward
+from cupy_sdpa.core.graph.attention_forward import forward
+from cupy_sdpa.core.graph.nodes import Pointwise, Tensor, row_major
+from cupy_sdpa.core.options.table import Settings
+from cupy_sdpa.core.problem.problem import Problem, writes_dq_directly
+from cupy_sdpa.core.problem.subproblems import subproblems
+from cupy_sdpa.core.problem.tensor_spec import dense_spec
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import guards, why_not
 
 pytestmark = pytest.mark.cudnn
 

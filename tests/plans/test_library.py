@@ -14,15 +14,15 @@ from planner import child_environment, descriptors_of
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, Unsupported
-from cupy_sdpa.cudnn import constants
-from cupy_sdpa.cudnn.descriptor import Descriptor
-from cupy_sdpa.cudnn.deviceless import COMPILERS
-from cupy_sdpa.cudnn.launch import Handle, Launcher
-from cupy_sdpa.cudnn.library import _SIGNATURES, OVERRIDE, SONAME, library
-from cupy_sdpa.cudnn_engine.lowering import DATA_TYPES
-from cupy_sdpa.cudnn_engine.plan import Plan
-from cupy_sdpa.cudnn_engine.plan_cache import PlanCache
-from cupy_sdpa.cudnn_engine.sessions import Session
+from cupy_sdpa.core.cudnn import constants
+from cupy_sdpa.core.cudnn.descriptor import Descriptor
+from cupy_sdpa.core.cudnn.deviceless import COMPILERS
+from cupy_sdpa.core.cudnn.launch import Handle, Launcher
+from cupy_sdpa.core.cudnn.library import _SIGNATURES, OVERRIDE, SONAME, library
+from cupy_sdpa.core.cudnn_engine.lowering import DATA_TYPES
+from cupy_sdpa.core.cudnn_engine.plan import Plan
+from cupy_sdpa.core.cudnn_engine.plan_cache import PlanCache
+from cupy_sdpa.core.cudnn_engine.sessions import Session
 from tools import constants as generator
 
 
@@ -38,7 +38,7 @@ def python(code, *arguments, **environment):
 SEARCH = """
 import ctypes, json, os, sys, types
 from cupy_sdpa import CudnnError
-from cupy_sdpa.cudnn.library import OVERRIDE, library
+from cupy_sdpa.core.cudnn.library import OVERRIDE, library
 
 def find(name):
     if found:
@@ -81,7 +81,7 @@ def test_a_failure_lists_every_place(tmp_path):
 #: Finds cuDNN where cuda.pathfinder finds none.
 LIGHT = """
 import json, sys, types
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.core.cudnn.library import library
 
 def find(name):
     raise RuntimeError("no wheel")
@@ -132,7 +132,7 @@ import ctypes, json, sys
 for path in sys.argv[1:]:
     ctypes.CDLL(path)
 from cupy_sdpa import CudnnError
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.core.cudnn.library import library
 try:
     print(json.dumps([library().found_via, library().path, library().version]))
 except CudnnError as error:

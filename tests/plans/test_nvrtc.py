@@ -15,7 +15,7 @@ COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 #: A process with a fake cuDNN for CUDA 99 in a folder.
 CODE = """
 import ctypes, sys, types
-from cupy_sdpa.cudnn import nvrtc
+from cupy_sdpa.core.cudnn import nvrtc
 nvrtc.library = lambda: types.SimpleNamespace(cudart_version=99010, path=sys.argv[1] + "/libcudnn.so.9")
 if sys.argv[2:]:
     before = ctypes.CDLL(sys.argv[2])

@@ -12,8 +12,8 @@ from replayed_calls import OFTEN
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError, attention, get_plan_cache
-from cupy_sdpa.cudnn_engine.plan import Plan
-from cupy_sdpa.cudnn_engine.plan_cache import PlanCache
+from cupy_sdpa.core.cudnn_engine.plan import Plan
+from cupy_sdpa.core.cudnn_engine.plan_cache import PlanCache
 
 PROBLEMS = [cupy_sdpa.problem(*[(64, 4, n, 2)] * 3, dtype="float16") for n in range(1, 6)]
 

@@ -8,14 +8,14 @@ from planner import library_version, plan_graph, plan_problem
 
 import cupy_sdpa
 from cupy_sdpa import CudnnError
-from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.cudnn_engine.planner import ORDERED, ORDERED_SINCE
-from cupy_sdpa.graph.attention_backward import backward
-from cupy_sdpa.graph.attention_forward import forward
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.cudnn_engine.planner import ORDERED, ORDERED_SINCE
+from cupy_sdpa.core.graph.attention_backward import backward
+from cupy_sdpa.core.graph.attention_forward import forward
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.why_not import guards, why_not
 from cupy_sdpa.offline import remote_planner as offline
 from cupy_sdpa.offline.remote_planner import Planner, kept_planner, load_target
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.why_not import guards, why_not
 
 
 def problem(q, kv=None, **options):
@@ -112,10 +112,10 @@ def test_the_fast_engine_is_the_first_choice(planner):
 
 def graph_retention(graph, gpu):
     """In a child: the version of cuDNN, and whether captured CUDA graphs own a plan that was built, and one that was loaded."""
-    from cupy_sdpa.cudnn.constants import AttributeType
-    from cupy_sdpa.cudnn.library import library
-    from cupy_sdpa.cudnn_engine.disk_cache import DiskCache
-    from cupy_sdpa.cudnn_engine.planner import load_or_build
+    from cupy_sdpa.core.cudnn.constants import AttributeType
+    from cupy_sdpa.core.cudnn.library import library
+    from cupy_sdpa.core.cudnn_engine.disk_cache import DiskCache
+    from cupy_sdpa.core.cudnn_engine.planner import load_or_build
     from cupy_sdpa.offline.remote_planner import load_target
 
     if library().version < 92800:

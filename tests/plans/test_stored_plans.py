@@ -202,7 +202,7 @@ def test_entries_differ_by_everything_that_a_plan_depends_on(fake, folder, cache
         new(lambda: attention_backward(x, x, x, x, out, stats, deterministic=deterministic))  # noqa: B023
     library().build = "another build"
     new(lambda: attention(x, x, x))
-    monkeypatch.setattr(sys.modules["cupy_sdpa.cudnn_engine.planner"], "nvrtc", lambda: "nvrtc 12.9")
+    monkeypatch.setattr(sys.modules["cupy_sdpa.core.cudnn_engine.planner"], "nvrtc", lambda: "nvrtc 12.9")
     new(lambda: attention(x, x, x))
 
 
@@ -291,7 +291,7 @@ STRESS = """
 import json, threading
 import numpy as np, cupy
 from cupy_sdpa import attention, attention_vjp, get_plan_cache
-from cupy_sdpa.cudnn.library import library
+from cupy_sdpa.core.cudnn.library import library
 lib, made, gone = library(), [], []
 create, destroy = lib.cudnnBackendCreateDescriptor, lib.cudnnBackendDestroyDescriptor
 lib.cudnnBackendCreateDescriptor = lambda *a: (made.append(1), create(*a))[1]

@@ -20,12 +20,12 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
+from cupy_sdpa.core.problem.view import View
+from cupy_sdpa.core.programs.calls import Call, call_of, operation, read, results_of
+from cupy_sdpa.core.programs.executor import composed, read_operands
+from cupy_sdpa.core.programs.program import Builder
+from cupy_sdpa.core.replay.call_key import CallKey
 from cupy_sdpa.preparation import Prepared
-from cupy_sdpa.problem.view import View
-from cupy_sdpa.programs.calls import Call, call_of, operation, read, results_of
-from cupy_sdpa.programs.executor import composed, read_operands
-from cupy_sdpa.programs.program import Builder
-from cupy_sdpa.replay.call_key import CallKey
 
 
 def test_temporaries_share_memory():

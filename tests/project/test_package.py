@@ -36,23 +36,23 @@ def test_who_imports_what():
 
 
 HEAVY = {
-    "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa.cudnn.library",
+    "cupy", "ctypes.util", "cuda.pathfinder", "cuda.bindings", "ml_dtypes", "torch", "matplotlib", "cupy_sdpa.core.cudnn.library",
 }  # fmt: skip
 #: What the import loads: names are imported on first use.
 LIGHT = {
     "cupy_sdpa",
-    "cupy_sdpa.hooks",
-    "cupy_sdpa._interrupt",
+    "cupy_sdpa.core.hooks",
+    "cupy_sdpa.core._interrupt",
     "cupy_sdpa.problem",
-    "cupy_sdpa.version",
+    "cupy_sdpa.core.version",
     "__future__",
     "signal",
 }
 #: What a plain call does not load.
 OTHER_CALLS = {
     "cupy_sdpa.explanation", "cupy_sdpa.helpers", "cupy_sdpa.derivatives.jvp", "cupy_sdpa.kv_cache",
-    "cupy_sdpa.nnlib", "cupy_sdpa.parallel", "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.rope",
-    "cupy_sdpa.store", "cupy_sdpa.tree", "cupy_sdpa.vjp", "cupy_sdpa.derivatives.weights",
+    "cupy_sdpa.nnlib", "cupy_sdpa.parallel", "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.kv_cache.rope",
+    "cupy_sdpa.store", "cupy_sdpa.kv_cache.tree", "cupy_sdpa.vjp", "cupy_sdpa.derivatives.weights",
 }  # fmt: skip
 CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x)"
 
@@ -86,7 +86,7 @@ def test_public_names():
 @pytest.mark.parametrize("name", ["attention", "explain", "prepare", "problem"])
 def test_a_module_does_not_hide_a_function(name, tmp_path):
     """Whatever is imported first, the name is the function, which can be pickled."""
-    code = "import cupy_sdpa.problem.view, cupy_sdpa.vjp, cupy_sdpa.derivatives.jvp, cupy_sdpa.store, pickle"
+    code = "import cupy_sdpa.core.problem.view, cupy_sdpa.vjp, cupy_sdpa.derivatives.jvp, cupy_sdpa.store, pickle"
     done = python("-c", f"{code}; x = cupy_sdpa.{name}; print(callable(x), pickle.loads(pickle.dumps(x)) is x)", cwd=tmp_path)
     assert done.lines == ["True True"]
 

@@ -57,7 +57,7 @@ shelf = store.DiskCache(pathlib.Path("plans"))
 shelf.check()
 shelf.put("0" * 64, b"x")
 assert store.DiskCache(pathlib.Path("plans")).get("0" * 64) == b"x"
-importlib.import_module("cupy_sdpa.cudnn_engine.plan_cache")
+importlib.import_module("cupy_sdpa.core.cudnn_engine.plan_cache")
 for absent in (lambda: importlib.import_module("fcntl"), lambda: os.fork(), lambda: importlib.import_module("cupy"),
                lambda: ctypes.CDLL("libcudnn.so.9")):
     try:

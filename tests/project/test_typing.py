@@ -40,7 +40,7 @@ LINES = (
     ("reveal_type(cupy_sdpa.prepare(half, half, half, return_stats=True)(q, k, v))", results(F16, "Any")),
     (
         "reveal_type(cupy_sdpa.problem((64, 8, 10, 1), (64, 8, 10, 1), (64, 8, 10, 1), dtype='f2'))",
-        '"cupy_sdpa.problem.problem.Problem"',
+        '"cupy_sdpa.core.problem.problem.Problem"',
     ),
     ("reveal_type(cupy_sdpa.zoo)", "Module"),
     (

@@ -13,7 +13,7 @@ from replayed_calls import CASES, OFTEN, PARSED, REPLAY, ROWS, calls_of, changes
 from validated_steps import validated_steps
 
 from cupy_sdpa import Unsupported, attention, attention_backward, get_plan_cache, prepare
-from cupy_sdpa.replay import replay_cache
+from cupy_sdpa.core.replay import replay_cache
 
 #: The functions of the package that a call enters besides those of :data:`REPLAY`, because it creates other objects.
 OTHER_WORK = {

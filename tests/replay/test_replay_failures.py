@@ -10,7 +10,7 @@ from fake_cupy import DEVICE, library
 from replayed_calls import OFTEN, REPLAY, functions_run
 
 from cupy_sdpa import attention, attention_backward, explain, fp8, get_plan_cache
-from cupy_sdpa.replay import replay_cache
+from cupy_sdpa.core.replay import replay_cache
 
 pytestmark = [
     on_cudnn,

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from cupy_sdpa import zoo
-from cupy_sdpa.score_fn import identity as module
-from cupy_sdpa.score_fn.identity import identity
+from cupy_sdpa.core.score_fn import identity as module
+from cupy_sdpa.core.score_fn.identity import identity
 
 
 class Factor:

@@ -25,7 +25,7 @@ from functions import (
 )
 
 from cupy_sdpa import Unsupported, attention, problem, zoo
-from cupy_sdpa.problem.subproblems import subproblems
+from cupy_sdpa.core.problem.subproblems import subproblems
 
 EVERY = [*ZOO, *OPERATIONS]
 

@@ -15,17 +15,25 @@ from planner import child_environment, plan_problem
 import cupy_sdpa
 from cupy_sdpa import jvp_problems, zoo
 from cupy_sdpa.cli.support_problems import PROBES
-from cupy_sdpa.cudnn_engine.plan import PlanInfo
-from cupy_sdpa.graph import graph_of
+from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
+from cupy_sdpa.core.graph import graph_of
+from cupy_sdpa.core.problem.tensor_spec import dense_spec
+from cupy_sdpa.core.support import gpus
+from cupy_sdpa.core.support.engine_problem import engine_problem
+from cupy_sdpa.core.support.gpus import NAMES
+from cupy_sdpa.core.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
+from cupy_sdpa.core.support.rules import RULES
+from cupy_sdpa.core.support.why_not import (
+    GENERATIONS,
+    guards,
+    staging_guards,
+    unverified,
+    unverified_rules,
+    why_not,
+    workarounds,
+)
+from cupy_sdpa.core.version import MINIMUM_CUDNN, RELEASES, version_text
 from cupy_sdpa.offline import remote_planner
-from cupy_sdpa.problem.tensor_spec import dense_spec
-from cupy_sdpa.support import gpus
-from cupy_sdpa.support.engine_problem import engine_problem
-from cupy_sdpa.support.gpus import NAMES
-from cupy_sdpa.support.known_bugs import BUGS, GUARDS, NOT_FIXED, STAGING_GUARDS
-from cupy_sdpa.support.rules import RULES
-from cupy_sdpa.support.why_not import GENERATIONS, guards, staging_guards, unverified, unverified_rules, why_not, workarounds
-from cupy_sdpa.version import MINIMUM_CUDNN, RELEASES, version_text
 from tools import support_table
 
 
@@ -406,7 +414,7 @@ def test_single_rules_can_be_turned_off():
     """The environment names a bug or a limit, which is then ignored; rules that protect memory stay."""
     code = """
 import cupy_sdpa
-from cupy_sdpa.support.why_not import guards, why_not
+from cupy_sdpa.core.support.why_not import guards, why_not
 x = (128, 8, 1, 1)
 decode = cupy_sdpa.problem(x, (128, 8, 512, 1), (128, 8, 512, 1), dtype="bfloat16")
 print([reason.rule for reason in why_not(decode, 91900, 100)])

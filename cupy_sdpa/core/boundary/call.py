@@ -1,0 +1,143 @@
+"""A problem bound to arrays and to scalars that are passed by value; and the plan of a problem on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from ..problem.bucket import Rounding
+from ..problem.problem import Problem
+from ..runtime import cupy_runtime, driver
+from ..support.engine_problem import engine_problem
+from ..support.why_not import Reason, why_not
+from .user_functions import NO_FUNCTIONS, Functions, Gradients
+
+if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
+    from ..cudnn_engine.plan import Plan
+    from ..cudnn_engine.sessions import Session
+
+T = TypeVar("T")
+
+#: Plans at INFO (built, loaded, refused), the steps of calls at DEBUG. Its child ``cupy_sdpa.cudnn`` has cuDNN's own log.
+logger = logging.getLogger("cupy_sdpa")
+
+
+#: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), also where out and dout have the
+#: rows of the gradient of the log-sum-exp ("appended"), of these and other keys ("part"), or of other roundings of q and k
+#: ("other"). On the CPU they are checked accordingly.
+GivenStats = Literal["whole", "appended", "part", "other"]
+
+
+class LaunchRecord(NamedTuple):
+    """How a call ran on the GPU.
+
+    Attributes:
+        plans: the plans of its launches.
+        memory_bytes: the memory that it needed besides its arrays, its results and the inputs that were created.
+        plan_only: whether nothing ran besides one plan, whose workspace is this memory.
+    """
+
+    plans: tuple[Plan, ...]
+    memory_bytes: int
+    plan_only: bool
+
+
+class Fill(NamedTuple):
+    """A one-dimensional array of equal integers."""
+
+    dtype: str
+    size: int
+    value: int
+
+
+@dataclass
+class BoundProblem:
+    """A problem and what it is computed on: the arrays of a call, or the views of a step of a program.
+
+    :func:`.read_forward` and :func:`.read_backward` validate the arguments and return it. A builder adds its steps.
+
+    Attributes:
+        problem: the problem that the arguments define.
+        arrays: the arrays by name, or their views.
+        scalars: the by-value scalars by name.
+        on_gpu: whether the arrays are CuPy's.
+        bucket: how lengths are rounded up.
+        functions: the traced score and mask functions.
+        gradients: which gradients of ``tensors`` are requested.
+        fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
+            them, no query is padding.
+        given_stats: what the statistics of a backward pass are.
+    """
+
+    problem: Problem
+    arrays: dict[str, Any]
+    scalars: dict[str, float]
+    on_gpu: bool
+    bucket: Rounding | None = None
+    functions: Functions = NO_FUNCTIONS
+    gradients: Gradients | None = None
+    fills: dict[str, Fill] = dataclasses.field(default_factory=dict)
+    given_stats: GivenStats = "part"
+
+    @functools.cached_property
+    def engine_problem(self) -> Problem:
+        """The problem that the engine runs, see :mod:`.core.support.engine_problem`."""
+        return engine_problem(self.problem, self.bucket, self.on_gpu)
+
+    @functools.cached_property
+    def result_names(self) -> list[str]:
+        """The names of the results among the arrays."""
+        names = [spec.name for spec in self.problem.results if spec not in self.problem.dcaptured]
+        return [*names, *self.gradients.results] if self.gradients else names
+
+
+def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
+    """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
+    from ..cudnn.library import library
+
+    return why_not(problem, library().version, cupy_runtime.capability(device))
+
+
+def with_plan(problem: Problem, device: int, use: Callable[[Session, Plan], T]) -> T:
+    """Call ``use`` with the session and the plan of a problem; the plan is built if it is not in the plan cache."""
+    from ..cudnn_engine.sessions import existing_session, session
+
+    context = driver.context_id()
+    if existing_session(context) is None:
+        _check_not_capturing(problem)
+    current = session(context)
+
+    def build() -> Plan:
+        from ..cudnn_engine.plan import Target
+        from ..cudnn_engine.planner import plan_for
+
+        started = time.perf_counter()
+        try:
+            if reasons := unsupported_reasons(problem, device):
+                raise reasons[0].error("\n".join(map(str, reasons)))
+            _check_not_capturing(problem)
+            plan = plan_for(problem, Target(cupy_runtime.model(device), cupy_runtime.capability(device), current.handle))
+        except Exception as error:
+            logger.info("refused in %.1f ms: %s: %s", (time.perf_counter() - started) * 1e3, problem, str(error))
+            raise
+        info = plan.info
+        done = "loaded from the disk cache" if info.loaded else "built"
+        logger.info("%s in %.1f ms: engine %d for %s", done, info.build_ms, info.engine, problem)
+        return plan
+
+    # Also for building: the stream of an earlier call may have been destroyed.
+    current.handle.set_stream(cupy_runtime.stream())
+    return current.cache.use(problem, build, functools.partial(use, current))
+
+
+def _check_not_capturing(problem: Problem) -> None:
+    if cupy_runtime.capturing():
+        raise RuntimeError(
+            f"the stream is being captured into a CUDA graph, and there is no plan yet for {problem}: building a plan would "
+            "break the capture. Run the call, cupy_sdpa.explain(...) or cupy_sdpa.prepare(...) once before the capture begins"
+        )

@@ -1,0 +1,266 @@
+"""The options of every call: one row each, in the order of the signatures.
+
+Defaults, signatures, the reading of settings and scalars, the rows of arrays, the score function of a graph, the descriptions
+of problems, and the calls that refuse an option follow from the rows. :class:`Options` repeats the names for type checkers, and
+a test compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from .._typing import Array, Layout
+from ..score_fn.expression import Expression
+from ..score_fn.tracer import MaskMod, ScoreMod
+from . import alibi, band, bias, dropout, packed, scale, softcap
+from .band import Band
+from .option import CpuOnly, Option, ScoreInputs
+from .values import optional_count
+
+#: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
+DTensors = bool | str | Sequence[str]
+
+
+class Options(TypedDict, total=False):
+    """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
+
+    scale: float | Array | None
+    causal: bool | Literal["top_left", "bottom_right"] | None
+    window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
+    mask: Array | None
+    bias: Array | None
+    seq_lens_q: Array | None
+    seq_lens_kv: Array | None
+    page_table: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_kv: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    alibi_slopes: Array | None
+    softcap: float | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    tensors: Mapping[str, Array] | None
+    block_mask: Any
+    sinks: Array | None
+    dropout_p: float
+    seed: int | Array | None
+    offset: int | Array | None
+    dropout_mask: Array | None
+    num_splits: int | None
+    batch_invariant: bool
+    max_workspace: int | None
+    bucket: int | Literal["power_of_two"] | Callable[[int], int] | None
+    layout: Layout | None
+    compute_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] | None
+    engine: Literal["numpy", "cudnn", "cupy"] | None
+
+
+class GradientOptions(Options, total=False):
+    """The options, and the flags that request gradients besides those of q, k and v."""
+
+    return_dbias: bool
+    return_dsinks: bool
+    return_dscale: bool
+    return_dtensors: DTensors
+
+
+class Split(NamedTuple):
+    """How the keys of every sequence are split (:mod:`.core.problem.split`).
+
+    Attributes:
+        chunks: the number of chunks.
+        pages: the number of pages per chunk.
+    """
+
+    chunks: int
+    pages: int
+
+
+class Settings(NamedTuple):
+    """What a plan depends on besides arrays: what options are read into, and how a program computes the problem.
+
+    The values of the scale and the softcap are passed by value with every call, and are not part of the problem.
+
+    Attributes:
+        band: the causal mask or the window, or None.
+        positive_scale: whether the scale is a positive normal number.
+        softcap: whether scores are capped.
+        dropout: the probability of dropping a weight.
+        max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
+        deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
+        max_workspace: the limit of cuDNN's workspace in bytes, or None.
+        program: the traced score and mask functions, or None.
+        gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
+        num_splits: the number of chunks into which paged keys are split; None for the default.
+        split: how the keys of this problem were split, if it is a split problem (:mod:`.core.problem.split`).
+        padded: whether the arrays of a batch with lengths are passed to cuDNN as sequences at constant ragged offsets. It does
+            not read their padding then (:mod:`.core.support.padding`).
+    """
+
+    band: Band | None = None
+    positive_scale: bool = True
+    softcap: bool = False
+    dropout: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    deterministic: bool = False
+    max_workspace: int | None = None
+    program: Expression | None = None
+    gradient_of: str = ""
+    num_splits: int | None = None
+    split: Split | None = None
+    padded: bool = False
+
+
+#: The settings of a call without options.
+DEFAULT_SETTINGS = Settings()
+
+#: The groups of options in the help of a function, and what it says of them.
+GROUPS = {
+    "masks": "masks. Default: every query attends to every key.",
+    "lengths": "int32 ``(B,)``, the lengths of padded sequences.",
+    "packed": "packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.",
+    "pages": "paged keys and values, int32 ``(P, B)``, as of :class:`cupy_sdpa.KVCache`.",
+    "scores": "change the scores, in the order of :doc:`/options`. The scale, ``1/sqrt(D)`` by default, may be ``(Hq,)``.",
+    "sinks": "arrays that ``score_mod`` and ``mask_mod`` read; the score of a key without a value, ``(Hq,)``.",
+    "dropout": "dropout. Default 0.",
+    "batch": "refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.",
+    "plans": "how calls are planned.",
+    "arrays": 'axes, precision and engine. Default: ``"dhsb"``, q\'s dtype, and that of the arrays.',
+}
+#: The functions that take few options; the rows name them in ``taken``.
+OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
+_PREFIX, _WIDEN = OF_FEW_OPTIONS
+
+
+def _refused(names: str, instead: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), instead)
+
+
+_SUMS = "weight_sums weight_sums_problems weight_entropy"
+_NO_PAGES = _refused("attention_backward attention_vjp attention_jvp jvp_problems", "gather the pages into dense k and v")
+_NOT_DROPPED = _refused(_SUMS, "weights are those before dropout: omit it, with seed= and offset=")
+_OTHER_MEAN = _refused(
+    "weight_entropy",
+    "the mean score follows from the output with k as values only if scores are scale * q k: omit it. Pass masks as mask= or "
+    "mask_mod=",
+)
+
+_ROWS = (
+    Option(
+        "scale", "scores", read=operator.itemgetter("scale"), part="settings.positive_scale", plan_of=scale.is_positive,
+        by_value=True, blocks=True, taken=(_PREFIX,),
+    ),
+    Option("causal", "masks", default=False, read=band.read, part="settings.band", blocks=True, taken=(_PREFIX,)),
+    Option("window", "masks", part="settings.band", blocks=True),
+    Option("mask", "masks", axes="Skv Sq Hq B", dtype="bool", phrase="a mask", weights=True),
+    Option(
+        "bias", "scores", axes="Skv Sq Hq B", dtype="float", phrase="a bias", weights=True,
+        refused=_refused(
+            "weight_sums weight_sums_problems",
+            "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
+        ) | _OTHER_MEAN,
+    ),
+    Option("seq_lens_q", "lengths", axes="B", dtype="int32"),
+    Option("seq_lens_kv", "lengths", axes="B", dtype="int32", taken=(_PREFIX,)),
+    Option("page_table", "pages", axes="P B", dtype="int32", refused=_NO_PAGES, taken=(_PREFIX,)),
+    Option("cu_seqlens_q", "packed", axes="B+1", dtype="int32", taken=(_WIDEN,)),
+    Option("cu_seqlens_kv", "packed", axes="B+1", dtype="int32"),
+    Option("max_seqlen_q", "packed", read=packed.read_queries, part="settings.max_seqlen_q"),
+    Option("max_seqlen_kv", "packed", read=packed.read_keys, part="settings.max_seqlen_kv"),
+    Option(
+        "alibi_slopes", "scores", axes="Hq", dtype="float32 or wider", phrase="ALiBi", weights=True, diagonal=True,
+        refused=_OTHER_MEAN,
+    ),
+    Option(
+        "softcap", "scores", read=softcap.read, part="settings.softcap", plan_of=softcap.is_given, by_value=True,
+        phrase="softcap", weights=True, split=True, blocks=True, refused=_OTHER_MEAN, taken=OF_FEW_OPTIONS,
+    ),
+    Option(
+        "score_mod", "scores", part="has_score_mod", phrase="a score function", weights=True, blocks=True, refused=_OTHER_MEAN,
+        taken=(_WIDEN,),
+    ),
+    Option("mask_mod", "masks", part="has_mask_mod", phrase="a mask function", weights=True),
+    Option("tensors", "sinks", part="captured", blocks=True),
+    Option("block_mask", "masks", part="mask", weights=True, refused=_refused("problem", ""), taken=(_WIDEN,)),
+    Option(
+        "sinks", "sinks", axes="Hq", dtype="float32 or wider", phrase="sinks", weights=True, split=True, blocks=True,
+        taken=OF_FEW_OPTIONS,
+    ),
+    Option(
+        "dropout_p", "dropout", default=0.0, read=dropout.read, part="settings.dropout", phrase="dropout {value:g}",
+        weights=True, refused=_NOT_DROPPED, taken=(_WIDEN,),
+    ),
+    Option("seed", "dropout", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
+    Option("offset", "dropout", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
+    Option(
+        "dropout_mask", "dropout", axes="Skv Sq Hq B", dtype="bool", refused=_NOT_DROPPED,
+        cpu_only=CpuOnly(
+            "Dropout with random numbers only.",
+            "cuDNN draws its own random numbers: pass seed and offset, or pass numpy arrays",
+        ),
+    ),
+    Option(
+        "num_splits", "pages", read=optional_count("num_splits", "a number of chunks", least=1), part="settings.num_splits",
+        refused=_NO_PAGES | _refused(_SUMS, "omit it"), taken=(_PREFIX,),
+    ),
+    Option(
+        "batch_invariant", "batch", default=False,
+        refused=_refused(_SUMS, "compute every sequence in a call of its own") | _refused("fp8.attention", ""),
+    ),
+    Option(
+        "max_workspace", "plans", read=optional_count("max_workspace", "a number of bytes"), part="settings.max_workspace",
+        blocks=True, taken=(_PREFIX,),
+    ),
+    Option("bucket", "plans", blocks=True),
+    Option(
+        "layout", "arrays", taken=OF_FEW_OPTIONS,
+        refused=_refused(_SUMS, "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'"),
+    ),
+    Option(
+        "compute_dtype", "arrays", taken=(_WIDEN,),
+        refused=_refused("problem jvp_problems", "convert q, k and v with .astype(...)")
+        | _refused(_SUMS, "convert q and k with .astype()") | _refused("fp8.attention", ""),
+    ),
+    Option(
+        "engine", "arrays", refused=_refused("problem jvp_problems weight_sums_problems fp8.attention", ""),
+        taken=OF_FEW_OPTIONS,
+    ),
+)  # fmt: skip
+#: The options by name, in the order of the signatures.
+OPTIONS = {row.name: row for row in _ROWS}
+#: The options that measure positions from the diagonal.
+OF_DIAGONAL = tuple(option for option in _ROWS if option.diagonal)
+#: How options change the scores, in this order, after the score function.
+SCORE_CHANGES: dict[str, Callable[[Any, ScoreInputs], Any]] = {
+    "softcap": softcap.change,
+    "alibi_slopes": alibi.change,
+    "bias": bias.change,
+}
+
+
+def help_of_options() -> str:
+    """Return the lines of a docstring that name every option, one for each group."""
+    names: dict[str, list[str]] = {group: [] for group in GROUPS}
+    for option in OPTIONS.values():
+        names[option.group].append(option.name)
+    return "".join(f"        {', '.join(names[group])}: {text}\n" for group, text in GROUPS.items())
+
+
+def takes(function: str, option: Option) -> bool:
+    """True if a public function takes an option.
+
+    >>> takes("attention_vjp", OPTIONS["page_table"]), takes("attention_vjp", OPTIONS["sinks"])
+    (False, True)
+    """
+    return function in option.taken if function in OF_FEW_OPTIONS else function not in option.refused
+
+
+@functools.cache
+def refused_by(function: str) -> Mapping[str, str]:
+    """Return the options that a public function does not take, and what to do instead."""
+    return {row.name: row.refused[function] for row in OPTIONS.values() if function in row.refused}

@@ -1,0 +1,64 @@
+"""The builder of gradients in slices (:mod:`.core.problem.slices`): the arrays of each slice, and the sums over slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ..boundary.call import Fill
+from ..problem.arrays import has_score_axes, row_of
+from ..problem.problem import Problem
+from ..problem.slices import OFFSET_OF_HEADS, Slice, index_of, is_copied, with_arrays
+from ..problem.tensor_spec import TensorSpec
+from ..problem.view import View
+from .steps import Steps
+
+
+def parts(
+    steps: Steps, problem: Problem, slices: tuple[Slice, ...], arrays: Mapping[str, View]
+) -> Iterator[tuple[Problem, dict[str, View]]]:
+    """Yield the problem and the arrays of each slice, whose launches the caller adds before it asks for the next one.
+
+    A gradient that is a sum over the slices, such as that of a bias shared by all batch entries, is summed in float32.
+    """
+    summed = {spec.name for spec in problem.results if _is_sum(problem, spec)}
+    totals = {name: steps.temporary(arrays[name].shape, np.float32) for name in summed}
+    for total in totals.values():
+        steps.fill(total, 0)
+    for part in slices:
+        own = {spec.name: _part(steps, problem, spec, arrays[spec.name], part) for spec in problem.tensors}
+        sums = {name: steps.temporary(own[name].shape, np.float32) for name in summed}
+        own |= sums
+        yield with_arrays(problem, {name: view.spec(name) for name, view in own.items()}, part), own
+        for name, view in sums.items():
+            steps.add(totals[name][index_of(problem, name, totals[name].shape, part)], view)
+    for name, total in totals.items():
+        steps.copy(arrays[name], total)
+
+
+def _is_sum(problem: Problem, spec: TensorSpec) -> bool:
+    """True if a gradient is summed over the slices. dq, dk and dv are written as views of the whole arrays."""
+    row = row_of(spec.name)
+    return has_score_axes(spec.name) or bool(row and row.request)
+
+
+def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: Slice) -> View:
+    """The view of the elements that belong to a slice, or a copy."""
+    view = array[index_of(problem, spec.name, array.shape, part)]
+    if spec.name == "offset":
+        return _offset(steps, problem, view, part)
+    if spec in problem.results or not is_copied(view.spec(spec.name), spec):
+        return view
+    return steps.copied(view)
+
+
+def _offset(steps: Steps, problem: Problem, offset: View, part: Slice) -> View:
+    """The offset with which dropout draws the numbers that it draws for these heads and batch entries in one launch."""
+    _, _, hq, hkv, *_ = problem.sizes
+    first = part.batch.start * hq + part.heads.start * (hq // hkv)
+    if not first:
+        return offset
+    made = steps.copied(offset)
+    steps.add(made, steps.filled(Fill("int64", 1, OFFSET_OF_HEADS * first)))
+    return made

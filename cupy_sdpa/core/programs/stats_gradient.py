@@ -1,0 +1,137 @@
+"""The gradient of the log-sum-exp: rows along head dim, from which the backward pass computes it.
+
+With dL, the gradient of the log-sum-exp, the gradient of the scores is ``dS = P ∘ (dO Vᵀ − D + dL)``, where
+``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays: two rows of O are -1, those of dO are dL in two parts,
+and those of V are 0. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..boundary.arguments import views_of_shapes
+from ..boundary.layouts import in_own_layout
+from ..kernels.concatenation import Concatenation, Constant, concatenate
+from ..kernels.ragged import sum_over_scores
+from ..kernels.stats_gradient import ROWS, append_stats_gradient
+from ..options.scale import read_scale
+from ..problem.view import View
+from .steps import Steps
+
+#: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
+#: and deterministic gradients need equal head dims, see core/support/known_bugs.py.
+MULTIPLE = 8
+#: What to do if the head dims are at the limit of a GPU.
+REMEDY = (
+    "Without dout the head dims of q and v are enough: add the gradients of attention_backward(dout, ...) and of "
+    "attention_backward(None, ..., dstats=dstats); or pass numpy arrays to compute on the CPU"
+)
+
+
+def rounded_up(width: int, multiple: int) -> int:
+    """The smallest multiple of a number that is not less than a width."""
+    return -(-width // multiple) * multiple
+
+
+def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
+    """The head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
+
+    >>> widths(64, 64, equal=False), widths(64, 64, equal=True), widths(128, 0, equal=True)
+    ((64, 72), (80, 80), (128, 128))
+    """
+    of_values = rounded_up(value_dim + ROWS, MULTIPLE)
+    if not equal:
+        return head_dim, of_values
+    both = rounded_up(max(head_dim, value_dim + ROWS), 2 * MULTIPLE)
+    return both, both
+
+
+def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
+    """Whether cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
+    direct = deterministic or any(requests.get(name) not in (None, False) for name in ("return_dbias", "return_dtensors"))
+    return block_mask or direct or options.get("cu_seqlens_q") is not None
+
+
+def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The arrays of a backward pass with the rows of ``dstats``, and a function that adds the steps after the pass.
+
+    ``arrays`` are dout, q, k, v, out, stats, dq, dk and dv, and dstats, which the returned arrays do not have. Without ``dout``
+    the rows of dL are the only ones: v is not read, and dv is 0.
+    """
+    made = {**arrays}
+    dstats = made.pop("dstats", None)
+    if dstats is None:
+        return made, lambda: None
+    q, k, v, dout, out, stats = (made[name] for name in ("q", "k", "v", "dout", "out", "stats"))
+    value_dim = 0 if dout is None else v.shape[0]
+    of_scores, of_values = widths(q.shape[0], value_dim, equal=equal)
+    wanted: list[Concatenation] = []
+    back: list[tuple[View, View]] = []
+
+    def widen(name: str, like: View, width: int, *, copied: bool = True) -> None:
+        """An array with more rows, which are 0; if not ``copied`` all of them are."""
+        made[name] = steps.temporary((width, *like.shape[1:]), like.dtype)
+        parts = [like, Constant(width - like.shape[0])] if copied else [Constant(width)]
+        wanted.append(Concatenation(made[name], parts))
+
+    def widen_result(name: str, width: int) -> None:
+        target = made[name]
+        made[name] = steps.temporary((width, *target.shape[1:]), target.dtype)
+        back.append((target, made[name]))
+
+    given = dout is not None
+    if of_scores != q.shape[0]:
+        widen("q", q, of_scores)
+        widen("k", k, of_scores)
+        widen_result("dq", of_scores)
+        widen_result("dk", of_scores)
+    widen("v", v, of_values, copied=given)
+    widen("out", out, of_values, copied=given)
+    widen("dout", out if dout is None else dout, of_values, copied=given)
+    if given:
+        widen_result("dv", of_values)
+    else:
+        made["dv"] = steps.temporary(made["v"].shape, v.dtype)
+        steps.fill(arrays["dv"], 0)
+    steps.run(concatenate, wanted, writes=[one.target for one in wanted])
+    steps.run(append_stats_gradient, made["dout"], made["out"], dstats, stats, writes=[made["dout"], made["out"]])
+
+    def finish() -> None:
+        for target, source in back:
+            steps.copy(target, source[: target.shape[0]])
+
+    return made, finish
+
+
+def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
+    """The gradient of the sinks of a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
+    of_heads = dstats if dstats.ndim == 2 else dstats.transpose(1, 0, 2)
+    rows = steps.temporary((ROWS, *of_heads.shape), dstats.dtype)
+    steps.run(append_stats_gradient, rows, None, dstats, stats, writes=[rows])
+    first = rows[0] if dstats.ndim == 3 else rows[0][..., None]  # heads, tokens, batch
+    steps.run(sum_over_scores, first.transpose(1, 2, 0)[..., None], dsinks[None, None, :, None], writes=[dsinks])
+
+
+def wide_shapes(
+    q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
+) -> tuple[View, View, View, dict[str, Any]]:
+    """The arrays, or shapes with a dtype, of q, k and v as views with the rows of dL, and the options without a layout."""
+    own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
+    views, options = views_of_shapes(**own, options=options, dtype=dtype)
+    head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
+    of_scores, of_values = widths(head_dim, value_dim, equal=needs_equal(options, block_mask=False, **flags))
+    for name, width in (("q", of_scores), ("k", of_scores), ("v", of_values)):
+        if width != views[name].shape[0]:
+            views[name] = View.dense(name, (width, *views[name].shape[1:]), views[name].dtype, 0)
+    return views["q"], views["k"], views["v"], {**options, "scale": read_scale(options.get("scale"), head_dim)}
+
+
+def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: bool) -> str:
+    """Why the gradients cannot run, in terms of the caller's arrays; ``alone``: without dout."""
+    if alone:
+        return f"attention_backward with dstats and head dim {head_dim} is not supported: {reason}"
+    return (
+        f"attention_backward with dstats and head dims {head_dim} and {value_dim} needs gradients with {ROWS} more head dims "
+        f"of v, rounded up to a multiple of {MULTIPLE}: {reason}. {REMEDY}"
+    )
