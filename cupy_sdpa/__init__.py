@@ -68,7 +68,7 @@ _MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 _NAMES = {
     "attention_functions": ("attention", "attention_backward"),
     "block_masks.block_mask": ("BlockMask", "block_mask"),
-    "errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
+    "core.errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
     "explanation": ("explain", "explain_function", "get_plan_cache", "problem", "supported"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge", "merge_backward"),
     "derivatives.derivative": ("widen",),
@@ -77,11 +77,11 @@ _NAMES = {
     "kv_cache.cache": ("KVCache",),
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
     "preparation": ("Prepared", "prepare"),
-    "problem.problem": ("Problem",),
-    "replay.call_report": ("Report",),
-    "rope": ("Rope", "apply_rope"),
-    "sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
-    "tree": ("tree_depths", "tree_mask"),
+    "core.problem.problem": ("Problem",),
+    "core.replay.call_report": ("Report",),
+    "kv_cache.rope": ("Rope", "apply_rope"),
+    "kv_cache.sequences": ("cu_seqlens_with_gaps", "page_table_from_lists"),
+    "kv_cache.tree": ("tree_depths", "tree_mask"),
     "vjp": ("Pullback", "attention_vjp"),
 }
 #: Attention functions of other libraries; the AttributeError for one of these names refers to docs/migration.md.
@@ -95,6 +95,7 @@ register_libraries(f"{__name__}.libraries.types")
 
 if TYPE_CHECKING:
     from . import fp8 as fp8
+    from . import layout as layout
     from . import nnlib as nnlib
     from . import parallel as parallel
     from . import reference as reference
@@ -102,7 +103,6 @@ if TYPE_CHECKING:
     from . import zoo as zoo
     from .attention_functions import attention, attention_backward
     from .block_masks.block_mask import BlockMask, block_mask
-    from .core import layout as layout
     from .core.errors import CudnnError as CudnnError
     from .core.errors import DiskCacheWarning as DiskCacheWarning
     from .core.errors import OutOfPages as OutOfPages
@@ -124,9 +124,6 @@ if TYPE_CHECKING:
     from .vjp import Pullback as Pullback
     from .vjp import attention_vjp
 else:
-    from . import problem
-
-    del problem  # the folder is loaded, so no later import of it replaces the function problem
 
     def __getattr__(name):
         """Import a public module, or the module of a public name, on first use."""

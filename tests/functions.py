@@ -15,6 +15,7 @@ from cupy_sdpa.core.cudnn_engine.plan import PlanInfo
 from cupy_sdpa.core.graph.emit import Emitter
 from cupy_sdpa.core.graph.nodes import Builder, Tensor, row_major
 from cupy_sdpa.core.numpy_engine.interpreter import evaluate
+from cupy_sdpa.core.problem.subproblems import subproblems
 from cupy_sdpa.core.score_fn.expression import AXES, Writer
 from cupy_sdpa.core.score_fn.tracer import trace
 from cupy_sdpa.core.support import gpus
@@ -479,6 +480,12 @@ def has_plan(call, asked, gpu, allowed=("query-numbers",)):
     plan = call(plan_problem, asked, gpu)
     assert isinstance(plan, PlanInfo) == (not reasons), plan
     return None if reasons else plan
+
+
+def parts_have_plans(call, asked, gpu):
+    """Assert :func:`has_plan` of every launch of a problem."""
+    for part in subproblems(asked):
+        has_plan(call, part, gpu)
 
 
 #: GPUs of every generation, the H200 first.

@@ -39,6 +39,7 @@ TESTS = {
     "cupy_sdpa/block_masks": ("block_masks",),
     "cupy_sdpa/derivatives": ("jvp", "attention"),
     "cupy_sdpa/libraries": ("boundary",),
+    "cupy_sdpa/core": ("attention",),
     "cupy_sdpa/core/boundary": ("boundary",),
     "cupy_sdpa/core/boundary/argument.py": ("boundary", "programs"),
     "cupy_sdpa/core/boundary/read_options.py": ("boundary", "programs"),

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from ..core import _html
 from ..core._typing import Array
 from ..core.boundary.argument import NoArray
-from ..core.options.values import read_count
-from ..core.score_fn.recorded import Recorded
 from ..core.score_fn.tracer import check_function
+from ..extend import Recorded, read_count
 from . import segments
 from .block_size import (
     TILE,

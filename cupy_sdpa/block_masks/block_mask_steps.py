@@ -11,14 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..core.boundary.read_options import ReadOptions
-from ..core.kernels.merge import Parts, Sources, merge, sum_blocks
+from ..core.kernels.merge import Sources, sum_blocks
 from ..core.problem.arrays import FORWARD, KEY_ARRAYS
-from ..core.problem.problem import row_stats_dtype
-from ..core.problem.view import View
-from ..core.programs.program import Builder
-from ..core.programs.steps import Constant
 from ..core.score_fn.expression import AXES
+from ..extend import Builder, Constant, Parts, ReadOptions, View, merge, row_stats_dtype
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.score_fn.expression import AXES
-from ..core.score_fn.recorded import Access, Recorded, relocated
 from ..core.score_fn.tracer import record, trace
+from ..extend import Access, Recorded, relocated
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes

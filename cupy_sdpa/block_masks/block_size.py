@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import in_words
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, in_words
 from .blocks import BLOCK
 from .evaluate import EMPTY, FULL, PARTIAL, Rows, kinds_of, partial_blocks
 

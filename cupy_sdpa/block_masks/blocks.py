@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..core.kernels.merge import BLOCK as BLOCK
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
 from ..core.runtime.interpreted_array import strided
 from ..core.runtime.memory import UNITS
+from ..extend import Struct, cuda_kernel, cupy_runtime
 
 #: The number of threads in a thread block.
 THREADS = 128

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import in_words
-from ..core.runtime import cupy_runtime
 from ..core.score_fn.proxy import NO_BRANCHES
-from ..core.score_fn.recorded import Recorded
 from ..core.score_fn.tracer import check_function, record
+from ..extend import Recorded, cupy_runtime, in_words
 from .blocks import BLOCK
 
 #: The kinds of blocks: no query attends to a key, some do, every query attends to every key.

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.options.band import Band
-from ..core.score_fn.recorded import Recorded
 from ..core.score_fn.tracer import record
+from ..extend import Recorded
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .blocks import BLOCK

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.boundary import argument
-from ..core.boundary.layouts import check_strides_of
-from ..core.problem.tensor_spec import dtype_name
-from ..core.problem.validation import expected_arrays
-from ..core.problem.view import View, device_of
+from ..core.problem.view import device_of
 from ..core.score_fn.expression import AXES
 from ..core.score_fn.mask_analysis import Sides
 from ..core.score_fn.tracer import trace
+from ..extend import View, check_strides_of, dtype_name, expected_arrays
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK

@@ -1,8 +1,4 @@
-"""Convert between array layouts without copies: axes are named by letters, results are views.
-
-The letters are ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` head dim, and ``t`` all positions of packed sequences. This
-package uses ``dhsb`` (packed: ``dht``); in Fortran order this is the memory layout of ``bshd`` (packed: ``thd``) in C order.
-"""
+"""The order of the axes of arrays, by letters, and the default order of calls; :mod:`cupy_sdpa.layout` has the public names."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from .errors import in_words
-
-__all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
 
 #: The axis of each letter.
 AXES = {"b": "batch", "s": "seq", "h": "heads", "d": "head_dim", "t": "total"}
@@ -137,8 +131,3 @@ def _transpose(array: Any, source: str, target: str) -> Any:
     if len(shape) != len(source):
         raise ValueError(f"the array has shape {shape}, {len(shape)} axes; the layout {source!r} has {len(source)}")
     return array.transpose(order(source, target))
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return __all__

@@ -10,28 +10,35 @@ import numpy as np
 
 from ..block_masks.method import check as check_mask
 from ..core._typing import Array
-from ..core.boundary.argument import check_arrays, read_array, spec_of
-from ..core.boundary.arguments import read_forward
+from ..core.boundary.argument import spec_of
 from ..core.boundary.compute import cast, check_converted
 from ..core.boundary.conversion import convert, needs_conversion
-from ..core.boundary.layouts import check_strides_of
-from ..core.boundary.options import check_names, takes_options
-from ..core.boundary.read_options import ReadOptions
-from ..core.errors import Unsupported, in_words
 from ..core.hooks import PassOption
 from ..core.kernels.concatenation import concatenate
 from ..core.kernels.row_means import row_means
-from ..core.options.table import Options
 from ..core.problem.arrays import REQUESTS
-from ..core.problem.problem import row_stats_dtype, row_stats_shape
-from ..core.problem.tensor_spec import Expected
-from ..core.problem.validation import expected_arrays
-from ..core.problem.view import View
-from ..core.programs import passes
 from ..core.programs.decided_options import decided_options, split_options
-from ..core.programs.program import Builder
-from ..core.programs.steps import Check
-from ..core.runtime import cupy_runtime
+from ..extend import (
+    Builder,
+    Check,
+    Expected,
+    Options,
+    ReadOptions,
+    Unsupported,
+    View,
+    check_arrays,
+    check_names,
+    check_strides_of,
+    cupy_runtime,
+    expected_arrays,
+    in_words,
+    passes,
+    read_array,
+    read_forward,
+    row_stats_dtype,
+    row_stats_shape,
+    takes_options,
+)
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 

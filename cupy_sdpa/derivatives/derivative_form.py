@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..core.kernels.concatenation import Concatenation, Constant
-from ..core.problem.view import View
 from ..core.programs.stats_gradient import MULTIPLE, rounded_up
+from ..extend import View
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")

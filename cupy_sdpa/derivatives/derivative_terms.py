@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.kernels.concatenation import COLUMNS, MAX_BLOCKS, ROWS, VECTOR, Address, address, alignment_of
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
-from ..core.runtime.dtypes import TYPES
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
 
 
 class Terms(NamedTuple):

@@ -10,21 +10,33 @@ from ..core._typing import Array, ArrayT
 from ..core.boundary.arguments import views_of_shapes
 from ..core.boundary.compute import check_converted
 from ..core.boundary.layouts import in_own_layout
-from ..core.boundary.options import check_names, takes_options
-from ..core.boundary.user_functions import kept_options
-from ..core.errors import Unsupported
-from ..core.options.table import Options
-from ..core.options.values import read_flag
 from ..core.problem.arrays import ROW_STATS
-from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..core.problem.tensor_spec import numpy_dtype
-from ..core.problem.view import View
-from ..core.programs.calls import Call, call_of, operation, read, results_of, run
+from ..core.problem.problem import Problem
 from ..core.programs.decided_options import decided_options, split_options
 from ..core.programs.describe import problems_of
-from ..core.programs.executor import ReadCall, composed, read_operands
-from ..core.replay.call_key import CallKey
 from ..core.replay.replay_cache import run_cached
+from ..extend import (
+    Call,
+    CallKey,
+    Options,
+    ReadCall,
+    Unsupported,
+    View,
+    call_of,
+    check_names,
+    composed,
+    kept_options,
+    numpy_dtype,
+    operation,
+    read,
+    read_flag,
+    read_operands,
+    results_of,
+    row_stats_dtype,
+    row_stats_shape,
+    run,
+    takes_options,
+)
 from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,

@@ -11,27 +11,43 @@ import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
 from ..core._typing import Array
-from ..core.boundary.arguments import read_forward, views_of_shapes
+from ..core.boundary.arguments import views_of_shapes
 from ..core.boundary.conversion import convert
-from ..core.boundary.layouts import other_layout
 from ..core.boundary.libraries import library_of
-from ..core.boundary.options import check_names, takes_options
-from ..core.boundary.read_options import ReadOptions
-from ..core.boundary.user_functions import FUNCTIONS, kept_options
-from ..core.errors import Unsupported
+from ..core.boundary.user_functions import FUNCTIONS
 from ..core.options.band import Band
-from ..core.options.table import OPTIONS, SCORE_CHANGES, Options, refused_by
-from ..core.options.values import read_flag
+from ..core.options.table import OPTIONS, SCORE_CHANGES, refused_by
 from ..core.problem.arrays import has_score_axes
-from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..core.problem.view import View
-from ..core.programs.calls import Call, call_of, operation, read, results_of
+from ..core.problem.problem import Problem
 from ..core.programs.describe import problems_of
-from ..core.programs.executor import ReadCall, composed, read_operands
-from ..core.programs.program import Builder
-from ..core.programs.steps import Constant
-from ..core.replay.call_key import CallKey
-from ..core.score_fn.recorded import Access, Recorded, relocated
+from ..extend import (
+    Access,
+    Builder,
+    Call,
+    CallKey,
+    Constant,
+    Options,
+    ReadCall,
+    ReadOptions,
+    Recorded,
+    Unsupported,
+    View,
+    call_of,
+    check_names,
+    composed,
+    kept_options,
+    operation,
+    other_layout,
+    read,
+    read_flag,
+    read_forward,
+    read_operands,
+    relocated,
+    results_of,
+    row_stats_dtype,
+    row_stats_shape,
+    takes_options,
+)
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and those of keys in their place.

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.problem.tensor_spec import dtype_name
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
 from ..core.runtime.cupy_runtime import elementwise
-from ..core.runtime.dtypes import TYPES
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
 
 #: The negated number x; -inf of -inf.
 _NEGATED = "y = x == __int_as_float(0xff800000) ? x : -x"

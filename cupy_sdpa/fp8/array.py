@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..core._typing import Array
-from ..core.errors import in_words
-from ..core.problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype
-from ..core.runtime import cupy_runtime
+from ..core.problem.tensor_spec import FP8_LARGEST
+from ..extend import cupy_runtime, dtype_name, in_words, numpy_dtype
 from . import fp8_kernels
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.

@@ -13,21 +13,31 @@ from ..core._typing import Array
 from ..core.boundary.arguments import read_backward
 from ..core.boundary.conversion import OUTPUTS
 from ..core.boundary.engine import refuse_fp8
-from ..core.boundary.layouts import other_layout
-from ..core.boundary.options import check_names, special_call, takes_options
-from ..core.boundary.user_functions import kept_options
-from ..core.errors import in_words
+from ..core.boundary.options import special_call
 from ..core.layout import default_layout
-from ..core.options.table import Options
-from ..core.options.values import read_flag
-from ..core.problem.tensor_spec import dtype_name, storage_dtype
-from ..core.problem.view import View, device_of
-from ..core.programs.calls import Call, operation, results_of
-from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.problem.tensor_spec import storage_dtype
+from ..core.problem.view import device_of
 from ..core.programs.passes import read_stats_gradient, result_views
-from ..core.replay.call_key import CallKey
-from ..core.runtime import cupy_runtime
 from ..core.support.rules import writes_16_bits
+from ..extend import (
+    Call,
+    CallKey,
+    Options,
+    ReadCall,
+    View,
+    check_names,
+    composed,
+    cupy_runtime,
+    dtype_name,
+    in_words,
+    kept_options,
+    operation,
+    other_layout,
+    read_flag,
+    read_operands,
+    results_of,
+    takes_options,
+)
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results

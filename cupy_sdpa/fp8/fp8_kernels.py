@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem.tensor_spec import FP8_LARGEST, dtype_name, numpy_dtype, rounded
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
-from ..core.runtime.dtypes import PACK, ROTATION, TYPES
+from ..core.problem.tensor_spec import FP8_LARGEST, rounded
+from ..core.runtime.dtypes import PACK, ROTATION
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
 #: units in 32 bits.

@@ -9,15 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.arguments import check_counts, read_forward
+from ..core.boundary.arguments import check_counts
 from ..core.boundary.call import BoundProblem
-from ..core.boundary.read_options import ReadOptions
-from ..core.problem.problem import row_stats_shape
-from ..core.problem.tensor_spec import numpy_dtype, storage_dtype
-from ..core.problem.view import View
-from ..core.programs import passes
-from ..core.programs.program import Builder
-from ..core.programs.steps import Check
+from ..core.problem.tensor_spec import storage_dtype
+from ..extend import Builder, Check, ReadOptions, View, numpy_dtype, passes, read_forward, row_stats_shape
 from . import fp8_kernels, mean_kernels
 
 #: The factors of the arrays of a call.

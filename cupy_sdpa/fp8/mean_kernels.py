@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem.tensor_spec import dtype_name, numpy_dtype, rounded
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
-from ..core.runtime.dtypes import TYPES
+from ..core.problem.tensor_spec import rounded
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
 
 #: The elements of a unit along head_dim, the threads of a block, and the largest number of blocks along an axis of a grid.
 _UNIT, _THREADS, _MAX_BLOCKS = 8, 256, 65535

@@ -10,27 +10,29 @@ from typing import Any
 import numpy as np
 
 from ..core._typing import Array, Layout
-from ..core.boundary.argument import arrays_on_gpu, as_int32, read_array
 from ..core.boundary.arguments import check_counts
-from ..core.boundary.layouts import (
-    check_layout,
+from ..core.boundary.layouts import check_layout, from_own, of_caller, shapes_of, takes_default, to_own
+from ..core.problem.tensor_spec import FP8_LARGEST, storage_dtype
+from ..core.problem.view import device_of
+from ..extend import (
+    Builder,
+    Call,
+    CallKey,
+    ReadCall,
+    View,
+    arrays_on_gpu,
+    as_int32,
     check_strides_of,
-    from_own,
-    of_caller,
+    composed,
+    cupy_runtime,
+    dtype_name,
+    in_words,
     other_layout,
-    shapes_of,
-    takes_default,
-    to_own,
+    read_array,
+    read_flag,
+    read_operands,
+    results_of,
 )
-from ..core.errors import in_words
-from ..core.options.values import read_flag
-from ..core.problem.tensor_spec import FP8_LARGEST, dtype_name, storage_dtype
-from ..core.problem.view import View, device_of
-from ..core.programs.calls import Call, results_of
-from ..core.programs.executor import ReadCall, composed, read_operands
-from ..core.programs.program import Builder
-from ..core.replay.call_key import CallKey
-from ..core.runtime import cupy_runtime
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, mean_shape

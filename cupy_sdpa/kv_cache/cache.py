@@ -11,11 +11,11 @@ import numpy as np
 
 from ..core import _html
 from ..core._typing import Array, Layout
-from ..core.boundary.layouts import check_layout, from_own, other_layout, to_own
+from ..core.boundary.layouts import check_layout, from_own, to_own
 from ..core.layout import default_layout
-from ..core.options.values import read_flag, read_positive
-from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, dtype_name, numpy_dtype, storage_dtype
-from ..core.runtime import cupy_runtime
+from ..core.options.values import read_positive
+from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, storage_dtype
+from ..extend import cupy_runtime, dtype_name, numpy_dtype, other_layout, read_flag
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, read_order, read_path, refuse_names, tokens_of
 from .fp8_pages import Fp8Pages

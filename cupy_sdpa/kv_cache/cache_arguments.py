@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.boundary.options import other_names
-from ..core.errors import in_words
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, in_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import in_words
-from ..core.problem.tensor_spec import dtype_name
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, dtype_name, in_words
 from ..fp8 import fp8_kernels, mean_kernels
 from ..fp8.array import Fp8Array, along_keys, is_factor, made, one_of
 from ..fp8.quantize import SOURCES

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.runtime.cuda_code import cuda_kernel
+from ..extend import cuda_kernel
 
 
 def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, lengths: Any) -> None:

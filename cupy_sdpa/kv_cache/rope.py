@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core._typing import Array, ArrayT, Layout
-from ..core.boundary.argument import arrays_on_gpu, as_int32, read_array, spec_of
+from ..core.boundary.argument import spec_of
 from ..core.boundary.arguments import check_counts, check_offsets
-from ..core.boundary.layouts import check_layout, from_own, other_layout, takes_default, to_own
+from ..core.boundary.layouts import check_layout, from_own, takes_default, to_own
 from ..core.boundary.options import other_names
-from ..core.options.values import as_float, read_count, read_flag
-from ..core.problem.tensor_spec import FLOAT_DTYPES, Expected, TensorSpec, check_spec, stride_obstacle
-from ..core.runtime import cupy_runtime
+from ..core.options.values import as_float
+from ..core.problem.tensor_spec import FLOAT_DTYPES, TensorSpec, check_spec, stride_obstacle
+from ..extend import Expected, arrays_on_gpu, as_int32, cupy_runtime, other_layout, read_array, read_count, read_flag
 from . import rope_kernel as kernels
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import Struct, cuda_kernel
-from ..core.runtime.dtypes import TYPES, CudaType
+from ..core.runtime.dtypes import CudaType
+from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
 
 #: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
 MAX_PAIRS = 128

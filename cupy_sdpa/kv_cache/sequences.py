@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..core._typing import Array
-from ..core.boundary.argument import as_int32, check_arrays, read_array
 from ..core.options.values import read_positive
-from ..core.problem.tensor_spec import Expected
-from ..core.runtime import cupy_runtime
+from ..extend import Expected, as_int32, check_arrays, cupy_runtime, read_array
 from .page_lists import fill_table
 
 

@@ -11,22 +11,33 @@ import numpy as np
 
 from ..core._typing import Array
 from ..core.boundary.argument import spec_of
-from ..core.boundary.arguments import check_lengths, read_forward
+from ..core.boundary.arguments import check_lengths
 from ..core.boundary.conversion import OUTPUTS
-from ..core.boundary.options import takes_options
-from ..core.boundary.read_options import ReadOptions
 from ..core.kernels import merge, paged
-from ..core.options.table import OPTIONS, Options, takes
+from ..core.options.table import OPTIONS, takes
 from ..core.options.values import is_one_of
-from ..core.problem.problem import Problem, row_stats_dtype, row_stats_shape
-from ..core.problem.tensor_spec import Expected, check_spec
-from ..core.problem.view import View
-from ..core.programs.calls import Call, operation, results_of
-from ..core.programs.executor import ReadCall, composed, read_operands
+from ..core.problem.problem import Problem
+from ..core.problem.tensor_spec import check_spec
 from ..core.programs.passes import result_views
-from ..core.programs.program import Builder
-from ..core.programs.steps import Check
-from ..core.replay.call_key import CallKey
+from ..extend import (
+    Builder,
+    Call,
+    CallKey,
+    Check,
+    Expected,
+    Options,
+    ReadCall,
+    ReadOptions,
+    View,
+    composed,
+    operation,
+    read_forward,
+    read_operands,
+    results_of,
+    row_stats_dtype,
+    row_stats_shape,
+    takes_options,
+)
 from ..fp8.array import Fp8Array
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..core.runtime import cupy_runtime, memory
+from ..core.runtime import memory
+from ..extend import cupy_runtime
 from . import cache_kernels
 from .cache_arguments import tokens_of, uniform
 from .cache_lengths import register

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..core._typing import Array
-from ..core.boundary.argument import as_int32, check_arrays, read_array
-from ..core.boundary.layouts import check_layout, in_own_layout, other_layout, takes_default
-from ..core.errors import in_words
-from ..core.problem.tensor_spec import Expected
-from ..core.runtime import cupy_runtime
+from ..core.boundary.layouts import check_layout, in_own_layout, takes_default
+from ..extend import Expected, as_int32, check_arrays, cupy_runtime, in_words, other_layout, read_array
 from ..fp8.array import Fp8Array
 from ..zoo import tree
 from .cache_lengths import cache_of

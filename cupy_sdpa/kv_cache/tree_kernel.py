@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.runtime import cupy_runtime
-from ..core.runtime.cuda_code import cuda_kernel
+from ..extend import cuda_kernel, cupy_runtime
 
 #: The maximum number of tokens of a tree: their numbers are in shared memory (24 KiB).
 MAX_TOKENS = 2048

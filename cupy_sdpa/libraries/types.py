@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.boundary.libraries import Library, is_on_gpu
-from ..core.problem.tensor_spec import numpy_dtype
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, numpy_dtype
 
 
 def library_of_type(kind: type) -> Library | None:

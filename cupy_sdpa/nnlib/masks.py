@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.boundary.argument import NoArray
-from ..core.options.values import read_count
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, read_count
 from .nnlib_arrays import check_array, to_four_axes
 
 

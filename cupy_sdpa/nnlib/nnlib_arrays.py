@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..core.errors import in_words
-from ..core.options.values import read_count
+from ..extend import in_words, read_count
 
 
 def split_heads(x: Any, nheads: int) -> Any:

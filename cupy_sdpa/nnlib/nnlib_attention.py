@@ -10,13 +10,10 @@ import numpy as np
 
 from ..attention_functions import attention, attention_backward
 from ..core.boundary.layouts import VECTORS, has_own_axes
-from ..core.options.values import read_flag
-from ..core.programs.calls import call_of, run
 from ..core.replay.bound_program import shares_memory
-from ..core.replay.call_key import CallKey
 from ..core.replay.replay_cache import run_cached
-from ..core.runtime import cupy_runtime
 from ..core.support.rules import WITHOUT_CUDNN
+from ..extend import CallKey, call_of, cupy_runtime, read_flag, run
 from ..vjp import attention_vjp
 from .masks import Mask
 from .nnlib_arrays import check_array, fold, to_four_axes, unfold

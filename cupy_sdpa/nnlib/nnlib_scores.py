@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.argument import arrays_on_gpu, read_array
 from ..core.problem.tensor_spec import FLOAT_DTYPES
-from ..core.runtime import cupy_runtime
+from ..extend import arrays_on_gpu, cupy_runtime, read_array
 from .masks import Mask
 from .nnlib_arrays import check_array, to_four_axes
 

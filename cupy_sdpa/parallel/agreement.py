@@ -11,11 +11,10 @@ import numpy as np
 from ..block_masks.block_mask_calls import dense_options
 from ..core.boundary.compute import check_converted, read_compute_dtype
 from ..core.options.values import is_one_of
-from ..core.programs.executor import Operands, ReadCall
+from ..core.programs.executor import Operands
 from ..core.programs.program import Program
-from ..core.replay.call_key import CallKey
 from ..core.replay.replay_cache import keep_recent
-from ..core.runtime import cupy_runtime
+from ..extend import CallKey, ReadCall, cupy_runtime
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.runtime import cupy_runtime, memory
+from ..core.runtime import memory
+from ..extend import cupy_runtime
 from .group import Exchanger, GroupError, Transfer
 
 #: The alignment in bytes of the arrays in a message.

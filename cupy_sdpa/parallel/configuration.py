@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.boundary.read_options import ReadOptions
 from ..core.problem.arrays import LENGTHS, SEEDS
-from ..core.problem.problem import Problem, row_stats_dtype
-from ..core.problem.tensor_spec import numpy_dtype
-from ..core.problem.view import View
+from ..core.problem.problem import Problem
 from ..core.programs.executor import Operands
-from ..core.programs.program import Builder
-from ..core.programs.steps import Constant
-from ..core.score_fn.recorded import Recorded
+from ..extend import Builder, Constant, ReadOptions, Recorded, View, numpy_dtype, row_stats_dtype
 from ..helpers import dropout_mask
 from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at

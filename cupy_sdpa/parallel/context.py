@@ -7,19 +7,25 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..core.boundary.layouts import check_strides_of, has_own_axes, takes_default
-from ..core.boundary.user_functions import kept_options
-from ..core.errors import Unsupported
-from ..core.options.values import read_flag
+from ..core.boundary.layouts import has_own_axes, takes_default
 from ..core.problem.arrays import CU_SEQLENS
-from ..core.problem.view import View
-from ..core.programs.calls import Call, read, run
 from ..core.programs.describe import OF_FORWARD
-from ..core.programs.executor import ReadCall
-from ..core.programs.program import Builder
-from ..core.replay.call_key import CallKey
 from ..core.replay.replay_cache import BoundPrograms, run_cached
-from ..core.runtime import cupy_runtime, memory
+from ..core.runtime import memory
+from ..extend import (
+    Builder,
+    Call,
+    CallKey,
+    ReadCall,
+    Unsupported,
+    View,
+    check_strides_of,
+    cupy_runtime,
+    kept_options,
+    read,
+    read_flag,
+    run,
+)
 from .agreement import Agreement, Parser, decided_options
 from .channel import Channel
 from .configuration import Request

@@ -9,20 +9,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..core.boundary.argument import check_arrays, tensor_name
-from ..core.boundary.arguments import read_forward
-from ..core.boundary.layouts import check_strides_of
-from ..core.boundary.read_options import ReadOptions
+from ..core.boundary.argument import tensor_name
 from ..core.boundary.user_functions import FUNCTIONS, function_identities
-from ..core.errors import Unsupported, in_words
 from ..core.problem.arrays import CU_SEQLENS, LENGTHS
 from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import numpy_dtype
-from ..core.problem.validation import expected_arrays
-from ..core.problem.view import View, device_of
-from ..core.programs.executor import Operands, read_operands
-from ..core.runtime import cupy_runtime
+from ..core.problem.view import device_of
+from ..core.programs.executor import Operands
 from ..core.runtime.interpreted_array import InterpretedArray
+from ..extend import (
+    ReadOptions,
+    Unsupported,
+    View,
+    check_arrays,
+    check_strides_of,
+    cupy_runtime,
+    expected_arrays,
+    in_words,
+    numpy_dtype,
+    read_forward,
+    read_operands,
+)
 from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import Layout

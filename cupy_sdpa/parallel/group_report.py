@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.errors import Unsupported
 from ..core.programs.describe import report_of
-from ..core.programs.executor import ReadCall
 from ..core.replay.call_report import Report
+from ..extend import ReadCall, Unsupported
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
 from .parts import Part

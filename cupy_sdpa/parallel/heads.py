@@ -12,11 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..core.boundary.read_options import ReadOptions
 from ..core.kernels.merge import accumulate
 from ..core.problem.arrays import KEY_ARRAYS
-from ..core.problem.problem import row_stats_shape
-from ..core.problem.view import View
+from ..extend import ReadOptions, View, row_stats_shape
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import Layout

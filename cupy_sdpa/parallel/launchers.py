@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime
 from .group import GroupError
 from .loopback import run_threads
 from .nccl import DEFAULT_TIMEOUT, CupyCommunicator, NcclGroup

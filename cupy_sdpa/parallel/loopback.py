@@ -10,9 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..core.errors import in_words
 from ..core.options.values import read_positive
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime, in_words
 from .group import Failing, GroupError, Transfer
 
 #: The seconds for which a member waits for a message before the group fails.

@@ -11,16 +11,11 @@ import numpy as np
 
 from ..core.boundary.arguments import check_lengths
 from ..core.boundary.layouts import of_caller
-from ..core.boundary.read_options import ReadOptions
 from ..core.problem.arrays import LENGTHS
-from ..core.problem.problem import row_stats_shape
-from ..core.problem.view import View
-from ..core.programs.executor import Operands, ReadCall, composed
+from ..core.programs.executor import Operands
 from ..core.programs.passes import rounded
-from ..core.programs.program import Builder, Program
-from ..core.programs.steps import Check
-from ..core.replay.call_key import CallKey
-from ..core.runtime import cupy_runtime
+from ..core.programs.program import Program
+from ..extend import Builder, CallKey, Check, ReadCall, ReadOptions, View, composed, cupy_runtime, row_stats_shape
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice

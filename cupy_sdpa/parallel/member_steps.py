@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.boundary.call import GivenStats
-from ..core.boundary.read_options import ReadOptions
 from ..core.problem.arrays import BACKWARD, REQUESTS
-from ..core.problem.view import View
-from ..core.programs import passes
-from ..core.programs.program import Builder, Program
+from ..core.programs.program import Program
+from ..extend import Builder, ReadOptions, View, passes
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime
 from .group import Failing, Transfer
 
 #: The seconds for which a member waits for an exchange.

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..core.runtime import cupy_runtime, driver
+from ..core.runtime import driver
+from ..extend import cupy_runtime
 from .group import Failing, GroupError, Transfer
 
 #: The seconds after which an exchange that began but does not end counts as failed.

@@ -16,10 +16,8 @@ import numpy as np
 
 from ..core.kernels.merge import accumulate
 from ..core.options.band import Band
-from ..core.problem.view import View
-from ..core.programs.program import Builder
-from ..core.programs.steps import Constant
 from ..core.runtime import memory
+from ..extend import Builder, Constant, View
 from .shards import Interval, Layout
 
 

@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.boundary.read_options import ReadOptions
 from ..core.boundary.user_functions import FUNCTIONS, trace_functions
 from ..core.problem.arrays import LENGTHS, SCORE_INPUTS
 from ..core.problem.problem import Problem
-from ..core.problem.view import View
-from ..core.programs.program import Builder
 from ..core.score_fn.expression import AXES
-from ..core.score_fn.recorded import Access, Recorded, relocated
 from ..core.score_fn.tracer import record
+from ..extend import Access, Builder, ReadOptions, Recorded, View, relocated
 
 
 class Window(NamedTuple):

@@ -16,13 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.read_options import ReadOptions
 from ..core.kernels import ragged
-from ..core.kernels.merge import Parts, merge
-from ..core.problem.problem import row_stats_shape
-from ..core.problem.view import View
-from ..core.programs.program import Builder
-from ..core.runtime import cupy_runtime
+from ..extend import Builder, Parts, ReadOptions, View, cupy_runtime, merge, row_stats_shape
 from .configuration import Configuration
 from .heads import to_heads, to_positions
 from .member_steps import Exchange, MemberSteps, attend, attend_backward

@@ -6,9 +6,8 @@ import pytest
 from engines import numbers
 
 import cupy_sdpa
-from cupy_sdpa import attention
-from cupy_sdpa.core.kernels import merge as merging
-from cupy_sdpa.core.kernels.merge import Parts
+from cupy_sdpa import attention, extend
+from cupy_sdpa.extend import Parts
 
 #: The dtypes of the parts and of the result.
 PAIRS = [
@@ -118,7 +117,7 @@ def test_groups_of_parts(number, engine):
     rng = np.random.default_rng([number, *dtype.encode(), *out_dtype.encode()])
     nothing = number == 1  # no part at all, and sinks
     shape = (16, 2, 3, 2) if nothing else random_sizes(rng)
-    counts = [int(n) for n in rng.choice([0, 1, 1, 2, 3, 9, 64], int(rng.integers(1, merging.MAX_GROUPS + 1)))]
+    counts = [int(n) for n in rng.choice([0, 1, 1, 2, 3, 9, 64], int(rng.integers(1, 9)))]
     counts = [0, 0] if nothing else counts if sum(counts) < 150 else [64, 3]
     spread, unit = float(rng.choice([0, 1, 1, 1e4])), bool(rng.integers(2))
     made = [random_parts(rng, shape, n, dtype, spread) for n in counts]
@@ -136,7 +135,7 @@ def test_groups_of_parts(number, engine):
         if nothing or rng.integers(4)
         else None
     )
-    merging.merge(groups, out, stats, None if sinks is None else strided(engine, rng, sinks))
+    extend.merge(groups, out, stats, None if sinks is None else strided(engine, rng, sinks))
     check((engine.get(out), None if stats is None else engine.get(stats)), formula(parts, sinks), spread)
 
 

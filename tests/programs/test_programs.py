@@ -12,6 +12,7 @@ from validated_steps import compared, validated_steps
 from cupy_sdpa import (
     BlockMask,
     KVCache,
+    Prepared,
     attention,
     attention_backward,
     explain,
@@ -20,12 +21,18 @@ from cupy_sdpa import (
     prepare,
     shared_prefix_attention,
 )
-from cupy_sdpa.core.problem.view import View
-from cupy_sdpa.core.programs.calls import Call, call_of, operation, read, results_of
-from cupy_sdpa.core.programs.executor import composed, read_operands
-from cupy_sdpa.core.programs.program import Builder
-from cupy_sdpa.core.replay.call_key import CallKey
-from cupy_sdpa.preparation import Prepared
+from cupy_sdpa.extend import (
+    Builder,
+    Call,
+    CallKey,
+    View,
+    call_of,
+    composed,
+    operation,
+    read,
+    read_operands,
+    results_of,
+)
 
 
 def test_temporaries_share_memory():

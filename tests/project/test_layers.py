@@ -15,38 +15,59 @@ import cupy_sdpa
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cupy_sdpa"
 
-#: The folders and root modules, from the highest layer to the lowest. A unit imports only from lower layers, or from itself.
+#: The units of the package: the folders and modules of the core, and the folders and modules beside it. From the highest layer
+#: to the lowest; a unit imports only from lower layers, or from itself.
 LAYERS = (
     ("__main__",),
     ("cli",),
     ("check",),
     ("__init__",),
-    ("nnlib", "store", "kv_cache", "parallel"),
-    ("vjp",),
-    ("explanation", "preparation"),
-    ("attention_functions", "derivatives", "helpers", "rope", "sequences", "tree"),
-    ("fp8",),
-    ("offline", "libraries"),
-    ("block_masks",),
-    ("programs",),
-    ("replay",),
-    ("boundary",),
-    ("cudnn_engine", "numpy_engine"),
-    ("graph",),
-    ("support",),
-    ("kernels",),
-    ("problem",),
-    ("options",),
-    ("runtime",),
-    ("score_fn", "cudnn", "layout"),
-    ("hooks", "version", "errors", "reference", "zoo", "tolerance", "_html", "_interrupt", "_typing", "_workers"),
+    ("nnlib", "store"),
+    ("vjp", "explanation"),
+    ("kv_cache",),
+    ("parallel", "derivatives", "fp8", "preparation"),
+    ("offline", "libraries", "block_masks", "attention_functions", "helpers"),
+    ("extend", "layout"),
+    ("core/programs",),
+    ("core/replay",),
+    ("core/boundary",),
+    ("core/cudnn_engine", "core/numpy_engine"),
+    ("core/graph",),
+    ("core/support",),
+    ("core/kernels",),
+    ("core/problem",),
+    ("core/options",),
+    ("core/runtime",),
+    ("core/score_fn", "core/cudnn", "core/layout"),
+    ("core/hooks", "core/errors", "core/version", "core/_html", "core/_interrupt", "core/_typing"),
+    ("core/__init__",),
+    ("reference", "zoo"),
 )  # fmt: skip
+#: The most names of the core that a layer imports besides those of :mod:`cupy_sdpa.extend`, to be lowered and never raised.
+INSIDE = {
+    "attention_functions": 25,
+    "block_masks": 26,
+    "check": 11,
+    "cli": 29,
+    "derivatives": 38,
+    "explanation": 35,
+    "fp8": 24,
+    "helpers": 28,
+    "kv_cache": 39,
+    "libraries": 2,
+    "nnlib": 7,
+    "offline": 21,
+    "parallel": 39,
+    "preparation": 18,
+    "store": 13,
+    "vjp": 34,
+}
 #: The most lines per module.
 LINES = 600
 
 #: What tests may import without knowing the inside of the package; and ``check``, which they are written with.
 PUBLIC = {
-    *dir(cupy_sdpa), "__main__", "check", "errors",
+    *dir(cupy_sdpa), "__main__", "check", "extend",
 }  # fmt: skip
 #: Limits of the tests, to be lowered and never raised.
 AT_MOST = {
@@ -59,8 +80,15 @@ PATCH = re.compile(r"\b(?:monkeypatch|patch)\.(?:setattr|setitem|delattr|delitem
 
 
 def unit(path):
-    """The folder or root module that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    """The unit that a file belongs to."""
+    return unit_of(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def unit_of(names):
+    """The unit of a module or of a name that is imported, as names below the package."""
+    if not names:
+        return "__init__"
+    return names[0] if names[0] != "core" else f"core/{names[1] if len(names) > 1 else '__init__'}"
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -102,13 +130,8 @@ def dependencies():
     found = {name: set() for name in UNITS}
     for path in MODULES:
         for names in imports_of(path):
-            found[unit(path)].add(names[0] if names and names[0] in UNITS and not is_function(names) else "__init__")
+            found[unit(path)].add(unit_of(names) if unit_of(names) in UNITS else "__init__")
     return {name: others - {name} for name, others in found.items()}
-
-
-def is_function(names):
-    """Whether an import from the root is the public function, not the folder with the same name."""
-    return names == ("problem",)
 
 
 def test_the_layers_list_every_unit_once():
@@ -124,12 +147,55 @@ def test_imports_go_downwards(name):
     assert dependencies()[name] <= below
 
 
+@pytest.mark.parametrize("name", [name for name in UNITS if name.startswith("core/")])
+def test_the_core_imports_no_layer(name):
+    """What a layer adds to a call of the core is registered: :mod:`cupy_sdpa.core.hooks`."""
+    assert {other for other in dependencies()[name] if not other.startswith("core/")} == set()
+
+
+def names_inside():
+    """The names of the core that each layer imports directly, not from ``extend``."""
+    found = collections.defaultdict(set)
+    for path in MODULES:
+        of = unit(path)
+        if of not in ("__init__", "extend", "layout") and not of.startswith("core/"):
+            found[of] |= {names for names in imports_of(path) if names[:1] == ("core",)}
+    return found
+
+
+def test_layers_import_the_interface_of_the_core():
+    """Names of :mod:`cupy_sdpa.extend`, and a few others."""
+    counts = {name: len(names) for name, names in names_inside().items() if names}
+    assert counts.keys() == INSIDE.keys()
+    assert {name: n for name, n in counts.items() if n > INSIDE[name]} == {}
+
+
+def test_every_layer_has_a_readme():
+    """It names modules of the layer, and the core's names modules of the core; every module of a layer is named, or is a command."""
+    for name in {path.parent for path in MODULES if path.parent.parent == PACKAGE}:
+        text = (name / "README.md").read_text(encoding="utf-8")
+        named = {word for word in re.findall(r"`([\w/]+\.py)`", text) if word != "attention_functions.py"}
+        present = {path.relative_to(name).as_posix() for path in name.rglob("*.py")}
+        known = present | {path.rpartition("/")[2] for path in present}
+        assert {word for word in named if word not in known} == {"NAME_command.py"} & named, name
+        if name.name != "core":
+            missing = {path for path in present - named if not path.endswith(("__init__.py", "_command.py"))}
+            assert missing == set(), name
+
+
+def test_the_picture_of_the_layers():
+    """``python tools/layers_picture.py`` draws it from the imports; the numbers of lines may be older."""
+    tool = runpy.run_path(str(ROOT / "tools" / "layers_picture.py"))
+    drawn, saved = (re.sub(r"\d+ modules, \d+ lines", "", text) for text in (tool["picture"](), tool["PICTURE"].read_text()))
+    assert drawn == saved
+
+
 def test_imports_have_no_cycle():
     """Not even between modules of one folder."""
     names = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in MODULES}
     graph = {}
     for own, path in names.items():
-        wanted = {found[:n] for found in imports_of(path) if not is_function(found) for n in range(1, len(found) + 1)}
+        wanted = {found[:n] for found in imports_of(path) for n in range(1, len(found) + 1)}
         graph[own] = {other for other in wanted if other in names} - {own}
     list(graphlib.TopologicalSorter(graph).static_order())
 
@@ -189,7 +255,7 @@ def test_every_folder_of_the_package_has_tests():
     rows = dict(re.findall(r"^\| `tests/(\w+)` \| (.*) \|$", page, re.M))
     assert rows.keys() == {path.name for path in TESTS.iterdir() if any(path.glob("test_*.py"))}
     for name, folders in listed.items():
-        if name.count("/") == 1:  # a folder or a module in the root of the package
+        if name.removeprefix("cupy_sdpa/") in UNITS:
             for folder in folders:
                 assert f"`{name.removeprefix('cupy_sdpa/')}`" in rows[folder], (name, folder)
 
@@ -205,8 +271,8 @@ def test_every_folder_of_the_package_has_tests():
         ("from .library import library", ("cudnn",), {("cudnn", "library", "library")}),
         ("from . import library", ("cudnn",), {("cudnn", "library")}),
         ("def f():\n    from .cudnn.library import library", (), {("cudnn", "library", "library")}),
-        ("import cupy_sdpa.core.cudnn_engine.plan, numpy", (), {("cudnn_engine", "plan")}),
-        ("from cupy_sdpa.core.cudnn_engine.plan import Plan", (), {("cudnn_engine", "plan", "Plan")}),
+        ("import cupy_sdpa.core.cudnn_engine.plan, numpy", (), {("core", "cudnn_engine", "plan")}),
+        ("from cupy_sdpa.core.cudnn_engine.plan import Plan", (), {("core", "cudnn_engine", "plan", "Plan")}),
         ("import cupy_sdpa", (), {()}),
         ("from cuda.bindings import driver\nimport plan", (), set()),
     ],

@@ -30,8 +30,8 @@ def imports(path):
 @pytest.mark.slow
 def test_who_imports_what():
     """Only the folder of cuDNN imports ctypes; the reference imports only numpy and the standard library."""
-    folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "ctypes" in imports(path)}
-    assert folders == {"cudnn"}
+    folders = {path.relative_to(PACKAGE).parent.as_posix() for path in PACKAGE.rglob("*.py") if "ctypes" in imports(path)}
+    assert folders == {"core/cudnn"}
     assert {*imports(PACKAGE / "reference.py")} <= {*sys.stdlib_module_names, "numpy"}
 
 
@@ -40,19 +40,14 @@ HEAVY = {
 }  # fmt: skip
 #: What the import loads: names are imported on first use.
 LIGHT = {
-    "cupy_sdpa",
-    "cupy_sdpa.core.hooks",
-    "cupy_sdpa.core._interrupt",
-    "cupy_sdpa.problem",
-    "cupy_sdpa.core.version",
-    "__future__",
+    "cupy_sdpa", "cupy_sdpa.core", "cupy_sdpa.core._interrupt", "cupy_sdpa.core.hooks", "cupy_sdpa.core.version", "__future__",
     "signal",
-}
+}  # fmt: skip
 #: What a plain call does not load.
 OTHER_CALLS = {
-    "cupy_sdpa.explanation", "cupy_sdpa.helpers", "cupy_sdpa.derivatives.jvp", "cupy_sdpa.kv_cache",
-    "cupy_sdpa.nnlib", "cupy_sdpa.parallel", "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.kv_cache.rope",
-    "cupy_sdpa.store", "cupy_sdpa.kv_cache.tree", "cupy_sdpa.vjp", "cupy_sdpa.derivatives.weights",
+    "cupy_sdpa.block_masks", "cupy_sdpa.derivatives", "cupy_sdpa.explanation", "cupy_sdpa.fp8", "cupy_sdpa.helpers",
+    "cupy_sdpa.kv_cache", "cupy_sdpa.libraries", "cupy_sdpa.nnlib", "cupy_sdpa.offline", "cupy_sdpa.parallel",
+    "cupy_sdpa.preparation", "cupy_sdpa.reference", "cupy_sdpa.store", "cupy_sdpa.vjp",
 }  # fmt: skip
 CALL = "import numpy; x = numpy.ones((8, 1, 4, 1), 'f4', order='F'); cupy_sdpa.attention(x, x, x)"
 
@@ -72,9 +67,12 @@ def test_import_loads_neither_cupy_nor_cudnn(tmp_path):
 def test_public_names():
     """Each name that is imported on first use is found, listed, and known to type checkers as the same."""
     found = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")))
-    lines = [x for x in found if isinstance(x, ast.ImportFrom) and x.level and x.module != "hooks"]
+    lines = [x for x in found if isinstance(x, ast.ImportFrom) and x.level and x.module != "core.hooks"]
     typed = {
-        alias.name: line.module for line in lines for alias in line.names if alias.name[0] != "_" or line.module == "version"
+        alias.name: line.module
+        for line in lines
+        for alias in line.names
+        if alias.name[0] != "_" or line.module == "core.version"
     }
     for name in dir(cupy_sdpa):
         made = getattr(cupy_sdpa, name)

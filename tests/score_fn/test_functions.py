@@ -19,13 +19,12 @@ from functions import (
     agrees,
     arrays,
     drawn,
-    has_plan,
+    parts_have_plans,
     refused,
     right_on_the_gpu,
 )
 
 from cupy_sdpa import Unsupported, attention, problem, zoo
-from cupy_sdpa.core.problem.subproblems import subproblems
 
 EVERY = [*ZOO, *OPERATIONS]
 
@@ -107,8 +106,7 @@ def test_a_function_is_planned(number, planned):
     turn = number % (2 * len(GPUS))
     others = [(gpu, {"backward": backward}) for gpu in GPUS for backward in (False, True)]
     for gpu, passes in [*asked, *(others if NIGHTLY else others[turn : turn + 1])]:
-        for part in subproblems(problem(*shapes, **options, **passes)):
-            has_plan(planned, part, gpu)
+        parts_have_plans(planned, problem(*shapes, **options, **passes), gpu)
 
 
 # Lines of the user, and operators

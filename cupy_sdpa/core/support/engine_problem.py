@@ -1,6 +1,7 @@
 """The problem that the engine runs for a caller's problem: lengths, dtypes and layouts in the form that the engine supports.
 
-It depends on the problem alone, so plans can be built before there are arrays. core/programs/attention_steps.py makes the copies.
+It depends on the problem alone, so plans can be built before there are arrays. The copies are made by the steps of
+core/programs/attention_steps.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ To add a bug:
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
-implementation: those of :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py, core/programs/attention_steps.py), the
-others change the graph (core/graph/attention_forward.py, core/graph/attention_backward.py).
+implementation: those of :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
+core/programs/attention_steps.py), the others change the graph (core/graph/attention_forward.py and attention_backward.py).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ plan on the device; a stored plan is found on the device only if its name and it
 
 To add a GPU, run ``python -m cupy_sdpa info --describe > NAME.json`` on a machine that has it, with a name in lower case, move
 the file into this folder, and add the name to :data:`READ`. For a new compute capability also add it to
-:data:`REPRESENTATIVES`, to ``GENERATIONS`` of core/support/why_not.py, to ``ENGINES`` of tests/support/test_support.py, with the
-engines that ``python tools/support_table.py measure`` reports, and to ``GPUS`` in check/draw.py; docs/support.md then has one
-more column: ``python tools/support_table.py page > docs/support.md``. A description outside this folder is selected by its
+:data:`REPRESENTATIVES`, to ``GENERATIONS`` of core/support/why_not.py, to ``ENGINES`` of tests/support/test_support.py, with
+the engines that ``python tools/support_table.py measure`` reports, and to ``GPUS`` in check/draw.py; docs/support.md then has
+one more column: ``python tools/support_table.py page > docs/support.md``. A description outside this folder is selected by its
 path.
 """
 
