@@ -161,7 +161,7 @@ def save_problems(path: str | os.PathLike[str]) -> int:
     import sys
 
     # A process without the module has no plan cache. It loads cuDNN, so it is not imported here.
-    sessions = sys.modules.get(f"{__package__}.cudnn_engine.sessions")
+    sessions = sys.modules.get(f"{__package__}.core.cudnn_engine.sessions")
     caches = sessions.plan_caches() if sessions else []
     return problem_file.add(path, [*(trace.problems or ()), *(problem for cache in caches for problem in cache.problems)])
 

@@ -104,8 +104,9 @@ def by_pullback(x, **options):
 def of_stats(x, **options):
     """The gradients of the log-sum-exp, with those of the output and alone."""
     (out, stats), pullback = attention_vjp(x["q"], x["k"], x["v"], return_stats=True, causal=True, **options)
-    x.held.append(pullback)
-    return out, *pullback(x["dout"], 2 * stats), *pullback(None, stats)
+    doubled = 2 * stats
+    x.held += [pullback, doubled]  # a captured graph reads it again
+    return out, *pullback(x["dout"], doubled), *pullback(None, stats)
 
 
 def both_passes(x, **options):
@@ -289,7 +290,7 @@ def changes_of(engine, name):
         "derivative and compute_dtype": [{"causal": True}],
         "functions of every call": [{"cap": 2.0}, {"cap": 0.5}, {"cap": 3}],
         "arrays of functions": [{"of": "x"}, {"of": "y"}, {"of": ("y", "x")}],
-        "NNlib": [], "rotation": [], "rotation of a tree": [], "merge": [], "dropout_mask": [{"bucket": 32}], "conversion to FP8": [{"rotate": True}],
+        "NNlib": [], "scales of heads": [{"causal": True}], "gradients of merge": [], "rotation": [], "rotation of a tree": [], "merge": [], "dropout_mask": [{"bucket": 32}], "conversion to FP8": [{"rotate": True}],
     }.get(name, [{"scale": 0.3}])  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def public_callables():
     modules = {"": cupy_sdpa, "nnlib.": nnlib, "parallel.": parallel, "fp8.": fp8}
     names = [(prefix, module, name) for prefix, module in modules.items() for name in module.__all__]
     for prefix, module in {"zoo.": zoo, "store.": store, "reference.": reference, "": layout}.items():
-        own = [name for name, x in vars(module).items() if name[0] != "_" and getattr(x, "__module__", "") == module.__name__]
+        defined = {module.__name__, f"cupy_sdpa.core.{module.__name__.rpartition('.')[2]}"}
+        own = [name for name, x in vars(module).items() if name[0] != "_" and getattr(x, "__module__", "") in defined]
         names += [(prefix, module, name) for name in own if inspect.isfunction(getattr(module, name))]
     names += [("", cupy_sdpa, "Prepared"), ("", cupy_sdpa, "Pullback")]
     for prefix, module, name in names:

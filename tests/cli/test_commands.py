@@ -201,7 +201,7 @@ def test_every_option_can_be_asked_for():
              "page_table": "pages", "return_stats": "stats", "k": "keys", "v": "values",
              "return_dbias": "dbias", "return_dsinks": "dsinks"}  # fmt: skip
     left_out = {"q", "score_mod", "mask_mod", "tensors", "return_dtensors", "seed", "offset", "dropout_mask", "out_dtype",
-                "batch_invariant"}  # fmt: skip
+                "batch_invariant", "return_dscale", "dstats"}  # fmt: skip
     text = run("explain --help").out
     for name in inspect.signature(cupy_sdpa.problem).parameters.keys() - left_out:
         assert f"--{names.get(name, name).replace('_', '-')}" in text, name

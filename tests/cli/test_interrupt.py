@@ -65,7 +65,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("module", ["cupy_sdpa.problem", pytest.param("cupy_sdpa.cli.main", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["cupy_sdpa.core.errors", pytest.param("cupy_sdpa.cli.main", marks=pytest.mark.slow)])
 def test_during_the_imports(module, folder):
     """The process ends without a traceback."""
     (folder / "sitecustomize.py").write_text(INTERRUPTS, encoding="utf-8")
