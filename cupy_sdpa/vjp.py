@@ -157,8 +157,9 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
 
         def backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
-            given = {"dstats": dstats, "dq": dq, "dk": dk, "dv": dv}
-            found: tuple[Any, ...] = attention_backward(dout, q, k, v, out, stats, **rest, **outputs, **given)
+            found: tuple[Any, ...] = attention_backward(
+                dout, q, k, v, out, stats, dstats=dstats, dq=dq, dk=dk, dv=dv, **rest, **outputs
+            )
             return found
 
         return out, stats, Pullback(backward, (q, k, v, out, stats), rest, outputs)

@@ -217,8 +217,14 @@ def _check_arguments(function: Callable[..., Any], others: Sequence[Any], option
         ) from None
 
 
+#: The flags that request gradients.
+_REQUEST_NAMES = frozenset(REQUESTS)
+
+
 def split_requests(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the flags that request gradients, which are False by default, from the options."""
+    if _REQUEST_NAMES.isdisjoint(options):
+        return dict.fromkeys(REQUESTS, False), {**options}
     requests = {name: options.get(name, False) for name in REQUESTS}
     if isinstance(names := requests["return_dtensors"], (list, set)):
         requests["return_dtensors"] = tuple(names)  # the caller's list may change before a later call
