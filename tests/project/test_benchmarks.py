@@ -273,7 +273,14 @@ def test_wrong_command_lines(command, folder):
 
 
 #: Options with which a command needs a GPU that also runs without one.
-WITH_GPU = {"saved": "--problems problems.jsonl", "fp8": "--decode"}
+WITH_GPU = {"saved": "--problems problems.jsonl", "fp8": "--decode", "host_trees": "--before ."}
+
+
+def test_another_tree(folder):
+    """The host times of a tree and of itself; a folder that is no tree is named."""
+    done = run(f"host_trees x.csv --cpu --rounds 1 --before {runner.__file__.rpartition('/benchmarks')[0]}")
+    assert [row["call"] for row in tables.read(str(folder / "x.csv"))][::10] == ["plain", "vjp"], done.err
+    assert "is no tree of this repository" in run("host_trees --cpu --before .").complaint
 
 
 @with_gpu
