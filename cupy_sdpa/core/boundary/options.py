@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -123,10 +124,10 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
-#: The line of a docstring that names the options.
-_EVERY_OPTION = "        options: every option; :doc:`/options` defines each.\n"
-#: The beginning of the line that names the flags of gradients.
-_REQUESTS = "        requests:"
+#: The line of a docstring that names the options, and the beginning of that which names the flags of gradients; from Python
+#: 3.13 on their indentation is not that of the source.
+_EVERY_OPTION = re.compile(r"^( +)options: every option; :doc:`/options` defines each\.\n", re.M)
+_REQUESTS = re.compile(r"^( +)requests:", re.M)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -160,8 +161,9 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     result: Any = function if takes_more else _with_remedies(function, any(p.name == "layout" for p in parameters))
     if function.__doc__:
-        doc = function.__doc__.replace(_EVERY_OPTION, help_of_options())
-        result.__doc__ = doc.replace(_REQUESTS, f"        {', '.join(REQUESTS)}:")
+        lines = help_of_options().splitlines(keepends=True)
+        doc = _EVERY_OPTION.sub(lambda match: "".join(f"{match[1]}{line}" for line in lines), function.__doc__)
+        result.__doc__ = _REQUESTS.sub(lambda match: f"{match[1]}{', '.join(REQUESTS)}:", doc)
     result.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
     return result
 

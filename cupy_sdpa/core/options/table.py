@@ -248,7 +248,7 @@ def help_of_options() -> str:
     names: dict[str, list[str]] = {group: [] for group in GROUPS}
     for option in OPTIONS.values():
         names[option.group].append(option.name)
-    return "".join(f"        {', '.join(names[group])}: {text}\n" for group, text in GROUPS.items())
+    return "".join(f"{', '.join(names[group])}: {text}\n" for group, text in GROUPS.items())
 
 
 def takes(function: str, option: Option) -> bool:
