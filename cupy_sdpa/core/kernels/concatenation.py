@@ -140,6 +140,12 @@ def address(array: Any, start: int) -> Address:
     return Address(array.data.ptr + start * array.strides[0], *strides)
 
 
+def strides_of_rows(array: Any) -> tuple[int, int, int]:
+    """The strides along tokens, heads and batch of one number for each row: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
+    first, second, *batch = array.strides
+    return (first, second, batch[0]) if batch else (second, first, 0)
+
+
 def alignment_of(array: Address) -> int:
     """The bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
     return array.address | array.h | array.s | array.b

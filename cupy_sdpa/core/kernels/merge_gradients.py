@@ -10,6 +10,7 @@ import numpy as np
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
+from .concatenation import Address, address, strides_of_rows
 from .merge import MAX_GROUPS
 
 
@@ -71,8 +72,8 @@ def _part_on_cpu(part: PartGradient, out: Any, stats: Any, dout: Any, dstats: An
 
 #: The warps of a block.
 _WARPS = 8
-#: An array of the kernel: its address, and strides in bytes along head dim, heads, tokens and batch.
-_FIELDS = "address d h s b"
+#: An array of the kernel.
+_FIELDS = " ".join(Address._fields)
 _PART = Struct("Part", "", **dict.fromkeys(PartGradient._fields, Struct("OfPart", _FIELDS)))
 _ARGUMENTS = Struct(
     "Arguments",
@@ -82,14 +83,12 @@ _ARGUMENTS = Struct(
 )
 
 
-def _place(array: Any) -> tuple[int, ...]:
+def _place(array: Any) -> Address:
     """An array ``(D, H, S, B)`` or ``(S, H, B)``, or None, as the kernel reads it."""
-    if array is None:
-        return (0,) * 5
-    if array.ndim == 4:
-        return (array.data.ptr, *array.strides)
-    tokens, heads, batch = array.strides
-    return array.data.ptr, 0, heads, tokens, batch
+    if array is None or array.ndim == 4:
+        return address(array, 0)
+    tokens, heads, batch = strides_of_rows(array)
+    return Address(array.data.ptr, 0, heads, tokens, batch)
 
 
 @cuda_kernel

@@ -9,7 +9,7 @@ import numpy as np
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
-from .concatenation import MAX_BLOCKS, Address, address
+from .concatenation import MAX_BLOCKS, Address, address, strides_of_rows
 
 #: The arguments of :func:`row_means`: addresses, sizes, and strides in bytes.
 _MEANS = Struct(
@@ -48,19 +48,14 @@ def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mea
     like = means if products is None else products
     width, heads, length, *_ = like.shape
     places = [address(products, 0), address(dout, 0), address(means, mean_index)]
-    arguments = _MEANS(width, heads, length, target.size, target, stats, *_rows_of(target), *_rows_of(stats), *places)
+    rows = *strides_of_rows(target), *strides_of_rows(stats)
+    arguments = _MEANS(width, heads, length, target.size, target, stats, *rows, *places)
     grid = (min(-(-target.size // _WARPS), MAX_BLOCKS),)
     _row_means_kernel(like.dtype.name)(grid, (32, _WARPS), (arguments, np.float32(scale)))
 
 
 #: The warps of a block of :func:`row_means`.
 _WARPS = 8
-
-
-def _rows_of(x: Any) -> tuple[int, int, int]:
-    """The strides along tokens, heads and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
-    first, second, *batch = x.strides
-    return (first, second, batch[0]) if batch else (second, first, 0)
 
 
 @cuda_kernel

@@ -9,14 +9,15 @@ import numpy as np
 from ..runtime import cupy_runtime
 from ..runtime.cuda_code import Struct, cuda_kernel
 from ..runtime.dtypes import TYPES
+from .concatenation import strides_of_rows
 
 #: The rows that :func:`append_stats_gradient` writes.
 ROWS = 2
 #: The arrays as the kernel reads them: addresses, lengths, and strides in bytes.
 _ARGUMENTS = Struct(
     "Arguments",
-    "dout out dstats stats heads tokens rows row dout_d dout_h dout_s dout_b out_d out_h out_s out_b dstats_h dstats_s "
-    "dstats_b stats_h stats_s stats_b",
+    "dout out dstats stats heads tokens rows row dout_d dout_h dout_s dout_b out_d out_h out_s out_b dstats_s dstats_h "
+    "dstats_b stats_s stats_h stats_b",
 )
 #: Threads of a block, and the maximum number of blocks.
 _THREADS, _MAX_BLOCKS = 256, 1 << 16
@@ -46,17 +47,11 @@ def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
         return
     width, heads, tokens = dout.shape[:3]
     steps = [(*x.strides, 0)[:4] if x is not None else (0,) * 4 for x in (dout, out)]
-    rows = *_steps_of_rows(dstats), *_steps_of_rows(stats)
+    rows = *strides_of_rows(dstats), *strides_of_rows(stats)
     count = dout.size // width
     arguments = _ARGUMENTS(dout, out, dstats, stats, heads, tokens, count, width - ROWS, *steps[0], *steps[1], *rows)
     grid = (min(-(-count // _THREADS), _MAX_BLOCKS),)
     _append_kernel(dout.dtype.name)(grid, (_THREADS,), (arguments,))
-
-
-def _steps_of_rows(x: Any) -> tuple[int, int, int]:
-    """The strides along heads, tokens and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
-    first, second, *batch = x.strides
-    return (second, first, batch[0]) if batch else (first, second, 0)
 
 
 @cuda_kernel

@@ -129,8 +129,8 @@ RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
 #: The flags of the backward pass that request gradients.
 REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dscale", "return_dtensors")
-#: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass, as for
-#: :func:`cupy_sdpa.attention_backward`, in the order of the cache key.
+#: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass of one problem, in the order of
+#: the cache key.
 FORWARD = ("q", "k", "v", "out", "stats")
 BACKWARD = ("dout", "q", "k", "v", "out", "stats", "dq", "dk", "dv")
 #: The names of the options that are arrays.

@@ -26,7 +26,7 @@ from .head_scales import check_request, check_scales, is_per_head, plain, scaled
 from .program import Builder
 from .stats_gradient import needs_equal, refusal, sum_of_sinks, with_rows
 
-#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key.
+#: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
 GRADIENT_ARRAYS = (*BACKWARD, "dstats")
 #: The results in the dtype of the program that are kept for the gradients.
 _KEPT = ("q", "k", "v", "out")
