@@ -39,7 +39,9 @@ def _paged(sampler: Sampler) -> Any:
         while sizes["b"] * sizes["hq"] * sizes["sq"] * sizes["skv"] > sampler.limits.scores and sizes["sq"] > 1:
             sizes["sq"] //= 2
     rows = sizes["hq"] // max(sizes["hkv"], 1) * sizes["sq"]
-    split = rows <= 128 and not names & NOT_SPLIT and not (rows == 1 and names & {"causal", "window"})
+    of_prefix = rows * (sizes["b"] if "shared_prefix" in names else 1)  # the queries of all sequences attend to the shared keys
+    can_split = rows <= 128 and of_prefix <= 512 and not names & NOT_SPLIT
+    split = can_split and not (rows == 1 and names & {"causal", "window"})
     num_splits = sampler.pick(0, 1, 2, 3, 7, 40) if split else 0
     order, rest = sampler.pick("pages", "heads"), sampler.pick("large", "negative", "unowned", "mixed")
     return tuple(Paged(page, order, _lengths(sampler), num_splits, rest, sampler.chance(0.3), sampler.chance(0.3)))
