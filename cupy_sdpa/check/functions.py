@@ -61,6 +61,7 @@ SCORES: dict[str, Function] = {
     "blocks": Function(lambda s, b, h, q, k: s + 0.25 * (k // 16 - q // 16 + k % 4)),
     "where_score": Function(lambda s, b, h, q, k: np.where(s > 0, s, 0.25 * s)),
     "later": Function(lambda s, b, h, q, k: np.where(q >= k, s, -1.0)),
+    "near": Function(lambda s, b, h, q, k: np.where(k + 5 > q, s, 0.5)),
     "hidden": Function(lambda s, b, h, q, k: np.where(q + 3 >= k, s, -np.inf)),
     "by_head": Function(lambda s, b, h, q, k: s * (h + 1) / 4),
     "by_batch": Function(lambda s, b, h, q, k: s * (1 + 0.25 * b) - 0.01 * b * k),

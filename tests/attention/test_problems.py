@@ -162,6 +162,9 @@ FOUND = {
     "a block mask of values without a head dim": Case(
         d=1, dv=0, hq=2, sq=1, skv=1, options={"block_mask": ("prefix", "kqh1")}, seed=78
     ),
+    "a choice by positions beyond a tile": Case(
+        d=64, dv=64, sq=200, skv=333, backward=True, options={"score_mod": ("later", "")}
+    ),
     "padded values without a head dim": Case(dv=0, sq=1, backward=True, options={"seq_lens_q": "zero"}, seed=50),
     "paged values without a head dim": Case(
         d=8, dv=0, skv=16, options={"paged": (8, "heads", "random", 0, "large", False, False)}

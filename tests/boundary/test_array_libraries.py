@@ -4,8 +4,6 @@ The libraries are stand-ins (:mod:`fake_libraries`); on a GPU the real PyTorch, 
 Refused arrays are in the tables of mistakes.
 """
 
-import os
-
 import fake_libraries
 import ml_dtypes
 import numpy as np
@@ -139,8 +137,6 @@ def test_no_gradient_is_lost_inside_of_no_grad(libraries):
 
 def on_gpu(name):
     """The module of a library, and its float16 arrays (B, S, H, D) with the same contents as numpy arrays."""
-    if name == "jax":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     module = pytest.importorskip({"numba": "numba.cuda"}.get(name, name))
     host = random_arrays(np.float16)
     if name == "torch":

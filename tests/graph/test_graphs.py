@@ -8,7 +8,7 @@ import pytest
 from engines import numbers, one_in
 from exact import evaluated
 
-from cupy_sdpa import reference
+from cupy_sdpa import explain, reference
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.data import build, call_options
 from cupy_sdpa.check.draw import draw_options
@@ -149,3 +149,14 @@ def test_a_lost_option_is_detected(name, agrees):
         return False
 
     assert any(map(shows, range(40)))
+
+
+@pytest.mark.parametrize(("choice", "compared"), [
+    (lambda s, b, h, i, j: np.where(i >= j, s, -1.0), True), (lambda s, b, h, i, j: np.where(j + 5 > i, s, 0.5), True),
+    (lambda s, b, h, i, j: 2 * np.where(i >= j, s, -1.0), True), (lambda s, b, h, i, j: np.where(j > i + 3, 0.5, s), False),
+    (lambda s, b, h, i, j: np.where(i >= j, s, 0.5 * s), False), (lambda s, b, h, i, j: np.where((i + j) % 3 == 0, s, -1.0), False),
+])  # fmt: skip
+def test_a_choice_by_positions_is_not_a_band_to_cudnn(choice, compared):
+    """cuDNN skips tiles where it recognizes a band, whatever number is chosen there: a comparison in between prevents it."""
+    q = np.zeros((8, 1, 4, 1), np.float32, order="F")
+    assert (" ≠ 0 float32" in str(explain(q, q, q, score_mod=choice))) == compared

@@ -49,9 +49,8 @@ def test_the_code_runs(path, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_the_code_for_other_libraries_runs(library, cupy, monkeypatch):
+def test_the_code_for_other_libraries_runs(library, cupy):
     """Blocks that import PyTorch or JAX."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     pytest.importorskip(library)
     blocks = [code for path in DOCS for code in code_blocks(path, library)]
     assert blocks

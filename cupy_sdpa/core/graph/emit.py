@@ -22,6 +22,8 @@ LARGEST = 3e38
 UNBOUNDED = frozenset(
     {"score", "div", "reciprocal", "log", "sqrt", "rsqrt", "pow", "exp", "tan", "mod", "log1p", "expm1", "hypot"}
 )
+#: The comparisons that cuDNN recognizes as a band if both sides are positions.
+_ORDERS = frozenset({"cmp_ge", "cmp_gt", "cmp_le", "cmp_lt"})
 #: Logical modes as arithmetic on conditions, which are 1 or 0.
 _LOGICAL = {"logical_and": "mul", "logical_or": "max"}
 
@@ -98,6 +100,11 @@ class Emitter:
             factor = self._pointwise("binary_select", factor, zero, bounded)
         return self._pointwise("mul", ds, factor)
 
+    def not_a_band(self, condition: Tensor) -> Tensor:
+        """``condition != 0``, which is the same condition, but not one that cuDNN recognizes as a band."""
+        dtype = self.g.compute_dtype
+        return self._pointwise("cmp_neq", condition, self.g.scalar(f"0 {dtype}", dtype, value=0.0))
+
     def _emit(self, step: Step) -> Tensor:
         """Emit one step; its arguments have been emitted."""
         mode = step.mode
@@ -134,12 +141,19 @@ class Emitter:
                 return self.g.scalar(f"{step.value:g} {dtype}", dtype, value=step.value)
 
     def _select(self, step: Step) -> Tensor:
-        """``x where condition, else b``."""
-        x, b, condition = step.args
+        """``x where condition, else b``.
+
+        cuDNN takes a choice between a score and any number by ``q_idx >= kv_idx`` for a causal mask, and skips the tiles in
+        which no element has its score (9.19 and 9.28, Hopper: wrong results beyond the first tile of keys).
+        """
+        x, b, choice = step.args
+        condition = self.tensors[choice]
+        if self._is_scalar(b) and self.writer.steps[choice].mode in _ORDERS:
+            condition = self.not_a_band(condition)
         chosen, other = self._virtual(x), self.tensors[b] if self._is_scalar(b) else self._virtual(b)
         if step.kind != "int":
             chosen, other = self._to_float(chosen), self._to_float(other)
-        return self._pointwise("binary_select", chosen, other, self.tensors[condition], dtype=_dtype(step))
+        return self._pointwise("binary_select", chosen, other, condition, dtype=_dtype(step))
 
     def _binary(self, step: Step) -> Tensor:
         """``mode(x, b)`` with a virtual x."""

@@ -86,7 +86,10 @@ class Scores:
         if mask:
             s = self._where(s, self._nonzero(s, mask))
         if root is not None:
-            s = self._where(s, self._unlike_a_band(function.emitter.on(s, "m")(root)))
+            emitter = function.emitter.on(s, "m")
+            condition = emitter(root)
+            # With two bands cuDNN applies only one (measured with 9.19).
+            s = self._where(s, emitter.not_a_band(condition) if band else condition)
         return s
 
     def mask_tail(self, s: Tensor, name: str, axis: int) -> Tensor:
@@ -195,13 +198,6 @@ class Scores:
             matrix = self.g.pointwise("M = 0 + mask", "add", zeros, mask, out="M")
         zero = self.g.scalar("zero", self.g.compute_dtype, value=0.0)
         return self.g.pointwise("attends = M ≠ 0", "cmp_neq", matrix, zero, out="attends", dtype="bool")
-
-    def _unlike_a_band(self, condition: Tensor) -> Tensor:
-        """``condition != 0`` beside a band: otherwise cuDNN recognizes two bands and applies only one (measured with 9.19)."""
-        if self.band is None:
-            return condition
-        zero = self.g.scalar("zero′", self.g.compute_dtype, value=0.0)
-        return self.g.pointwise(f"{condition} ≠ 0", "cmp_neq", condition, zero, out=f"{condition} ≠ 0", dtype="bool")
 
     def _where(self, s: Tensor, condition: Tensor) -> Tensor:
         """``S <- S where condition, else -inf``."""
