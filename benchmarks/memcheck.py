@@ -17,7 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from cupy_sdpa.check.case import Case
-from cupy_sdpa.check.draw import OPTIONS, draw_options
+from cupy_sdpa.check.combine import LEFT_OUT
+from cupy_sdpa.check.draw import FORWARD_ONLY, OPTIONS, draw_options
 from cupy_sdpa.cli.console import CommandError, output_file
 
 from .runner import check_gpu, parser
@@ -28,12 +29,12 @@ COMMAND = ("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no
 
 
 def cases() -> list[Case]:
-    """No option and each option alone, with alternating lengths, both passes."""
+    """No option and each option alone, with alternating lengths, in both passes where the option has gradients."""
     result = []
-    for number, name in enumerate(["", *OPTIONS]):
+    for number, name in enumerate(["", *(name for name in OPTIONS if name not in LEFT_OUT["gpu"])]):
         for lengths in (LENGTHS[number % 2], LENGTHS[2 + number % 2]):
             case = draw_options({name} - {""}, 1000 + number, "gpu", lengths)
-            result.append(case.with_(backward=True, b=min(case.b, 2), hq=2, hkv=1))
+            result.append(case.with_(backward=not FORWARD_ONLY & {*case.options}, b=min(case.b, 2), hq=2, hkv=1))
     return result
 
 
