@@ -29,10 +29,17 @@ def setup(app):
 project = "cupy_sdpa"
 author = copyright = "The cupy_sdpa developers"
 release = cupy_sdpa.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton", "mathml",
+    "description",
+]  # fmt: skip
 exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include them
-autodoc_typehints = "none"
+autodoc_typehints_format = "short"
+autosummary_generate = False  # tables only: a page of the API has the entries of its table
+python_maximum_signature_line_length = 88  # a longer signature has one parameter per line
+toc_object_entries_show_parents = "hide"
 myst_heading_anchors = 3
+napoleon_use_ivar = True  # fields are a list, as parameters are, without entries of "on this page"
 napoleon_use_param = False  # one entry for several names, as in "dq, dk, dv: ..."
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 nb_execution_mode = "off"  # tools/notebooks.py executes them, and CI checks that every cell runs
@@ -42,3 +49,6 @@ html_theme = "furo"
 html_title = "cupy_sdpa"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
+templates_path = ["_templates"]
+html_theme_options = {"top_of_page_buttons": []}
+copybutton_exclude = ".linenos, .gp, .go"  # without the prompts and the outputs of a session

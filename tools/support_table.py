@@ -256,11 +256,15 @@ def _introduction() -> Iterator[str]:
     yield "# Supported problems\n"
     yield "<!-- Written by `python tools/support_table.py page`; a test compares. -->\n"
     yield (
-        "This page shows which problems each cuDNN version and GPU can run. "
-        f"Requirements: cuDNN {version_text(MINIMUM_CUDNN)} or newer, and a GPU of compute capability "
-        f"{MINIMUM_CAPABILITY / 10} or newer. `explain()` checks a single call and returns the reasons against it, with the "
-        "versions and GPUs that would run it. `python tools/support_table.py measure` compares these tables with the installed "
-        "cuDNN and needs no GPU.\n"
+        "Look up here which problems your GPU and your cuDNN version can run, before you choose a shape, an option or a GPU. "
+        f"You need cuDNN {version_text(MINIMUM_CUDNN)} or newer, and a GPU of compute capability {MINIMUM_CAPABILITY / 10} or "
+        'newer; on other GPUs, and for what these tables do not support, pass [`engine="cupy"`](engines.md).\n'
+    )
+    yield (
+        "- To check one call, use {func}`~cupy_sdpa.explain`. It returns every reason against the call, and the versions and "
+        'GPUs that would run it. It needs no GPU: `explain(..., gpu="h200", cudnn="9.19")`.\n'
+        "- To see the rows for your machine, run `python -m cupy_sdpa support` ([command line](command_line.md)).\n"
+        "- To compare these tables with the installed cuDNN, run `python tools/support_table.py measure`; it needs no GPU.\n"
     )
     yield (
         "Results were verified on Hopper GPUs (H100, H200) only. For the other GPUs the tables show what cuDNN plans for "

@@ -60,7 +60,7 @@ def test_completion_offers_public_names(name):
 
 def test_completion_of_block_masks_offers_public_names():
     """Of the class and of a mask: what the documentation lists."""
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "api_masks.md").read_text(encoding="utf-8")
     listed = sorted(re.search(r"autoclass:: BlockMask\n   :members: (.*)", page)[1].split(", "))
     assert [name for name in dir(cupy_sdpa.BlockMask) if name[0] != "_"] == listed
     assert dir(cupy_sdpa.block_mask(zoo.causal, 4, 4)) == listed

@@ -1,10 +1,11 @@
 """The README, the docs and the notebooks: their code runs, and their tables and pictures are up to date."""
 
 import contextlib
+import importlib
 import json
 import re
 import runpy
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,49 @@ def test_pictures_of_the_tour():
     for name, text in drawn.items():
         assert (found["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8") == text, "python tools/tour_pictures.py"
         assert f"_static/tour/{name}.svg" in page
+
+
+# the API
+
+
+def documented(page):
+    """The objects that a page of the API has entries of, and the names in its summary tables, by their full names."""
+    entries, summarized, module = [], [], ""
+    for block in re.findall(r"^```\{eval-rst\}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
+        for line in block.splitlines():
+            if found := re.match(r"\.\. currentmodule:: (\S+)", line):
+                module = found[1]
+            elif found := re.match(r"\.\. (?:auto(?:function|class|exception)|py:(data)):: (\S+)", line):
+                entries.append((found[2] if found[2].startswith("cupy_sdpa.") else f"{module}.{found[2]}", not found[1]))
+            elif found := re.match(r"   (\w[\w.]*)$", line):
+                summarized.append(f"{module}.{found[1]}")
+    return entries, summarized
+
+
+def public_names():
+    """The full name of each public object, once: of the package, or of the first public module that has it."""
+    names = {name: getattr(cupy_sdpa, name) for name in dir(cupy_sdpa)}
+    modules = {name for name, value in names.items() if isinstance(value, ModuleType)} | {"check", "extend"}
+    found = {id(value): f"cupy_sdpa.{name}" for name, value in names.items() if name not in modules}
+    for name in sorted(modules):
+        module = importlib.import_module(f"cupy_sdpa.{name}")
+        for public in module.__all__:
+            found.setdefault(id(getattr(module, public)), f"cupy_sdpa.{name}.{public}")
+    return set(found.values())
+
+
+def test_every_public_name_is_on_one_page_of_the_api():
+    """Exactly one has its entry; the tables at the top have the same names, and the first page links to every page."""
+    pages = sorted((ROOT / "docs").glob("api_*.md"))
+    first = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    entries = [name for name, _ in documented(ROOT / "docs" / "api.md")[0]]
+    for page in pages:
+        found, summarized = documented(page)
+        assert summarized == [name for name, in_table in found if in_table], page.name
+        assert first.count(f"<{page.stem}>") == 2, f"{page.name}: a row of the table, and the list of pages"
+        entries += [name for name, _ in found]
+    assert len(entries) == len(set(entries))
+    assert public_names() <= set(entries)
 
 
 # the notebooks
