@@ -17,13 +17,24 @@ for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
     (HERE / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
 
 
+#: Classes that functions return and users do not create: the API shows no signature.
+RESULTS = {
+    "BlockMask", "Built", "DiskCache", "Environment", "Mask", "ParallelReport", "PlanCache", "Prepared", "Problem", "Pullback",
+    "ReadCall", "ReadOptions", "Recorded", "Report",
+}  # fmt: skip
+
+
 def setup(app):
-    """Adapt the links of pages to notebooks."""
+    """Adapt the links of pages to notebooks, and the signatures of classes."""
 
     def adapt(app, name, source):
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
 
+    def shorten(app, what, name, value, options, signature, returned):
+        return ("", None) if what == "class" and value.__name__ in RESULTS else None
+
     app.connect("source-read", adapt)
+    app.connect("autodoc-process-signature", shorten)
 
 
 project = "cupy_sdpa"
@@ -35,6 +46,7 @@ extensions = [
 ]  # fmt: skip
 exclude_patterns = ["_build", "jupyter_execute", "*_table.md"]  # pages include them
 autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 autosummary_generate = False  # tables only: a page of the API has the entries of its table
 python_maximum_signature_line_length = 88  # a longer signature has one parameter per line
 toc_object_entries_show_parents = "hide"

@@ -72,7 +72,7 @@ def to_julia(array: Any, layout: str) -> Any:
 
     Args:
         array: a numpy or CuPy array, or any object whose ``transpose`` takes a tuple of axes.
-        layout: the axes of the array, such as ``"bshd"``; see :data:`LAYOUTS`.
+        layout: the axes of the array, such as ``"bshd"``; see :data:`cupy_sdpa.layout.LAYOUTS`.
 
     Returns:
         A view. The fused kernels require stride 1 along the head dim and multiples of 16 bytes along the other axes.
