@@ -258,6 +258,19 @@ def test_gradients_of_merged_parts(packed, sinks, count, engine):
             assert abs((values[0] - values[1]) / (2 * step) - gradient[place]) < 3 * engine.tolerance
 
 
+@pytest.mark.parametrize("empty", [{"queries": 0}, {"batch": 0}], ids=["queries", "batch"])
+@every_engine
+def test_gradients_of_merged_parts_without_rows(empty, engine):
+    """The gradient of the sinks is 0 if there are no queries or no sequences."""
+    queries, batch = empty.get("queries", 3), empty.get("batch", 2)
+    out, stats = engine.normal(1, 16, 4, queries, batch), engine.normal(2, queries, 4, batch, dtype=np.float32)
+    sinks = engine.normal(3, 4, dtype=np.float32)
+    given = {"sinks": sinks, "return_dsinks": True, **engine.options}
+    douts, of_stats, dsinks = merge_backward([out, out], [stats, stats], out, stats, **given)
+    assert [x.shape for x in (*douts, *of_stats)] == [out.shape, out.shape, stats.shape, stats.shape]
+    np.testing.assert_array_equal(engine.get(dsinks), np.zeros(4))
+
+
 @every_engine
 def test_attention_in_parts_has_the_gradients_of_one_call(engine):
     """The gradients of merged parts, through their outputs and log-sum-exps, are those of one call over all keys."""

@@ -308,7 +308,7 @@ def sum_over_scores(source: Any, target: Any) -> None:
     In float32; numpy arrays of float64 in float64.
     """
     if not cupy_runtime.is_array(source):
-        axes = tuple(axis for axis in (0, 1) if target.shape[axis] < source.shape[axis])
+        axes = tuple(axis for axis in (0, 1) if target.shape[axis] != source.shape[axis])
         target[...] = source.sum(axis=axes, keepdims=True, dtype=np.result_type(np.float32, source.dtype))
         return
     keys, queries, heads, batch = source.shape
