@@ -347,6 +347,8 @@ AXES = [
         ValueError, "6 must be a multiple of 9", "Heads and seq may be exchanged", "layout='bhsd'", "x.transpose(3, 1, 2, 0)"),
     row("attention", "sinks (1, Hq, 1, 1)", lambda x: attention(*[x.s.T] * 3, layout="bshd", sinks=np.zeros((1, 4, 1, 1), "f4")), ValueError,
         "sinks has shape (1, 4, 1, 1); it must be (4,)"),
+    row("attention", "a scale (Hq, 1, 1) in a layout", lambda x: attention(*[x.s.T] * 3, layout="bshd", scale=np.ones((4, 1, 1), "f4")),
+        ValueError, "scale has shape (4, 1, 1); it must be (4,)"),
 ]  # fmt: skip
 
 OFFSETS = [

@@ -140,6 +140,8 @@ MASKS = [
 NUMBERS = [
     row("attention", "an array of one element for the scale", passing(scale=np.ones(1, "f4")), ValueError, "scale has shape (1,)", "(4,)",
         "(Hq,)"),
+    row("attention", "an array without axes for the scale", passing(scale=np.array(2, "f4")), ValueError,
+        "scale has shape ()", "float(scale)"),
     row("attention", "scales in float64", passing(scale=np.ones(4)), TypeError, "scale is float64", "float32"),
     row("attention", "a list of scales", passing(scale=[1.0] * 4), TypeError, "scale is a list", "(Hq,)"),
     row("attention", "a text for the scale", passing(scale="auto"), TypeError, "scale is a str", "number"),

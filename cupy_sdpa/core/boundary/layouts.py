@@ -187,9 +187,8 @@ def option_to_own(name: str, value: Any, layout: str) -> Any:
 
 
 def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a call's arrays and of its options with more than one axis."""
-    given = {**arrays, **{name: options.get(name) for name in _OPTIONS}}
-    return {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}
+    """The shapes of the arrays of a call, also of its options."""
+    return {name: tuple(x.shape) for name, x in {**options, **arrays}.items() if hasattr(x, "shape")}
 
 
 #: Whether the caller of a converted call named the layout.

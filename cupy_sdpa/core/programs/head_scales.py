@@ -40,7 +40,8 @@ def check_scales(views: Mapping[str, View], computed: str) -> None:
     """Check the scales of a call that computes in a dtype: float32, for float64 arrays also float64."""
     scale = views["scale"]
     wide = computed == "float64" and scale.dtype.name == "float64"
-    expected = Expected("scale", (views["q"].shape[1],), "float64" if wide else "float32", "(Hq,), a scale for each head")
+    legend = "(Hq,), a scale for each head; a scale for all heads is a number, float(scale)"
+    expected = Expected("scale", (views["q"].shape[1],), "float64" if wide else "float32", legend)
     check_arrays([expected], {"q": views["q"], "scale": scale})
 
 
