@@ -217,7 +217,8 @@ class KVCache(CacheState):
             ``seq_lens_q``, as passed to the append, and ``max_seqlen_q``, their maximum: pass as many queries or more. It also
             has them in the capture of an append with S > 1, as the lengths may differ in every launch; ``max_seqlen_q`` is then
             S, or T if the arrays are packed. Otherwise it has no lengths, and any number of queries are the newest tokens of
-            every sequence.
+            every sequence. This includes steps with S = 1 in which some sequences get no token: ignore the outputs and weights
+            of their queries, or pass ``seq_lens_q=``.
 
             The arrays are at constant addresses, and follow later appends. But make a new dictionary after every append, as
             the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.

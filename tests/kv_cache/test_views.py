@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cupy_sdpa
-from cupy_sdpa import KVCache, Rope, apply_rope, attention, tree_mask
+from cupy_sdpa import KVCache, Rope, apply_rope, attention, tree_mask, weight_entropy, weight_sums
 
 ON_A_GPU = pytest.mark.parametrize("engine", ["fake", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 SHAPE = {"pages": 30, "batch": 3, "page_size": 4}
@@ -132,6 +132,26 @@ def test_one_token_needs_no_lengths(engine):
     (_, k, v), _ = Sequences(engine).step([1, 0, 1])
     cache.append(k, v, seq_lens_q=[1, 0, 1])
     assert cache.view().keys() == {"k", "v", "page_table", "seq_lens_kv"}
+
+
+@pytest.mark.parametrize("lengths", [[1, 0, 1], None])
+def test_finished_sequences_have_no_weights_if_the_lengths_are_passed(lengths, engine):
+    """A sequence without a new token is computed as its newest token, or as padding."""
+    cache = made(engine)
+    for counts in ([3, 4, 2], [1, 0, 1]):
+        (q, k, v), _ = Sequences(engine).step(counts)
+        cache.append(k, v, seq_lens_q=counts)
+    view = cache.view(seq_lens_q=None if lengths is None else engine.put(np.int32(lengths)))
+    q = engine.put(np.ones_like(engine.get(q), order="F"))
+    out = engine.get(attention(q, **view, causal="bottom_right"))
+    k = view.pop("k")
+    del view["v"]
+    sums, entropy = (engine.get(call(q, k, causal="bottom_right", **view)) for call in (weight_sums, weight_entropy))
+    for b, length in enumerate([4, 4, 3]):
+        queries = 1 if lengths is None else lengths[b]
+        np.testing.assert_allclose(sums[:, :, b].sum(axis=0), queries, atol=engine.tolerance)
+        assert not sums[length:, :, b].any()
+        assert out[..., b].any() == entropy[..., b].all() == (queries == 1)
 
 
 # Queries that are not those of the last append
