@@ -167,7 +167,7 @@ def attention_backward(
     dv: Array | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
-    r"""Compute the gradients of :func:`attention` with respect to q, k and v; on request also of other arrays.
+    r"""Compute the gradients of :func:`attention` with respect to q, k and v, and on request to arrays among the options.
 
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O) + dL), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
