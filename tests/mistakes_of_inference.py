@@ -150,7 +150,8 @@ def after(path, *, sequence=0, pages=6, change=lambda cache: None):
 
 
 ROWS += [
-    row("tree_mask", "a parent after its child", treed([-1, 2, 0]), ValueError, "the parent of token 1 is 2", "from 0 to 0, or -1", "parents come first"),
+    row("tree_mask", "a parent after its child", treed([-1, 2, 0]), ValueError, "the parent of token 1 is 2", "from -1 to 0", "parents come first"),
+    row("tree_mask", "a first token that is its own parent", treed([0, 0]), ValueError, "the parent of token 0 is 0; it must be -1"),
     row("tree_mask", "parents in float", treed([0.5, 1]), TypeError, "parents is a list of float64", "integers"),
     row("tree_mask", "parents of other sequences", treed(np.zeros((4, 2), int)), ValueError, "parents has shape (4, 2)", "(Sq, 3)"),
     row("tree_mask", "a tree of 3000 tokens", treed([*range(-1, 2999)]), ValueError, "3000 tokens", "at most 2048"),

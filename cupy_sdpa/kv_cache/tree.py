@@ -224,9 +224,10 @@ def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> A
     if on_device:
         return cupy_runtime.cupy().asfortranarray(array)
     for token, b in np.argwhere((array < -1) | (array >= np.arange(len(array))[:, None])).tolist():
+        allowed = f"from -1 to {token - 1}" if token else "-1"
         raise ValueError(
-            f"the parent of token {token} is {array[token, b]}; it must be an earlier token, from 0 to {token - 1}, or -1 for "
-            "the earlier keys: sort the tokens so that parents come first"
+            f"the parent of token {token} is {array[token, b]}; it must be {allowed}, where -1 means the earlier keys: sort "
+            "the tokens so that parents come first"
         )
     array = array.astype(np.int32, order="F")
     return cupy_runtime.cupy().asarray(array) if on_gpu else array
