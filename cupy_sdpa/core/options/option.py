@@ -13,9 +13,9 @@ from ..score_fn.tracer import FunctionTracer
 from .band import Band
 from .values import is_one_of
 
-#: What the parts of a call get, if a function splits it, such as the methods of a group and ``weight_sums``: the ``"same"`` value,
-#: the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed sequences.
-#: Without a value (``""``) such functions do not take the option.
+#: What the parts of a call get if a function splits it, such as the methods of a group and ``weight_sums``: the ``"same"``
+#: value, the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed
+#: sequences. Without a value (``""``) such functions do not take the option.
 Parts = Literal["", "same", "sliced", "call"]
 
 
