@@ -6,12 +6,14 @@ It uses no other code of the package, as the oracle.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .case import Case
 from .formats import LARGEST, dtype_of
+
+if TYPE_CHECKING:
+    from .case import Case
 
 
 class Row(NamedTuple):
@@ -24,6 +26,8 @@ class Row(NamedTuple):
         saved: returns the literal for a problem of a plan cache; None if the problem does not have the option.
         terms: returns arguments of :func:`cupy_sdpa.reference.modified`, from the inputs of the oracle, the literal and the
             dtype to compute in; None if the option does not change the scores.
+        slope: returns the derivative of the scores by the array, from the inputs of the oracle, for its gradient; None if it
+            has none, or another formula.
     """
 
     draw: Callable[[Any], Any]
@@ -31,6 +35,7 @@ class Row(NamedTuple):
     array: Callable[[Case, np.random.Generator, Any], Any] | None
     saved: Callable[[Any], Any]
     terms: Callable[[Any, Any, np.dtype[Any]], dict[str, Any]] | None = None
+    slope: Callable[[Any], Any] | None = None
 
 
 def random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:
@@ -113,7 +118,7 @@ ROWS = {
     ),
     "bias": Row(
         _draw_bias, ("kqh1", "float32", "normal"), _bias,
-        lambda p: p.bias and (axes_of(p, p.bias), p.bias.dtype, "normal"), _of_bias,
+        lambda p: p.bias and (axes_of(p, p.bias), p.bias.dtype, "normal"), _of_bias, lambda inputs: 1.0,
     ),
     "alibi_slopes": Row(
         lambda s: s.pick("usual", "random"), "usual", _alibi_slopes, lambda p: p.alibi_slopes and "usual", _of_slopes

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..core.boundary.layouts import has_own_axes, takes_default
+from ..core.boundary.options import split_requests
 from ..core.problem.arrays import CU_SEQLENS
 from ..core.programs.describe import OF_FORWARD
 from ..core.replay.replay_cache import BoundPrograms, run_cached
@@ -162,18 +163,18 @@ class ContextParallel:
         seqlen_q: int | None = None,
         seqlen_kv: int | None = None,
         deterministic: bool = False,
-        return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
         """:func:`cupy_sdpa.attention_backward` of sequences that are split among the members.
 
         Args:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
-            q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
+            q, k, v, method, seqlen_q, seqlen_kv: as for :meth:`attention`.
             out, stats: the results of :meth:`attention`.
             deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
                 added in one order in any case. Default False.
-            return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Default False.
+            options: as for :meth:`attention`; and ``return_dsinks``, which also returns the gradient of the sinks, ``(Hq,)``
+                float32, the same for all members. Other gradients cannot be requested.
 
         Returns:
             ``(dq, dk, dv)`` of the member's positions, and the gradient of the sinks if requested.
@@ -181,11 +182,13 @@ class ContextParallel:
         Raises:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
-        deterministic, return_dsinks = read_flag("deterministic", deterministic), read_flag("return_dsinks", return_dsinks)
-        if unsupported := [name for name in ("return_dbias", "return_dtensors") if options.pop(name, False)]:
+        deterministic = read_flag("deterministic", deterministic)
+        requests, options = split_requests(options)
+        return_dsinks = read_flag("return_dsinks", requests.pop("return_dsinks"))
+        if unsupported := [name for name, value in requests.items() if value is not False]:
             raise Unsupported(
-                f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
-                "every member has a part of them: compute them on one GPU"
+                f"{unsupported[0]} is {requests[unsupported[0]]!r}, which a group does not support: every member has a part of "
+                "this gradient, and only the gradient of the sinks is summed over the members: compute it on one GPU"
             )
         if options.pop("dstats", None) is not None:
             raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
@@ -207,7 +210,8 @@ class ContextParallel:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
             functions of the forward pass, also if they have changed since.
         """
-        backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
+        requests, options = split_requests(options)
+        backward = {"deterministic": options.pop("deterministic", False), **requests}
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         options = kept_options(q, options)

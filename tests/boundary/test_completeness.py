@@ -27,6 +27,7 @@ from cupy_sdpa import (
     widen,
 )
 from cupy_sdpa.check.calls import CaseRunner
+from cupy_sdpa.check.case import GRADIENTS as CHECKED
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.weight_options import ROWS
@@ -408,6 +409,11 @@ def test_every_array_has_a_row():
     assert all(row.of in ARRAYS and row.name == f"d{row.of}" for row in GRADIENTS)
 
 
+def test_check_draws_every_gradient():
+    """The self-test requests each gradient."""
+    assert {*CHECKED} == {*REQUESTS}
+
+
 #: The functions whose flags request gradients.
 REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cupy_sdpa.supported, cupy_sdpa.problem)
 
@@ -436,6 +442,9 @@ def test_groups_refuse_gradients_that_are_sums_over_members():
     (member,) = Loopback(1).members
     group = ContextParallel(member)
     out, stats = group.attention(Q, K, V, return_stats=True)
-    for request in {*REQUESTS} - {"return_dsinks", "return_dscale"}:
+    for request in {*REQUESTS} - {"return_dsinks"}:
         with pytest.raises(Unsupported, match=request):
             group.attention_backward(DOUT, Q, K, V, out, stats, **{request: True})
+        _, pullback = group.attention_vjp(Q, K, V, **{request: True})
+        with pytest.raises(Unsupported, match=request):
+            pullback(DOUT)
