@@ -14,7 +14,7 @@ from .core.boundary.options import special_call, split_requests, takes_options
 from .core.layout import default_layout
 from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
-from .core.problem.arrays import FORWARD, REQUESTS
+from .core.problem.arrays import FORWARD
 from .core.programs.calls import Call, operation, run
 from .core.programs.decided_options import decided_options
 from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
@@ -232,7 +232,7 @@ def attention_backward(
 @operation(
     attention_backward,
     GRADIENT_ARRAYS,
-    {"deterministic": False, **dict.fromkeys(REQUESTS, False)},
+    {"deterministic": False, **split_requests({})[0]},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
     """A call of :func:`attention_backward` as a value."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..core.boundary.layouts import has_own_axes, takes_default
-from ..core.boundary.options import split_requests
-from ..core.problem.arrays import CU_SEQLENS
+from ..core.problem.arrays import CU_SEQLENS, REQUESTS
 from ..core.programs.describe import OF_FORWARD
 from ..core.replay.replay_cache import BoundPrograms, run_cached
 from ..core.runtime import memory
@@ -183,13 +182,7 @@ class ContextParallel:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
         deterministic = read_flag("deterministic", deterministic)
-        requests, options = split_requests(options)
-        return_dsinks = read_flag("return_dsinks", requests.pop("return_dsinks"))
-        if unsupported := [name for name, value in requests.items() if value is not False]:
-            raise Unsupported(
-                f"{unsupported[0]} is {requests[unsupported[0]]!r}, which a group does not support: every member has a part of "
-                "this gradient, and only the gradient of the sinks is summed over the members: compute it on one GPU"
-            )
+        return_dsinks = _take_requests(options)
         if options.pop("dstats", None) is not None:
             raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
         if return_dsinks and options.get("sinks") is None:
@@ -210,8 +203,7 @@ class ContextParallel:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
             functions of the forward pass, also if they have changed since.
         """
-        requests, options = split_requests(options)
-        backward = {"deterministic": options.pop("deterministic", False), **requests}
+        backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": _take_requests(options)}
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         options = kept_options(q, options)
@@ -362,6 +354,19 @@ def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
         return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
     return options
+
+
+def _take_requests(options: dict[str, Any]) -> bool:
+    """Remove the flags that request gradients from the options of a call; return that of the sinks, the only one of a group."""
+    requests = {name: options.pop(name, False) for name in REQUESTS}
+    return_dsinks = read_flag("return_dsinks", requests.pop("return_dsinks"))
+    for name, value in requests.items():
+        if value is not False:
+            raise Unsupported(
+                f"{name} is {value!r}, which a group does not support: every member has a part of this gradient, and only the "
+                "gradient of the sinks is summed over the members: compute it on one GPU"
+            )
+    return return_dsinks
 
 
 def _axis_of(x: Any, axis: int | None) -> int:

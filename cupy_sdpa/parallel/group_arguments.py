@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.boundary.argument import tensor_name
 from ..core.boundary.user_functions import FUNCTIONS, function_identities
-from ..core.options.table import OPTIONS, refused_by
+from ..core.options import table
 from ..core.problem.arrays import CU_SEQLENS
 from ..core.problem.problem import Problem
 from ..core.problem.view import device_of
@@ -68,8 +68,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
     """
-    for name, reason in refused_by("ContextParallel").items():
-        if OPTIONS[name].is_passed(options.get(name)):
+    for name, reason in table.refused_by("ContextParallel").items():
+        if table.OPTIONS[name].is_passed(options.get(name)):
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: operands.views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
@@ -98,13 +98,13 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
             "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
             "than one GPU: omit dropout_p"
         )
-    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
-    check_arrays([table[name] for name in ("dout", "out", "stats")], given)
+    needed = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
+    check_arrays([needed[name] for name in ("dout", "out", "stats")], given)
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
     functions = functions_of(operands.options, problem)
-    positional = drawn or any(OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
+    positional = drawn or any(table.OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
     text = _text(problem, {**options, **functions}, queries, keys)
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
 

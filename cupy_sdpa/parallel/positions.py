@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.boundary.user_functions import FUNCTIONS, trace_functions
-from ..core.options.table import OPTIONS
-from ..core.problem.arrays import ARRAYS, LENGTHS, letters_of
+from ..core.options import table
+from ..core.problem.arrays import LENGTHS
 from ..core.problem.problem import Problem
 from ..core.score_fn.expression import AXES
 from ..core.score_fn.tracer import record
@@ -53,16 +53,16 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
-    sizes = dict(zip(ARRAYS["mask"].letters, ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
+    sizes = dict(zip(("Skv", "Sq", "Hq", "B"), ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
     of_lengths = dict(zip(LENGTHS, ((i, queries), (j, keys)), strict=True))
     for name, array in options.items():
-        if OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
+        if table.OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
             continue
         if name in of_lengths:
             made[name] = target = builder.temporary(array.shape, array.dtype)
             builder.run(lengths_from, target, array, *of_lengths[name], writes=(target,))
         else:
-            made[name] = _sliced(builder, array, [sizes[letter] for letter in letters_of(name)])
+            made[name] = _sliced(builder, array, [sizes[letter] for letter in table.OPTIONS[name].axes.split()])
     functions, tensors = dict(recorded), dict(options.get("tensors") or {})
     if "alibi_slopes" in made and window.own_diagonal != i - j + window.diagonal:  # the call's own diagonal is another one
         del made["alibi_slopes"]
