@@ -182,7 +182,9 @@ class ContextParallel:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
         deterministic = read_flag("deterministic", deterministic)
-        return_dsinks = _take_requests(options)
+        return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
+        if not _REFUSED_REQUESTS.isdisjoint(options):
+            _drop_requests(options)
         if options.pop("dstats", None) is not None:
             raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
         if return_dsinks and options.get("sinks") is None:
@@ -203,7 +205,8 @@ class ContextParallel:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
             functions of the forward pass, also if they have changed since.
         """
-        backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": _take_requests(options)}
+        backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": options.pop("return_dsinks", False)}
+        _drop_requests(options)
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         options = kept_options(q, options)
@@ -356,17 +359,18 @@ def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-def _take_requests(options: dict[str, Any]) -> bool:
-    """Remove the flags that request gradients from the options of a call; return that of the sinks, the only one of a group."""
-    requests = {name: options.pop(name, False) for name in REQUESTS}
-    return_dsinks = read_flag("return_dsinks", requests.pop("return_dsinks"))
-    for name, value in requests.items():
-        if value is not False:
+#: The flags of gradients that a group does not sum over its members.
+_REFUSED_REQUESTS = frozenset(REQUESTS) - {"return_dsinks"}
+
+
+def _drop_requests(options: dict[str, Any]) -> None:
+    """Remove the flags of other gradients than that of the sinks; one that is not False raises Unsupported."""
+    for name in _REFUSED_REQUESTS:
+        if (value := options.pop(name, False)) is not False:
             raise Unsupported(
                 f"{name} is {value!r}, which a group does not support: every member has a part of this gradient, and only the "
                 "gradient of the sinks is summed over the members: compute it on one GPU"
             )
-    return return_dsinks
 
 
 def _axis_of(x: Any, axis: int | None) -> int:
