@@ -10,11 +10,11 @@ from .core._typing import Array, ArrayT, StatsT
 from .core.boundary.arguments import check_order
 from .core.boundary.conversion import OUTPUTS, gradient_names
 from .core.boundary.layouts import check_layout, other_layout
-from .core.boundary.options import special_call, takes_options
+from .core.boundary.options import special_call, split_requests, takes_options
 from .core.layout import default_layout
-from .core.options.table import DTensors, Options
+from .core.options.table import GradientOptions, Options
 from .core.options.values import read_flag
-from .core.problem.arrays import FORWARD, REQUESTS
+from .core.problem.arrays import FORWARD
 from .core.programs.calls import Call, operation, run
 from .core.programs.decided_options import decided_options
 from .core.programs.passes import GRADIENT_ARRAYS, parse_backward, parse_forward
@@ -135,19 +135,17 @@ def _forward_call(
 @overload
 def attention_backward(
     dout: Array | None, q: ArrayT, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
-    deterministic: bool = False, return_dbias: Literal[False] = False, return_dsinks: Literal[False] = False,
-    return_dscale: Literal[False] = False, return_dtensors: Literal[False] = False, dq: Array | None = None,
-    dk: Array | None = None, dv: Array | None = None, **options: Unpack[Options],
+    deterministic: bool = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
+    **options: Unpack[Options],
 ) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 @overload
 def attention_backward(
     dout: Array | None, q: Array, k: Array, v: Array, out: Array, stats: Array, *, dstats: Array | None = None,
-    deterministic: bool = False, return_dbias: bool = False, return_dsinks: bool = False, return_dscale: bool = False,
-    return_dtensors: DTensors = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
-    **options: Unpack[Options],
+    deterministic: bool = False, dq: Array | None = None, dk: Array | None = None, dv: Array | None = None,
+    **options: Unpack[GradientOptions],
 ) -> tuple[Any, ...]: ...
 # fmt: on
-@takes_options
+@takes_options(gradients=True)
 def attention_backward(
     dout: Any = ...,
     q: Any = ...,
@@ -158,14 +156,10 @@ def attention_backward(
     *positional: Any,
     dstats: Array | None = None,
     deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dscale: bool = False,
-    return_dtensors: DTensors = False,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[GradientOptions],
 ) -> tuple[Any, ...]:
     r"""Compute the gradients of :func:`attention` with respect to q, k and v, and on request to arrays among the options.
 
@@ -220,12 +214,8 @@ def attention_backward(
     if positional or stats is ... or default_layout() is not None:
         made: tuple[Any, ...] = special_call(attention_backward, locals())
         return made
-    if not type(deterministic) is type(return_dbias) is type(return_dsinks) is type(return_dscale) is bool:
-        requested = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
-        for name, value in (("deterministic", deterministic), *requested.items()):
-            read_flag(name, value)
-    dtensors = return_dtensors if type(return_dtensors) is bool else repr(return_dtensors)
-    tag = ("backward", deterministic, return_dbias, return_dsinks, return_dscale, dtensors)
+    deterministic = deterministic is not False and read_flag("deterministic", deterministic)
+    tag = ("backward", deterministic)
     arrays: tuple[Any, ...] = (dout, q, k, v, out, stats)
     if dstats is not None:
         arrays = (*arrays, dq, dk, dv, dstats)
@@ -233,16 +223,16 @@ def attention_backward(
         arrays = (*arrays, dq, dk, dv)
     results = run_cached(tag, arrays, options)
     if results is None:
-        flags: dict[str, Any] = {"return_dbias": return_dbias, "return_dsinks": return_dsinks, "return_dscale": return_dscale}
-        flags["return_dtensors"] = return_dtensors
-        results = run(_backward_call(arrays, options, deterministic=deterministic, **flags), tag=tag)
+        requests, others = split_requests(options)
+        call = _backward_call(arrays, others, deterministic=deterministic, **requests)
+        results = run(call, call.key._replace(tag=tag, options=options))
     return tuple(results)
 
 
 @operation(
     attention_backward,
     GRADIENT_ARRAYS,
-    {"deterministic": False, **dict.fromkeys(REQUESTS, False)},
+    {"deterministic": False, **split_requests({})[0]},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
     """A call of :func:`attention_backward` as a value."""

@@ -155,10 +155,11 @@ def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[s
     if "compute_dtype" not in of_forward:
         rest.pop("compute_dtype", None)
         out, stats = attention(q, k, v, return_stats=True, deterministic=outputs["deterministic"], **rest)
+        of_gradients = rest | {name: value for name, value in outputs.items() if value is not False}
 
         def backward(dout: Any, dstats: Any, dq: Any, dk: Any, dv: Any) -> tuple[Any, ...]:
             found: tuple[Any, ...] = attention_backward(
-                dout, q, k, v, out, stats, dstats=dstats, dq=dq, dk=dk, dv=dv, **rest, **outputs
+                dout, q, k, v, out, stats, dstats=dstats, dq=dq, dk=dk, dv=dv, **of_gradients
             )
             return found
 

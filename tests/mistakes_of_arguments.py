@@ -94,7 +94,7 @@ FUNCTIONS = {
         with_arrays(attention_jvp, "dq"),
         {**QKV, **GRADIENTS, **SCORES, **SEQUENCES, **RESULTS, **STATS_GRADIENT, "dout": ("VHSB", "float")},
     ),
-    "widen": (with_arrays(widen, "dq"), {**QKV, **GRADIENTS}),
+    "widen": (with_arrays(widen, "dq"), {**QKV, **GRADIENTS, **SCORES, **SEQUENCES}),
     "prepare": (with_arrays(prepare), {**QKV, **SCORES, **SEQUENCES}),
     "explain": (with_arrays(explain), {**QKV, **SCORES, **SEQUENCES, **RESULTS}),
     "weight_sums": (

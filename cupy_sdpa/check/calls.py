@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
     def results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """The results of the call in the form of the first one."""
-        return {name: x if name in ("dsinks", "dscale") or "tensors" in name else self.back(x) for name, x in results.items()}
+        return {name: x if "tensors" in name or x.ndim == 1 else self.back(x) for name, x in results.items()}
 
     def context(self) -> AbstractContextManager[Any]:
         """The context in which the call is made."""

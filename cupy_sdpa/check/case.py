@@ -47,13 +47,16 @@ import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+from .weight_options import ROWS
+
 #: The engines of a case: CuPy arrays through cuDNN, numpy arrays on the CPU engine, CuPy arrays with ``engine="cupy"``, or
 #: planning without execution.
 ENGINES = ("gpu", "cpu", "cupy", "plan")
 #: The sizes of a case.
 SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 #: The options that return another gradient, and the option that each requires.
-GRADIENTS = {"return_dbias": "bias", "return_dsinks": "sinks", "return_dscale": "head_scales", "return_dtensors": "score_mod"}
+GRADIENTS = {f"return_d{name}": name for name, row in ROWS.items() if row.slope is not None}
+GRADIENTS |= {"return_dsinks": "sinks", "return_dscale": "head_scales", "return_dtensors": "score_mod"}
 #: The options that require another one.
 REQUIRES = GRADIENTS | {"shared_prefix": "paged", "mean": "fp8"}
 

@@ -175,8 +175,10 @@ class Inputs:
         return packed.transpose(2, 0, 1) if packed.ndim == 3 else packed
 
     def sum_to_shape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Sum an array of the shape of the scores to one that broadcasts to ``(Skv, Sq, Hq, B)``."""
-        full = array.reshape(self.merged_shape).transpose(3, 2, 1, 0)
+        """Sum an array of the shape of the scores to one that broadcasts to ``(Skv, Sq, Hq, B)``, or to ``(Hq,)``."""
+        full = np.broadcast_to(array, self.shape).reshape(self.merged_shape).transpose(3, 2, 1, 0)
+        if len(shape) == 1:
+            return np.asarray(full.sum(axis=(0, 1, 3)))
         axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
         result: Array = full.sum(axis=axes, keepdims=True)
         return result
@@ -374,8 +376,10 @@ class Results:
         values["dq"] = self._round(inputs.to_call_shape(inputs.merge_heads(dq), 0))
         values["dk"] = self._round(inputs.to_call_shape(dk.sum(axis=2), 1))
         values["dv"] = self._round(inputs.to_call_shape(dv.sum(axis=2), 1))
-        if "return_dbias" in options:
-            values["dbias"] = inputs.sum_to_shape(self.ds, inputs.data.arrays["bias"].shape).astype(work)
+        for name, row in ROWS.items():
+            if f"return_d{name}" in options and row.slope is not None:
+                shape = inputs.data.arrays[name].shape
+                values[f"d{name}"] = inputs.sum_to_shape(self.ds * row.slope(inputs), shape).astype(work)
         if "return_dscale" in options:
             slope = np.asarray(self.truth.score_derivative, work)
             of_product = self._round(self._round(self.ds * slope) @ self.k)  # the gradient of q times the scale

@@ -23,6 +23,7 @@ import numpy as np
 from .comparison import APPROXIMATE, DEVIATIONS, FP8_SUM, SINGLE, spacing
 from .formats import FORMATS, FP8_SCALE, dtype_of
 from .oracle import Array, Inputs, Results, score_tensors
+from .weight_options import ROWS
 
 #: Score functions that use approximate functions.
 APPROXIMATE_FUNCTIONS = ("tanh", "log1p", "sigmoid", "sin", "fading", "bias_all")
@@ -190,10 +191,11 @@ class _Floors:
     def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
         """The floors of sums of dS: from the errors of each term and of the row sums of dO * O, and the magnitudes of dS."""
         inputs, values, floors = self.inputs, self.truth.values, {}
-        if "dbias" in values:
-            bias = inputs.data.arrays["bias"]
-            floors["dbias"] = _finite_max(inputs.sum_to_shape(of_terms, bias.shape))
-            floors["dbias"] += spacing(bias.dtype) * _max_abs(values["dbias"]) + _subnormal(bias.dtype)
+        for option, row in ROWS.items():
+            if (name := f"d{option}") in values and row.slope is not None:
+                array = inputs.data.arrays[option]
+                floors[name] = _finite_max(inputs.sum_to_shape(of_terms * np.abs(row.slope(inputs)), array.shape))
+                floors[name] += spacing(array.dtype) * _max_abs(values[name]) + _subnormal(array.dtype)
         if "dsinks" in values:
             weight = self.truth.sink_weight
             delta = (inputs.dout * ((self.p * self.keep) @ inputs.v)).sum(axis=-1, keepdims=True) - inputs.dstats

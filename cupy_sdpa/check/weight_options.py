@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .case import Case
 from .formats import LARGEST, dtype_of
 
 
@@ -24,21 +23,24 @@ class Row(NamedTuple):
         saved: returns the literal for a problem of a plan cache; None if the problem does not have the option.
         terms: returns arguments of :func:`cupy_sdpa.reference.modified`, from the inputs of the oracle, the literal and the
             dtype to compute in; None if the option does not change the scores.
+        slope: returns the derivative of the scores by the array, from the inputs of the oracle, for its gradient; None if it
+            has none, or another formula.
     """
 
     draw: Callable[[Any], Any]
     simplest: Any
-    array: Callable[[Case, np.random.Generator, Any], Any] | None
+    array: Callable[[Any, np.random.Generator, Any], Any] | None
     saved: Callable[[Any], Any]
     terms: Callable[[Any, Any, np.dtype[Any]], dict[str, Any]] | None = None
+    slope: Callable[[Any], Any] | None = None
 
 
-def random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:
+def random_mask(rng: np.random.Generator, case: Any, axes: str, p: float) -> Any:
     """A boolean array that is True with probability p."""
     return np.asfortranarray(rng.random(score_shape(case, axes)) < p)
 
 
-def score_shape(case: Case, axes: str) -> tuple[int, ...]:
+def score_shape(case: Any, axes: str) -> tuple[int, ...]:
     """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
     full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
     return tuple(1 if axis == "1" else full[axis] for axis in axes)
@@ -57,7 +59,7 @@ def _draw_bias(sampler: Any) -> Any:
     return axes, dtype, sampler.pick("normal", "normal", "normal", "inf", "inf_rows", "min", "min_rows", "low", "low_rows")
 
 
-def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
+def _mask(case: Any, rng: np.random.Generator, value: Any) -> Any:
     """The option ``mask``."""
     axes, kind = value
     shape = score_shape(case, axes)
@@ -70,7 +72,7 @@ def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
     return np.asfortranarray(mask)
 
 
-def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
+def _bias(case: Any, rng: np.random.Generator, value: Any) -> Any:
     """The option ``bias``."""
     axes, dtype, kind = value
     shape = score_shape(case, axes)
@@ -83,14 +85,14 @@ def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
     return np.asfortranarray(bias)
 
 
-def _alibi_slopes(case: Case, rng: np.random.Generator, kind: str) -> Any:
+def _alibi_slopes(case: Any, rng: np.random.Generator, kind: str) -> Any:
     """The option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
     usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
     slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
     return slopes.astype(np.float32)
 
 
-def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
+def _sinks(case: Any, rng: np.random.Generator, kind: str) -> Any:
     """The option ``sinks``."""
     return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
 
@@ -113,7 +115,7 @@ ROWS = {
     ),
     "bias": Row(
         _draw_bias, ("kqh1", "float32", "normal"), _bias,
-        lambda p: p.bias and (axes_of(p, p.bias), p.bias.dtype, "normal"), _of_bias,
+        lambda p: p.bias and (axes_of(p, p.bias), p.bias.dtype, "normal"), _of_bias, lambda inputs: 1.0,
     ),
     "alibi_slopes": Row(
         lambda s: s.pick("usual", "random"), "usual", _alibi_slopes, lambda p: p.alibi_slopes and "usual", _of_slopes

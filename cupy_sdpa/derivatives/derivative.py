@@ -13,10 +13,11 @@ from ..core._typing import Array
 from ..core.boundary.argument import spec_of
 from ..core.boundary.compute import cast, check_converted
 from ..core.boundary.conversion import convert, needs_conversion
+from ..core.boundary.user_functions import FUNCTIONS
 from ..core.hooks import PassOption
 from ..core.kernels.concatenation import concatenate
 from ..core.kernels.row_means import row_means
-from ..core.problem.arrays import REQUESTS
+from ..core.problem.arrays import CU_SEQLENS, REQUESTS
 from ..core.programs.decided_options import decided_options, split_options
 from ..extend import (
     Builder,
@@ -47,6 +48,8 @@ from .derivative_terms import Terms, add_terms
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
+#: The options that packed sequences need.
+_PACKING = (*CU_SEQLENS, "max_seqlen_q", "max_seqlen_kv")
 #: The refusal of derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
@@ -254,8 +257,8 @@ def widen(
     ``widened.values[Dv:]``.
 
     Args:
-        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The other options of
-            that call may be passed, and are not read.
+        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The arrays depend only on the
+            options of this signature. You may pass all options of that call; their shapes and values are checked.
 
     Returns:
         The arrays, on the engine of q. On the GPU they are written by one kernel.
@@ -286,7 +289,17 @@ def widen(
     form = read_form(
         q, k, v, (dq, dk, dv), None, {**others, "block_mask": passed and passed.value}, deterministic=deterministic
     )
+    _check_options(q, k, v, others)
     with cupy_runtime.device_context(q):
         made, wanted = wide_arrays(form, (q, k, v), (dq, dk, dv), cupy_runtime.new_result, copied=True)
         concatenate(wanted)
     return made
+
+
+def _check_options(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> None:
+    """Check the options as attention does. What only that call needs may be missing: ``tensors``, a seed, maximum lengths."""
+    passed = {name: x for name, x in options.items() if x is not None and name not in (*FUNCTIONS, "tensors")}
+    if passed.get("dropout_p") and passed.keys().isdisjoint(DROPOUT):
+        passed["seed"] = 0
+    if passed.keys().isdisjoint(_PACKING) or passed.keys() >= {*_PACKING}:
+        read_forward(q, k, v, passed)

@@ -16,7 +16,7 @@ from ..core.boundary.conversion import convert
 from ..core.boundary.libraries import library_of
 from ..core.boundary.user_functions import FUNCTIONS
 from ..core.options.band import Band
-from ..core.options.table import OPTIONS, SCORE_CHANGES, refused_by
+from ..core.options.table import OPTIONS, refused_by
 from ..core.problem.arrays import has_score_axes
 from ..core.problem.problem import Problem
 from ..core.programs.describe import problems_of
@@ -52,6 +52,7 @@ from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and those of keys in their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
+_LENGTHS = {*_PAIRS, *_PAIRS.values()}
 
 
 @takes_options
@@ -279,9 +280,9 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     found["max_seqlen_kv"] = settings.max_seqlen_q if packed else None  # otherwise the maximum of seq_lens_q, which is checked
     if (band := settings.band) is not None:
         found["band"] = Band(band.right, band.left, band.bottom_right)
-    for name in ("mask", *SCORE_CHANGES):
-        if (value := options.get(name)) is None or not OPTIONS[name].axes:
-            continue  # numbers remain among the scalars
+    for name, value in options.items():
+        if OPTIONS[name].parts != "sliced" or name in FUNCTIONS or name in _LENGTHS:
+            continue
         if has_score_axes(name):
             value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
         elif group > 1:  # an element of each head

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..core.boundary.layouts import has_own_axes, takes_default
-from ..core.problem.arrays import CU_SEQLENS
+from ..core.problem.arrays import CU_SEQLENS, REQUESTS
 from ..core.programs.describe import OF_FORWARD
 from ..core.replay.replay_cache import BoundPrograms, run_cached
 from ..core.runtime import memory
@@ -162,18 +162,18 @@ class ContextParallel:
         seqlen_q: int | None = None,
         seqlen_kv: int | None = None,
         deterministic: bool = False,
-        return_dsinks: bool = False,
         **options: Any,
     ) -> tuple[Any, ...]:
         """:func:`cupy_sdpa.attention_backward` of sequences that are split among the members.
 
         Args:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
-            q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
+            q, k, v, method, seqlen_q, seqlen_kv: as for :meth:`attention`.
             out, stats: the results of :meth:`attention`.
             deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
                 added in one order in any case. Default False.
-            return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Default False.
+            options: as for :meth:`attention`; and ``return_dsinks``, which also returns the gradient of the sinks, ``(Hq,)``
+                float32, the same for all members. Other gradients cannot be requested.
 
         Returns:
             ``(dq, dk, dv)`` of the member's positions, and the gradient of the sinks if requested.
@@ -181,12 +181,10 @@ class ContextParallel:
         Raises:
             TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
-        deterministic, return_dsinks = read_flag("deterministic", deterministic), read_flag("return_dsinks", return_dsinks)
-        if unsupported := [name for name in ("return_dbias", "return_dtensors") if options.pop(name, False)]:
-            raise Unsupported(
-                f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
-                "every member has a part of them: compute them on one GPU"
-            )
+        deterministic = read_flag("deterministic", deterministic)
+        return_dsinks = read_flag("return_dsinks", options.pop("return_dsinks", False))
+        if not _REFUSED_REQUESTS.isdisjoint(options):
+            _drop_requests(options)
         if options.pop("dstats", None) is not None:
             raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))
         if return_dsinks and options.get("sinks") is None:
@@ -207,7 +205,8 @@ class ContextParallel:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
             functions of the forward pass, also if they have changed since.
         """
-        backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
+        backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": options.pop("return_dsinks", False)}
+        _drop_requests(options)
         if options.pop("return_stats", False) is not False:
             raise Unsupported(_NO_STATS_GRADIENT.format("return_stats is passed to attention_vjp"))
         options = kept_options(q, options)
@@ -358,6 +357,20 @@ def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
         return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
     return options
+
+
+#: The flags of gradients that a group does not sum over its members.
+_REFUSED_REQUESTS = frozenset(REQUESTS) - {"return_dsinks"}
+
+
+def _drop_requests(options: dict[str, Any]) -> None:
+    """Remove the flags of other gradients than that of the sinks; one that is not False raises Unsupported."""
+    for name in _REFUSED_REQUESTS:
+        if (value := options.pop(name, False)) is not False:
+            raise Unsupported(
+                f"{name} is {value!r}, which a group does not support: every member has a part of this gradient, and only the "
+                "gradient of the sinks is summed over the members: compute it on one GPU"
+            )
 
 
 def _axis_of(x: Any, axis: int | None) -> int:

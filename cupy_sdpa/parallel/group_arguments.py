@@ -11,7 +11,8 @@ import numpy as np
 
 from ..core.boundary.argument import tensor_name
 from ..core.boundary.user_functions import FUNCTIONS, function_identities
-from ..core.problem.arrays import CU_SEQLENS, LENGTHS
+from ..core.options import table
+from ..core.problem.arrays import CU_SEQLENS
 from ..core.problem.problem import Problem
 from ..core.problem.view import device_of
 from ..core.programs.executor import Operands
@@ -32,16 +33,6 @@ from ..extend import (
 from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import Layout
-
-#: Options that a call of a group does not take.
-_EXCLUDED = {
-    "page_table": "pages are for decoding, where each sequence has few queries: use cupy_sdpa.attention",
-    "num_splits": "it is an option of paged keys",
-    "batch_invariant": "the parts of sequences were not measured: use cupy_sdpa.attention",
-    "bucket": "every member has the same lengths already: pad the sequence before shard()",
-}
-#: The options that depend on the positions of queries and keys.
-_POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENGTHS)
 
 
 class Offsets:
@@ -77,8 +68,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
     """
-    for name, reason in _EXCLUDED.items():
-        if (value := options.get(name)) is not None and value is not False:
+    for name, reason in table.refused_by("ContextParallel").items():
+        if table.OPTIONS[name].is_passed(options.get(name)):
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: operands.views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
@@ -107,13 +98,13 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
             "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
             "than one GPU: omit dropout_p"
         )
-    table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
-    check_arrays([table[name] for name in ("dout", "out", "stats")], given)
+    needed = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
+    check_arrays([needed[name] for name in ("dout", "out", "stats")], given)
     band = problem.band
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
     functions = functions_of(operands.options, problem)
-    positional = drawn or any(options.get(name) is not None for name in _POSITIONAL)
+    positional = drawn or any(table.OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
     text = _text(problem, {**options, **functions}, queries, keys)
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
 

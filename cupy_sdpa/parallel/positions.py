@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.boundary.user_functions import FUNCTIONS, trace_functions
-from ..core.problem.arrays import LENGTHS, SCORE_INPUTS
+from ..core.options import table
+from ..core.problem.arrays import LENGTHS
 from ..core.problem.problem import Problem
 from ..core.score_fn.expression import AXES
 from ..core.score_fn.tracer import record
@@ -44,26 +45,28 @@ def functions_of(options: ReadOptions, problem: Problem) -> dict[str, Recorded]:
 
 
 def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Recorded], window: Window) -> ReadOptions:
-    """The options of a call at some positions, except masks of bands, packing, sinks and seeds.
+    """The options of a call at some positions, except those that the group decides, such as packing, sinks and seeds.
 
     ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
+    The rows of the options say which are sliced (:data:`.core.options.option.Parts`).
     """
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}
     (b, h, i, j), (entries, heads, queries, keys) = window.first, window.counts
-    for name in SCORE_INPUTS:
-        if (array := options.get(name)) is not None:
-            made[name] = _sliced(builder, array, ((j, keys), (i, queries), (h, heads), (b, entries)))
-    for name, first, count in zip(LENGTHS, (i, j), (queries, keys), strict=True):
-        if (lengths := options.get(name)) is not None:
-            made[name] = target = builder.temporary(lengths.shape, lengths.dtype)
-            builder.run(lengths_from, target, lengths, first, count, writes=(target,))
-    slopes = options.get("alibi_slopes")
+    sizes = dict(zip(("Skv", "Sq", "Hq", "B"), ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
+    of_lengths = dict(zip(LENGTHS, ((i, queries), (j, keys)), strict=True))
+    for name, array in options.items():
+        if table.OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
+            continue
+        if name in of_lengths:
+            made[name] = target = builder.temporary(array.shape, array.dtype)
+            builder.run(lengths_from, target, array, *of_lengths[name], writes=(target,))
+        else:
+            made[name] = _sliced(builder, array, [sizes[letter] for letter in table.OPTIONS[name].axes.split()])
     functions, tensors = dict(recorded), dict(options.get("tensors") or {})
-    if slopes is not None and window.own_diagonal == i - j + window.diagonal:
-        made["alibi_slopes"] = slopes if heads == slopes.shape[0] else aligned(builder, slopes[h : h + heads])
-    elif slopes is not None:  # the call's own diagonal is another one
-        tensors[_SLOPES] = slopes
+    if "alibi_slopes" in made and window.own_diagonal != i - j + window.diagonal:  # the call's own diagonal is another one
+        del made["alibi_slopes"]
+        tensors[_SLOPES] = options["alibi_slopes"]
         made["softcap"] = False
         score_mod = _with_alibi(functions.get("score_mod"), scalars.pop("softcap", None), window.diagonal)
         functions |= record({"score_mod": score_mod}, tensors)

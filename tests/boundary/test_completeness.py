@@ -6,6 +6,7 @@ A new row of the tables fails here until each call takes it, or lists it in :dat
 import dataclasses
 import functools
 import inspect
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,9 +27,11 @@ from cupy_sdpa import (
     widen,
 )
 from cupy_sdpa.check.calls import CaseRunner
+from cupy_sdpa.check.case import GRADIENTS as CHECKED
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.weight_options import ROWS
+from cupy_sdpa.core.options import table
 from cupy_sdpa.core.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQUESTS
 from cupy_sdpa.core.problem.problem import Problem
 from cupy_sdpa.parallel import ContextParallel, Loopback, run_threads
@@ -233,8 +236,11 @@ DENSE = [name for name in VALUES if name not in WITHOUT_EFFECT and name not in (
 
 @pytest.mark.parametrize("option", DENSE)
 def test_groups_compute_every_option(option):
-    """The parts of two members compute what one device computes, with every option."""
-    options = VALUES[option]
+    """The parts of two members compute what one device computes, with every option.
+
+    With sinks, without which a number that is added to all scores of a head has no effect.
+    """
+    options = VALUES["sinks"] | VALUES[option]
 
     def member(own):
         group = ContextParallel(own, method="ring")
@@ -244,13 +250,60 @@ def test_groups_compute_every_option(option):
         np.testing.assert_allclose(out, forward(**options), atol=1e-5)
 
 
+#: The functions that split a call into parts, and calls of them.
+OF_PARTS = {
+    "groups": in_a_group,
+    "weight_sums": sums,
+    "weight_sums_problems": lambda **options: cupy_sdpa.weight_sums_problems(*arrays_of(options)[:2], **options),
+}
+
+
+@pytest.mark.parametrize("option", ["mask", "alibi_slopes", "softcap", "max_workspace"])
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_calls_of_parts_refuse_an_option_without_a_rule(name, option):
+    """An option whose row does not say what the parts of a call get raises Unsupported, and is not dropped."""
+    OF_PARTS[name](**VALUES[option])
+    with mock.patch.dict(table.OPTIONS, {option: dataclasses.replace(table.OPTIONS[option], parts="")}):
+        table.refused_by.cache_clear()
+        try:
+            with pytest.raises(Unsupported, match=rf"{option}.*omit it"):
+                OF_PARTS[name](**VALUES[option])
+            OF_PARTS[name]()
+        finally:
+            table.refused_by.cache_clear()
+
+
+#: With these values the output is the weights.
+IDENTITY = np.zeros((S, HKV, S, B), np.float32, order="F")
+IDENTITY[np.arange(S), :, np.arange(S)] = 1
+
+
 @pytest.mark.parametrize("option", [name for name in DENSE if ("weight_sums", name) not in EXCLUDED])
 def test_sums_are_sums_of_the_weights_with_every_option(option):
-    """With the identity as values the output is the weights; their sums over the queries are those of ``weight_sums``."""
-    identity = np.zeros((S, HKV, S, B), np.float32, order="F")
-    identity[np.arange(S), :, np.arange(S)] = 1
-    weights = attention(Q, K, identity, **VALUES[option])
-    np.testing.assert_allclose(weight_sums(Q, K, **VALUES[option]), weights.sum(axis=2), atol=1e-4)
+    """The sums of the weights over the queries are those of ``weight_sums``, with sinks as in groups."""
+    options = VALUES["sinks"] | VALUES[option]
+    weights = attention(Q, K, IDENTITY, **options)
+    np.testing.assert_allclose(weight_sums(Q, K, **options), weights.sum(axis=2), atol=1e-4)
+
+
+@pytest.mark.parametrize("option", [name for name in DENSE if ("weight_entropy", name) not in EXCLUDED and name != "tensors"])
+def test_entropies_are_those_of_the_weights_with_every_option(option):
+    """An option that changes scores in another way than by a mask must be refused: the mean score is that of q and k."""
+    weights = attention(Q, K, IDENTITY, **VALUES[option]).astype(np.float64)
+    p = np.concatenate([weights, 1 - weights.sum(axis=0, keepdims=True)])  # a sink is a key
+    expected = -(p * np.log(np.where(p > 1e-9, p, 1))).sum(axis=0).transpose(1, 0, 2)
+    np.testing.assert_allclose(weight_entropy(Q, K, **VALUES[option]), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", [name for name in DENSE if ("attention_jvp", name) not in EXCLUDED])
+def test_derivatives_are_differences_with_every_option(option):
+    """The derivative in a direction is the difference quotient in float64."""
+    options = VALUES[option] | ({"sinks": VALUES["sinks"]["sinks"]} if option != "block_mask" else {})
+    q, k, v, dq = (x.astype(np.float64, order="F") for x in (Q, K, V, DOUT))
+    step = 1e-5
+    _, derivative = attention_jvp(q, k, v, dq, 0 * k, v, **options)
+    above, below = (attention(q + x * dq, k, v + x * v, **options) for x in (step, -step))
+    np.testing.assert_allclose(derivative, (above - below) / (2 * step), atol=1e-6)
 
 
 def test_type_checkers_read_the_options_of_the_signature():
@@ -356,6 +409,11 @@ def test_every_array_has_a_row():
     assert all(row.of in ARRAYS and row.name == f"d{row.of}" for row in GRADIENTS)
 
 
+def test_check_draws_every_gradient():
+    """The self-test requests each gradient."""
+    assert {*CHECKED} == {*REQUESTS}
+
+
 #: The functions whose flags request gradients.
 REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cupy_sdpa.supported, cupy_sdpa.problem)
 
@@ -384,6 +442,8 @@ def test_groups_refuse_gradients_that_are_sums_over_members():
     (member,) = Loopback(1).members
     group = ContextParallel(member)
     out, stats = group.attention(Q, K, V, return_stats=True)
-    for request in {*REQUESTS} - {"return_dsinks", "return_dscale"}:
+    for request in {*REQUESTS} - {"return_dsinks"}:
         with pytest.raises(Unsupported, match=request):
             group.attention_backward(DOUT, Q, K, V, out, stats, **{request: True})
+        with pytest.raises(Unsupported, match=request):
+            group.attention_vjp(Q, K, V, **{request: True})

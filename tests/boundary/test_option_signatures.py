@@ -15,6 +15,8 @@ from cupy_sdpa import zoo
 #: The parameters of ``attention`` that are no options.
 FLAGS = {"q", "k", "v", "return_stats", "deterministic", "out", "stats"}
 OPTIONS = inspect.signature(cupy_sdpa.attention).parameters.keys() - FLAGS
+#: The flags that request gradients.
+GRADIENTS = [name for name in inspect.signature(cupy_sdpa.attention_backward).parameters if name.startswith("return_d")]
 
 
 def test_the_help_of_attention_is_one_screen():
@@ -32,7 +34,7 @@ def test_the_help_of_attention_is_one_screen():
 def test_the_page_defines_every_option():
     """Each has an anchor, a definition after it, and a place in the table of groups."""
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    flags = {"deterministic", "out", "stats", "return_stats", "return_dbias", "return_dsinks", "return_dtensors"}
+    flags = {"deterministic", "out", "stats", "return_stats", *GRADIENTS} - {"return_dscale"}
     groups = re.search(r"^\| group \|.*?\n\n", page, re.M | re.S)[0]
     for name in OPTIONS | flags:
         (place,) = [match.end() for match in re.finditer(rf"^\({name.replace('_', '-')}\)=$", page, re.M)]

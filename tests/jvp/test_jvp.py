@@ -216,6 +216,25 @@ def test_widened_arrays(letters, options, engine):
         np.testing.assert_array_equal(engine.get(x), engine.get(y))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": np.ones((25, 24, 1, 1), bool)}, {"bias": np.ones((24, 24, 3, 1), np.float32)}, {"softcap": -1.0},
+        {"seq_lens_kv": np.full(3, 5, np.int32)}, {"seq_lens_q": np.full(2, 99, np.int32)}, {"dropout_p": 2.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_widen_checks_options_like_the_call(options):
+    """Options of a wrong shape or value raise the error of ``attention_jvp``."""
+    arrays = [np.ones((16, heads, 24, 2), np.float32, order="F") for heads in (2, 1, 1, 2)]
+    errors = []
+    for function in (attention_jvp, widen):
+        with pytest.raises(ValueError, match=next(iter(options))) as raised:
+            function(*arrays, **options)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
 def test_widened_arrays_of_another_form(engine):
     """They are refused although their shapes are those of a call that is cached: with sinks there is no row of 1."""
     q, k, v, *tangents = normals(engine, 16, 8)

@@ -325,3 +325,23 @@ def test_a_feature_is_one_builder(engine):
     np.testing.assert_allclose(engine.get(call(*x)), want, atol=engine.tolerance)
     with pytest.raises(ValueError, match="differs from the prepared one"):
         call(*(engine.normal(n, 16, 2, 32, 1) for n in range(3)))
+
+
+def test_programs_depend_on_arrays_of_options_without_a_view():
+    """A parser may read the shape of an array that it does not pass to ``read_operands``."""
+
+    @operation(test_programs_depend_on_arrays_of_options_without_a_view, ("q",), {})
+    def call(arrays, options):
+        return Call(CallKey(("rows of a mask",), ("q",), arrays, options), parse)
+
+    def parse(key):
+        arrays, views, _ = read_operands(key.named(), {})
+        out, rows = View.dense("out", (1,), np.dtype(np.float64), None), key.options["mask"].shape[0]
+        return composed(key, arrays, views, {"out": out}, lambda builder: builder.run(fill, views["out"], rows, writes=(out,)))
+
+    def fill(x, rows):
+        x[...] = rows
+
+    q = np.ones((8, 1, 4, 1), order="F")
+    masks = [np.ones((rows, 1, 1, 1), bool) for rows in (3, 5, 3)]
+    assert [results_of(call((q,), {"mask": mask}))[0].item() for mask in masks] == [3, 5, 3]

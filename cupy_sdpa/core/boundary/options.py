@@ -198,7 +198,8 @@ def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any
     """
     positional, options = arguments.pop("positional"), arguments.pop("options")
     if positional or any(value is ... for value in arguments.values()):
-        _check_arguments(function, positional, options)
+        known = inspect.signature(function).parameters
+        _check_arguments(function, positional, [name for name in options if name not in known])
         names = [p.name for p in _positional(function) if p.default is p.empty]
         raise TypeError(f"{_listed(names)} are required: {function.__name__}({', '.join(names)})")
     return in_default(function, **arguments, **options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from ..problem.arrays import has_score_axes
 from ..problem.problem import Problem
 from .attention_forward import Dropout, compute_dtype
 from .nodes import SCORE_GRADIENT, WEIGHTS, Builder, Graph, Tensor
@@ -35,7 +36,7 @@ def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = fr
     ds = steps.dscores(p, d, dropout)
     # dS <- dS ∘ f'(scale Q Kᵀ)
     ds = steps.scores.derivative(ds, function)
-    # dbias = Σ dS                          and the gradients of captured arrays
+    # dbias = Σ dS                          and the other gradients of arrays that change the scores
     steps.write_sums(ds)
     # dS <- scale dS
     ds = steps.g.pointwise(f"dS = scale · {ds}", "mul", ds, steps.scores.scale, out="dS", dtype=problem.dtype)
@@ -120,9 +121,10 @@ class _Backward:
         return dropout.rescale(ds, "P ∘ (dP − D)") if dropout else ds
 
     def write_sums(self, ds: Tensor) -> None:
-        """``dx = Σ dS`` over the axes along which x, a bias or a captured array, is broadcast."""
+        """``dx = Σ dS`` over the axes along which x, such as a bias or a captured array, is broadcast."""
         for spec in self.problem.ds_reductions:
-            self.g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, SCORE_AXES, "output"))
+            axes = SCORE_AXES if has_score_axes(spec.name) else HEAD_AXES
+            self.g.reduction(f"{spec.name} = Σ {ds}", ds, operand(spec, axes, "output"))
 
     def write_dk(self, ds: Tensor) -> None:
         """``dK = dSᵀ Q``."""

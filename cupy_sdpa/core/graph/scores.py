@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -118,10 +117,14 @@ class Scores:
         tracer = FunctionTracer({}, {}, self.program.steps)
         leaf = tracer.writer.leaf
         score = Value(tracer, leaf("score") if self.program.score is None else self.program.score)
-        indices = tuple(Value(tracer, leaf("index", axis, "int")) for axis in AXES)
-        diagonal = functools.partial(self._diagonal, tracer, s, indices[2])
+        row, column = (Value(tracer, leaf("index", axis, "int")) for axis in AXES[2:])
+
+        def distance() -> Value:
+            found: Value = self._diagonal(tracer, s, row) - column
+            return found
+
         may_mask = self.program.score is not None and any(step.mode in _MAY_MASK for step in self.program.steps)
-        inputs = ScoreInputs(tracer, indices, self.band, diagonal, may_mask)
+        inputs = ScoreInputs(tracer, self.band, distance, may_mask)
         for name, change in SCORE_CHANGES.items():
             if OPTIONS[name].of(self.problem):
                 score = change(score, inputs)

@@ -12,8 +12,7 @@ from .option import ScoreInputs
 
 def change(score: Any, inputs: ScoreInputs) -> Any:
     """``S <- S − slope |p − j|`` with the key p on the diagonal of the query."""
-    slope, (*_, column) = inputs.array("alibi_slopes"), inputs.indices
-    distance = inputs.diagonal() - column
+    slope, distance = inputs.array("alibi_slopes"), inputs.distance()
     # a causal mask hides the keys after the diagonal: p - j is not negative
     hidden = inputs.band is not None and inputs.band.right == 0
     return score - slope * (distance if hidden else abs(distance))

@@ -6,30 +6,35 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..score_fn.proxy import Value
 from ..score_fn.tracer import FunctionTracer
 from .band import Band
 from .values import is_one_of
 
+#: What the parts of a call get if a function splits it, such as the methods of a group and ``weight_sums``: the ``"same"``
+#: value, the elements of the part (``"sliced"``), or what the function decides (``"call"``), as for masks of bands and packed
+#: sequences. Without a value (``""``) such functions do not take the option.
+Parts = Literal["", "same", "sliced", "call"]
+
 
 @dataclass(frozen=True)
 class ScoreInputs:
     """What an option reads to change the scores.
 
+    It has no indices, because a call may compute a part of the sequences: only distances from the diagonal do not depend on it.
+
     Attributes:
         tracer: records the operations.
-        indices: the sequence, the head, the query and the key of each score.
         band: the band of keys, or None.
-        diagonal: returns the key on the diagonal of each query.
+        distance: returns the key on the diagonal of each query minus the key; only for options of the ``diagonal``.
         may_mask: whether a score function may have masked a score by a low number.
     """
 
     tracer: FunctionTracer
-    indices: tuple[Value, ...]
     band: Band | None
-    diagonal: Callable[[], Value]
+    distance: Callable[[], Value]
     may_mask: bool
 
     def number(self, name: str) -> Value:
@@ -82,6 +87,7 @@ class Option:
         split: whether keys in pages are split with it.
         diagonal: whether it measures positions from the diagonal.
         blocks: whether the blocks of a block mask are computed with it; with other options the mask becomes dense.
+        parts: how a function that splits a call gives it to the calls on the parts, see :data:`Parts`.
         cpu_only: why cuDNN does not compute it; None if it does.
         refused: the functions that do not take it, and what to do instead; empty if another error says it.
         taken: the functions that take it although they take few options (:data:`.table.OF_FEW_OPTIONS`).
@@ -101,6 +107,7 @@ class Option:
     split: bool = False
     diagonal: bool = False
     blocks: bool = False
+    parts: Parts = ""
     cpu_only: CpuOnly | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[str, ...] = ()

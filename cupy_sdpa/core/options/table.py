@@ -135,6 +135,8 @@ GROUPS = {
 #: The functions that take few options; the rows name them in ``taken``.
 OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
 _PREFIX, _WIDEN = OF_FEW_OPTIONS
+#: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods.
+OF_PARTS = ("weight_sums", "weight_sums_problems", "ContextParallel")
 
 
 def _refused(names: str, instead: str) -> dict[str, str]:
@@ -143,7 +145,9 @@ def _refused(names: str, instead: str) -> dict[str, str]:
 
 _SUMS = "weight_sums weight_sums_problems weight_entropy"
 _NO_PAGES = _refused("attention_backward attention_vjp attention_jvp jvp_problems", "gather the pages into dense k and v")
+_GROUPS = "ContextParallel"
 _NOT_DROPPED = _refused(_SUMS, "weights are those before dropout: omit it, with seed= and offset=")
+_NO_PARTS = "the call is split into parts of the sequences, and what a part of this option is was not defined: omit it"
 _OTHER_MEAN = _refused(
     "weight_entropy",
     "the mean score follows from the output with k as values only if scores are scale * q k: omit it. Pass masks as mask= or "
@@ -153,52 +157,56 @@ _OTHER_MEAN = _refused(
 _ROWS = (
     Option(
         "scale", "scores", read=operator.itemgetter("scale"), part="settings.positive_scale", plan_of=scale.is_positive,
-        by_value=True, blocks=True, taken=(_PREFIX,),
+        by_value=True, blocks=True, parts="same", taken=(_PREFIX,),
     ),
-    Option("causal", "masks", default=False, read=band.read, part="settings.band", blocks=True, taken=(_PREFIX,)),
-    Option("window", "masks", part="settings.band", blocks=True),
-    Option("mask", "masks", axes="Skv Sq Hq B", dtype="bool", phrase="a mask", weights=True),
+    Option("causal", "masks", parts="call", default=False, read=band.read, part="settings.band", blocks=True, taken=(_PREFIX,)),
+    Option("window", "masks", parts="call", part="settings.band", blocks=True),
+    Option("mask", "masks", parts="sliced", axes="Skv Sq Hq B", dtype="bool", phrase="a mask", weights=True),
     Option(
-        "bias", "scores", axes="Skv Sq Hq B", dtype="float", phrase="a bias", weights=True,
+        "bias", "scores", parts="sliced", axes="Skv Sq Hq B", dtype="float", phrase="a bias", weights=True,
         refused=_refused(
             "weight_sums weight_sums_problems",
             "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
         ) | _OTHER_MEAN,
     ),
-    Option("seq_lens_q", "lengths", axes="B", dtype="int32"),
-    Option("seq_lens_kv", "lengths", axes="B", dtype="int32", taken=(_PREFIX,)),
-    Option("page_table", "pages", axes="P B", dtype="int32", refused=_NO_PAGES, taken=(_PREFIX,)),
-    Option("cu_seqlens_q", "packed", axes="B+1", dtype="int32", taken=(_WIDEN,)),
-    Option("cu_seqlens_kv", "packed", axes="B+1", dtype="int32"),
-    Option("max_seqlen_q", "packed", read=packed.read_queries, part="settings.max_seqlen_q"),
-    Option("max_seqlen_kv", "packed", read=packed.read_keys, part="settings.max_seqlen_kv"),
+    Option("seq_lens_q", "lengths", parts="sliced", axes="B", dtype="int32"),
+    Option("seq_lens_kv", "lengths", parts="sliced", axes="B", dtype="int32", taken=(_PREFIX,)),
+    Option(
+        "page_table", "pages", parts="call", axes="P B", dtype="int32", taken=(_PREFIX,),
+        refused=_NO_PAGES
+        | _refused(_GROUPS, "pages are for decoding, where each sequence has few queries: use cupy_sdpa.attention"),
+    ),
+    Option("cu_seqlens_q", "packed", parts="call", axes="B+1", dtype="int32", taken=(_WIDEN,)),
+    Option("cu_seqlens_kv", "packed", parts="call", axes="B+1", dtype="int32"),
+    Option("max_seqlen_q", "packed", parts="call", read=packed.read_queries, part="settings.max_seqlen_q"),
+    Option("max_seqlen_kv", "packed", parts="call", read=packed.read_keys, part="settings.max_seqlen_kv"),
     Option(
         "alibi_slopes", "scores", axes="Hq", dtype="float32 or wider", phrase="ALiBi", weights=True, diagonal=True,
-        refused=_OTHER_MEAN,
+        parts="sliced", refused=_OTHER_MEAN,
     ),
     Option(
-        "softcap", "scores", read=softcap.read, part="settings.softcap", plan_of=softcap.is_given, by_value=True,
+        "softcap", "scores", parts="same", read=softcap.read, part="settings.softcap", plan_of=softcap.is_given, by_value=True,
         phrase="softcap", weights=True, split=True, blocks=True, refused=_OTHER_MEAN, taken=OF_FEW_OPTIONS,
     ),
     Option(
-        "score_mod", "scores", part="has_score_mod", phrase="a score function", weights=True, blocks=True, refused=_OTHER_MEAN,
-        taken=(_WIDEN,),
+        "score_mod", "scores", part="has_score_mod", phrase="a score function", weights=True, blocks=True, parts="sliced",
+        refused=_OTHER_MEAN, taken=(_WIDEN,),
     ),
-    Option("mask_mod", "masks", part="has_mask_mod", phrase="a mask function", weights=True),
-    Option("tensors", "sinks", part="captured", blocks=True),
-    Option("block_mask", "masks", part="mask", weights=True, refused=_refused("problem", ""), taken=(_WIDEN,)),
+    Option("mask_mod", "masks", parts="sliced", part="has_mask_mod", phrase="a mask function", weights=True),
+    Option("tensors", "sinks", parts="call", part="captured", blocks=True),
+    Option("block_mask", "masks", parts="call", part="mask", weights=True, refused=_refused("problem", ""), taken=(_WIDEN,)),
     Option(
         "sinks", "sinks", axes="Hq", dtype="float32 or wider", phrase="sinks", weights=True, split=True, blocks=True,
-        taken=OF_FEW_OPTIONS,
+        parts="call", taken=OF_FEW_OPTIONS,
     ),
     Option(
         "dropout_p", "dropout", default=0.0, read=dropout.read, part="settings.dropout", phrase="dropout {value:g}",
-        weights=True, refused=_NOT_DROPPED, taken=(_WIDEN,),
+        weights=True, parts="same", refused=_NOT_DROPPED, taken=(_WIDEN,),
     ),
-    Option("seed", "dropout", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
-    Option("offset", "dropout", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
+    Option("seed", "dropout", parts="call", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
+    Option("offset", "dropout", parts="call", axes="1", dtype="int64", refused=_refused(_SUMS, "")),
     Option(
-        "dropout_mask", "dropout", axes="Skv Sq Hq B", dtype="bool", refused=_NOT_DROPPED,
+        "dropout_mask", "dropout", parts="sliced", axes="Skv Sq Hq B", dtype="bool", refused=_NOT_DROPPED,
         cpu_only=CpuOnly(
             "Dropout with random numbers only.",
             "cuDNN draws its own random numbers: pass seed and offset, or pass numpy arrays",
@@ -206,28 +214,33 @@ _ROWS = (
     ),
     Option(
         "num_splits", "pages", read=optional_count("num_splits", "a number of chunks", least=1), part="settings.num_splits",
-        refused=_NO_PAGES | _refused(_SUMS, "omit it"), taken=(_PREFIX,),
+        taken=(_PREFIX,),
+        refused=_NO_PAGES | _refused(_SUMS, "omit it") | _refused(_GROUPS, "it is an option of paged keys"),
     ),
     Option(
         "batch_invariant", "batch", default=False,
-        refused=_refused(_SUMS, "compute every sequence in a call of its own") | _refused("fp8.attention", ""),
+        refused=_refused(_SUMS, "compute every sequence in a call of its own") | _refused("fp8.attention", "")
+        | _refused(_GROUPS, "the parts of sequences were not measured: use cupy_sdpa.attention"),
     ),
     Option(
         "max_workspace", "plans", read=optional_count("max_workspace", "a number of bytes"), part="settings.max_workspace",
-        blocks=True, taken=(_PREFIX,),
+        blocks=True, parts="same", taken=(_PREFIX,),
     ),
-    Option("bucket", "plans", blocks=True),
     Option(
-        "layout", "arrays", taken=OF_FEW_OPTIONS,
+        "bucket", "plans", parts="same", blocks=True,
+        refused=_refused(_GROUPS, "every member has the same lengths already: pad the sequence before shard()"),
+    ),
+    Option(
+        "layout", "arrays", parts="call", taken=OF_FEW_OPTIONS,
         refused=_refused(_SUMS, "pass q and k with the axes (head_dim, heads, seq, batch), such as q.T of 'bshd'"),
     ),
     Option(
-        "compute_dtype", "arrays", taken=(_WIDEN,),
+        "compute_dtype", "arrays", parts="call", taken=(_WIDEN,),
         refused=_refused("problem jvp_problems", "convert q, k and v with .astype(...)")
         | _refused(_SUMS, "convert q and k with .astype()") | _refused("fp8.attention", ""),
     ),
     Option(
-        "engine", "arrays", refused=_refused("problem jvp_problems weight_sums_problems fp8.attention", ""),
+        "engine", "arrays", parts="call", refused=_refused("problem jvp_problems weight_sums_problems fp8.attention", ""),
         taken=OF_FEW_OPTIONS,
     ),
 )  # fmt: skip
@@ -257,10 +270,15 @@ def takes(function: str, option: Option) -> bool:
     >>> takes("attention_vjp", OPTIONS["page_table"]), takes("attention_vjp", OPTIONS["sinks"])
     (False, True)
     """
-    return function in option.taken if function in OF_FEW_OPTIONS else function not in option.refused
+    return function in option.taken if function in OF_FEW_OPTIONS else option.name not in refused_by(function)
 
 
 @functools.cache
 def refused_by(function: str) -> Mapping[str, str]:
-    """Return the options that a public function does not take, and what to do instead."""
-    return {row.name: row.refused[function] for row in OPTIONS.values() if function in row.refused}
+    """Return the options that a public function does not take, and what to do instead.
+
+    A function that splits its calls takes no option whose row does not say what a part gets.
+    """
+    in_parts = function in OF_PARTS
+    rows = (row for row in OPTIONS.values() if function in row.refused or (in_parts and not row.parts))
+    return {row.name: row.refused.get(function, _NO_PARTS) for row in rows}

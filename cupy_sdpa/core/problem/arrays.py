@@ -13,7 +13,8 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from ..options.table import OPTIONS
+from ..options.option import CpuOnly
+from ..options.table import OPTIONS, SCORE_CHANGES
 from ..score_fn.expression import is_captured
 
 #: What an array is for: q, k and v; a result of the forward pass; the gradient of a result, which the backward pass gets; a
@@ -34,6 +35,7 @@ class ArrayRow:
         role: see :data:`Role`.
         of: the array that a gradient belongs to.
         request: the flag of the backward pass that requests a gradient; empty if it is always returned.
+        cpu_only: why cuDNN does not compute a gradient; None if it does.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ArrayRow:
     role: Role
     of: str = ""
     request: str = ""
+    cpu_only: CpuOnly | None = None
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
@@ -127,6 +130,8 @@ def _with_role(role: Role) -> tuple[ArrayRow, ...]:
 RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
 #: The gradients that a flag requests, besides those of ``tensors``.
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
+#: Those of arrays that change the scores: sums of dS times the derivative of the scores.
+SCORE_GRADIENTS = tuple(row for row in REQUESTED_GRADIENTS if row.of in SCORE_CHANGES)
 #: The flags of the backward pass that request gradients.
 REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dscale", "return_dtensors")
 #: The arrays of the forward pass, as for :func:`cupy_sdpa.attention`, and of the backward pass of one problem, in the order of

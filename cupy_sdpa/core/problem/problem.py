@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from .. import _html
 from ..options.band import Band
 from ..options.table import DEFAULT_SETTINGS, OF_DIAGONAL, OPTIONS, Settings
-from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS
+from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS, SCORE_GRADIENTS
 from .tensor_spec import FP8_LARGEST, TensorSpec
 
 #: The dtypes of captured arrays.
@@ -172,8 +172,9 @@ class Problem:
 
     @property
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
-        """The gradients that are reductions of dS, the gradient of the scores: those of the bias and of captured arrays."""
-        return (*([self.dbias] if self.dbias else []), *self.dcaptured)
+        """The gradients that are reductions of dS, the gradient of the scores: those of a bias and captured arrays."""
+        specs = (getattr(self, row.name) for row in SCORE_GRADIENTS)
+        return (*(spec for spec in specs if spec is not None), *self.dcaptured)
 
     @property
     def has_score_mod(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..score_fn.autodiff import gradients
 from ..score_fn.expression import Writer
+from .arrays import SCORE_GRADIENTS
 from .problem import Problem
 from .tensor_spec import TensorSpec, dense_spec
 
@@ -49,6 +50,8 @@ def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
     """Whether a reduction sums the gradient of the scores that dq and dk also use."""
     if spec is problem.dbias:  # the bias is added last
         return not problem.settings.softcap and not problem.has_score_mod
+    if spec not in problem.dcaptured:
+        return False
     derivatives = score_derivatives(problem)
     return derivatives.get(spec.name[1:]) == derivatives.get("")
 
@@ -66,6 +69,7 @@ def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
 
 def _with_reduction(problem: Problem, spec: TensorSpec | None) -> Problem:
     """The problem with one reduction of dS, or none."""
-    if spec is None or spec is problem.dbias:
-        return replace(problem, dbias=spec, dcaptured=())
-    return replace(problem, dbias=None, dcaptured=(spec,))
+    fields: dict[str, Any] = dict.fromkeys((row.name for row in SCORE_GRADIENTS), None) | {"dcaptured": ()}
+    if spec is not None:
+        fields |= {"dcaptured": (spec,)} if spec in problem.dcaptured else {spec.name: spec}
+    return replace(problem, **fields)

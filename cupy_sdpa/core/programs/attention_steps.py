@@ -238,7 +238,7 @@ class _Form:
             target, source = self._originals[spec.name], self._arrays[spec.name]
             if target == source:
                 continue
-            if spec in self._problem.ds_reductions:
+            if spec in self._problem.ds_reductions and has_score_axes(spec.name):
                 self._sum_into(target, source)
             else:
                 self._resize(target, source, spec.name)

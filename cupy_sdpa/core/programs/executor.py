@@ -455,6 +455,8 @@ def composed(
 
 def _program_key(key: CallKey, views: Mapping[str, View]) -> Hashable | None:
     """What a program depends on; None if an option cannot be compared."""
-    others = {name: value for name, value in key.options.items() if name != "tensors" and not is_any_array(value)}
-    read = read_key(HOST, key.tag, (), others)
-    return read and (read[0], *views.values())
+    options = {name: value for name, value in key.options.items() if name != "tensors"}
+    arrays = {name for name, value in options.items() if is_any_array(value)}
+    read = read_key(HOST, key.tag, (), {name: value for name, value in options.items() if name not in arrays})
+    unread = (view_of(name, options[name]) for name in options if name in arrays and name not in views)
+    return read and (read[0], *views.values(), *unread)

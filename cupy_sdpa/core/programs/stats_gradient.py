@@ -16,12 +16,15 @@ from ..kernels.concatenation import Concatenation, Constant, concatenate
 from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
 from ..options.scale import read_scale
+from ..problem.arrays import SCORE_GRADIENTS
 from ..problem.view import View
 from .steps import Steps
 
 #: Head dims are multiples of this number. Packed sequences, to which calls with a block mask copy blocks, need twice that; they
 #: and deterministic gradients need equal head dims, see core/support/known_bugs.py.
 MULTIPLE = 8
+#: The flags that request sums of dS, which need dq to be written directly.
+_OF_SCORES = (*(row.request for row in SCORE_GRADIENTS), "return_dtensors")
 #: What to do if the head dims are at the limit of a GPU.
 REMEDY = (
     "Without dout the head dims of q and v are enough: add the gradients of attention_backward(dout, ...) and of "
@@ -49,7 +52,7 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
 
 def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
     """Whether cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
-    direct = deterministic or any(requests.get(name) not in (None, False) for name in ("return_dbias", "return_dtensors"))
+    direct = deterministic or any(requests.get(name) not in (None, False) for name in _OF_SCORES)
     return block_mask or direct or options.get("cu_seqlens_q") is not None
 
 

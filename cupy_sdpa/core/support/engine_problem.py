@@ -10,6 +10,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from ..problem.arrays import has_score_axes
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..problem.slices import launches
@@ -111,10 +112,8 @@ def _gradient_specs(problem: Problem) -> dict[str, Any]:
     cuDNN's results are wrong otherwise.
     """
     *_, sq, skv, _ = problem.sizes
-    specs: dict[str, Any] = {}
-    reductions = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in problem.ds_reductions}
-    if problem.dbias:
-        specs["dbias"] = reductions.pop("dbias")
+    reductions = [spec for spec in problem.ds_reductions if has_score_axes(spec.name)]
+    specs: dict[str, Any] = {spec.name: dense_spec(spec.name, problem.dtype, (skv, sq, *spec.shape[2:])) for spec in reductions}
     if problem.dcaptured:
-        specs["dcaptured"] = tuple(reductions.values())
+        specs["dcaptured"] = tuple(specs.pop(spec.name) for spec in problem.dcaptured)
     return specs

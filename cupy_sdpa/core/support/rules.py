@@ -11,13 +11,14 @@ To add a rule, write the entry, add a case for each side of the limit to ``SIDES
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import INSTALL_FOR_GPU, Unsupported
 from ..options.table import OF_DIAGONAL, OPTIONS
-from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, ROW_STATS
+from ..problem.arrays import CU_SEQLENS, KEY_ARRAYS, QUERY_ARRAYS, REQUESTED_GRADIENTS, ROW_STATS, SCORE_GRADIENTS
 from ..problem.problem import Problem, has_ragged_diagonal, writes_dq_directly
 from ..problem.tensor_spec import ITEMSIZE, TensorSpec, density_obstacle, stride_obstacle
 from ..version import MINIMUM_CUDNN, version_text
@@ -218,7 +219,8 @@ def _max_sumexp(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
 
 def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
     if problem.ds_reductions and problem.packed:
-        option = "return_dbias=True" if problem.dbias else "return_dtensors"
+        rows = (f"{row.request}=True" for row in SCORE_GRADIENTS if getattr(problem, row.name))
+        option = next(rows, "return_dtensors")
         yield (
             f"{_score_gradient(problem)} is not supported with packed sequences: cuDNN's kernel was seen to access memory "
             f"beyond the arrays. Omit {option}, or pad the sequences and pass seq_lens_q and seq_lens_kv"
@@ -226,7 +228,7 @@ def _bias_gradient(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _score_gradient(problem: Problem) -> str:
-    return "the gradient of bias" if problem.dbias else "the gradient of tensors"
+    return f"the gradient of {next((row.of for row in SCORE_GRADIENTS if getattr(problem, row.name)), 'tensors')}"
 
 
 def _direct(problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -355,6 +357,9 @@ RULES: tuple[Rule, ...] = (
     *(Rule(option.name.replace("_", "-"), option.cpu_only.rule, Unsupported,
            when(option.of, f"{option.name} is not supported on the GPU, because {option.cpu_only.instead}"))
       for option in OPTIONS.values() if option.cpu_only),
+    *(Rule(f"gradient-of-{row.of.replace('_', '-')}", row.cpu_only.rule, Unsupported,
+           when(operator.attrgetter(row.name), f"{row.request} is not supported on the GPU, because {row.cpu_only.instead}"))
+      for row in REQUESTED_GRADIENTS if row.cpu_only),
     Rule("max-sumexp", "return_stats='max_sumexp': not with sinks, not with sequence lengths.", Unsupported, _max_sumexp,
          planned=True),
     Rule("page-size", "Pages of a power of two of keys.", Unsupported, _page_size),
