@@ -10,6 +10,7 @@ float64 without rounding, the exact value of the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from . import buffers
 from .axes import COLUMNS, ROWS
 from .bands import Masked
 from .fusion import Fused, exponentials, log_sum_exp, normalized
-from .row_check import RowCheck
+from .row_check import Checked, RowCheck, checked
 from .steps import Compiler, Compute, steps_of
 from .tiles import Evaluation, Tile
 
@@ -108,7 +109,8 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
 
 def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
     """The product ``out = a b`` divided by the sums of the rows of a. A product may be too large though the quotient is not."""
-    if np.logical_and.reduce(np.isfinite(out), axis=None):
+    numbers = out.reshape(-1)
+    if math.isfinite(numbers.dot(numbers)):
         return _divided(out, total, np)
     finite = np.isfinite(out).all(axis=-1, keepdims=True)
     out = _divided(out, total, np)
@@ -181,7 +183,8 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
 
     def compute(tile: Tile) -> Array:
         values = tile.values
-        x, sink = values[of_x], None if of_sink is None else values[of_sink]
+        x: Array = values[of_x]
+        sink = None if of_sink is None else values[of_sink]
         if sink is not None and node.rows is not None:
             valid = xp.arange(tile.rows.start, tile.rows.start + x.shape[2])[:, None] < tile.number(node.rows)
             sink = xp.where(valid, sink, -np.inf).astype(dtype)
@@ -218,8 +221,9 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             values[node.sum_exp.name] = total
         # p = p / l, in this step or, with numpy, after the product that reads p
         if sums is None:
-            return _divided(p, total, xp)
-        values[sums] = total
+            p = _divided(p, total, xp)
+        else:
+            values[sums] = total
         return p
 
     return compute
@@ -315,15 +319,17 @@ def _reduction(node: Reduction, compiler: Compiler) -> Compute:
     group = node.x.shape[1] // node.out.shape[1]
 
     def compute(tile: Tile) -> Array | None:
-        x = -tile.values[of_x] if node.negative else tile.values[of_x]
+        x: Array = -tile.values[of_x] if node.negative else tile.values[of_x]
         if node.amax:
-            return tile.add_to_largest(node.out, x)
+            tile.add_to_largest(node.out, x)
+            return None
         if is_total:
-            return tile.add_to_total(node.out, x)
+            tile.add_to_total(node.out, x)
+            return None
         if sums_rows:
             return x.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
         if is_summed:
-            return x  # type: ignore[no-any-return]
+            return x
         batch, heads, rows, columns = x.shape
         return x.reshape(batch, heads // group, group, rows, columns).sum(axis=2)  # type: ignore[no-any-return]
 
@@ -435,6 +441,7 @@ POINTWISE: dict[str, Callable[[Pointwise, Compiler], Compute]] = {
 #: The meaning of every node.
 RULES: dict[type[Node], Callable[[Any, Compiler], Compute]] = {
     Bernoulli: _bernoulli,
+    Checked: checked,
     Fused: _fused,
     Masked: _masked,
     Matmul: _matmul,

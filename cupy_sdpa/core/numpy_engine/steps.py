@@ -1,8 +1,8 @@
 """Steps: a graph is compiled once to a list of functions of a tile, each of which returns the value of a tensor.
 
 The rules of the interpreter (:data:`.interpreter.RULES`) compile the nodes. What does not depend on arrays is decided once:
-which inputs a tile reads, which results are rounded, checked and written to the caller's arrays, which operands give their
-memory to a result, and when a value is no longer needed.
+which inputs a tile reads, which results are rounded and written to the caller's arrays, which operands give their memory to a
+result, and when a value is no longer needed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..graph.nodes import SCORE_GRADIENT, WEIGHTS, Node, PagedLoad, Pointwise, Softmax, Tensor, Transpose
+from ..graph.nodes import Node, PagedLoad, Pointwise, Softmax, Tensor, Transpose
 from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..score_fn.modes import CONDITIONS
 from .fusion import Fused
-from .rounding import round_in_place
+from .rounding import round_numbers
 from .tiles import Evaluation, Tile, last_reads_of
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[A
     if found is None:
         compiler = Compiler(run, tile)
         nodes = run.analysis.nodes if run.xp is np else run.analysis.fused_nodes
+        if run.check is not None:
+            nodes = [*run.check.after(nodes)]
         for node, last_reads in last_reads_of([n for n in nodes if tile.last or n.out.name not in run.partial]):
             compiler.add(node, last_reads, rules[type(node)])
         found = run.analysis.steps[key] = compiler.steps
@@ -65,12 +67,6 @@ class Compiler:
         self.analysis, self.xp, self.dtype, self.exact = run.analysis, run.xp, run.dtype, run.exact
         self._dtype_name, self._later = run.dtype_name, run.later
         self._last = tile.last
-        #: The checks, by the name of the tensor after which they run.
-        self._checks: dict[str, Compute] = {}
-        if run.check:
-            self._checks[WEIGHTS] = lambda tile: tile.run.check.check_stats(tile)
-            if run.check.whole:
-                self._checks[SCORE_GRADIENT] = lambda tile: tile.run.check.check_out(tile)
         #: The tensors that have a value.
         self._known = set(tile.values)
         self._last_reads: frozenset[str] = frozenset()
@@ -80,7 +76,7 @@ class Compiler:
         self._extents: dict[str, Extent] = {}
 
     def add(self, node: Node, last_reads: frozenset[str], rule: Callable[[Any, Compiler], Compute]) -> None:
-        """Add the steps of a node: it reads inputs, computes, and rounds, checks and writes its results."""
+        """Add the steps of a node: it reads inputs, computes, and writes and rounds its results."""
         self._last_reads = last_reads
         compute = rule(node, self)
         self._describe(node)
@@ -146,7 +142,7 @@ class Compiler:
             self._views |= {node.x.name, name}
 
     def _finish(self, node: Node, tensor: Tensor) -> None:
-        """Add the steps that write, round and check a result."""
+        """Add the steps that write and round a result."""
         name = tensor.name
         if name in self.analysis.over_tiles:
             return
@@ -154,8 +150,6 @@ class Compiler:
             self._append(_written(tensor, self), name)
         if not (tensor.role == "output" and name in self._last_reads) and self._is_rounded(node, tensor):
             self._append(_rounded(tensor, self), name)
-        if name in self._checks:
-            self._append(self._checks[name], name)
 
     def _is_rounded(self, node: Node, tensor: Tensor) -> bool:
         """Whether a result has more digits than its dtype. Views have those of their values; a softmax in FP8 has rounded."""
@@ -198,16 +192,13 @@ def _written(tensor: Tensor, compiler: Compiler) -> Compute:
 
 def _rounded(tensor: Tensor, compiler: Compiler) -> Compute:
     """Round a value to the dtype of its tensor, in its own memory unless other values are views of it. Integers remain."""
-    name, dtype, working = tensor.name, tensor.dtype, compiler.dtype
-    copies = compiler.is_view(tensor) or compiler.xp is not np
+    name, dtype, working, on_gpu = tensor.name, tensor.dtype, compiler.dtype, compiler.xp is not np
+    in_place = not compiler.is_view(tensor)
 
-    def compute(tile: Tile) -> Array:
-        value: Array = tile.values[name]
+    def compute(tile: Tile) -> Any:
+        value = tile.values[name]
         if value.dtype != working:
             return value
-        if copies:
-            return rounded(value, dtype).astype(working)
-        round_in_place(value, dtype)
-        return value
+        return rounded(value, dtype).astype(working) if on_gpu else round_numbers(value, dtype, in_place=in_place)
 
     return compute
