@@ -34,6 +34,7 @@ from ..score_fn.modes import CONDITIONS, MODES
 from . import buffers
 from .axes import COLUMNS, ROWS
 from .bands import Masked
+from .buffers import Memory
 from .fusion import Fused, exponentials, log_sum_exp, normalized
 from .row_check import Checked, RowCheck, checked
 from .steps import Compiler, Compute, steps_of
@@ -62,13 +63,19 @@ def evaluate(
         ValueError: ``check`` refused the inputs of a backward pass; results may have been written.
     """
     run = Evaluation(graph, arrays, scalars, exact, check)
+    keeps = run.analysis.is_small and run.xp is np
     with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
         for tile in run.tiles():
+            sizes = (run.analysis, exact, tile.lengths)
+            if keeps:
+                tile.memory = buffers.take(sizes)
             values = tile.values
             for compute, name, unread in steps_of(run, tile, RULES):
                 values[name] = compute(tile)
                 for other in unread:
                     del values[other]
+            if keeps:
+                buffers.give(sizes, tile.memory)
     for name, total in run.totals.items():
         run.views[name][...] = total
 
@@ -80,10 +87,10 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
     narrow, group = name in analysis.narrow, analysis.grouped.get(name)
     scale = compiler.read(analysis.scales[name]) if xp is np and name in analysis.scales else None
     divides = xp is np and node.a.name in analysis.undivided
-    added = summed_axis == ROWS and name in analysis.later
+    added, of_scaled = summed_axis == ROWS and name in analysis.later, f"scaled {node.a.name}"
 
     def compute(tile: Tile) -> Array | None:
-        a, b = tile.values[of_a], tile.values[of_b]
+        a, b, memory = tile.values[of_a], tile.values[of_b], tile.memory
         if narrow:
             rows, terms = (
                 len(tile.rows) if axis == ROWS else len(tile.columns) if axis == COLUMNS else full
@@ -94,8 +101,10 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
             length = max(0, tile.number(node.k) - tile.start(summed_axis))
             a, b = a[..., :length], b[..., :length, :]
         if scale is not None:
-            a = np.multiply(a, tile.values[scale], dtype=dtype, order="C")
-        out = _product(a, b) if group is None else _sum_of_products(a, b, group)
+            a = memory.setdefault(
+                of_scaled, np.multiply(a, tile.values[scale], out=memory.get(of_scaled), dtype=dtype, order="C")
+            )
+        out = _product(a, b, memory, name) if group is None else _sum_of_products(a, b, group, memory, name)
         if node.m is not None:
             out[:, :, max(0, tile.number(node.m) - tile.start(row_axis)) :] = 0
         if node.n is not None:
@@ -114,7 +123,7 @@ def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
         return _divided(out, total, np)
     finite = np.isfinite(out).all(axis=-1, keepdims=True)
     out = _divided(out, total, np)
-    np.copyto(out, _product(_divided(a.copy(), total, np), b), where=~finite)
+    np.copyto(out, _product(_divided(a.copy(), total, np), b, Memory(), ""), where=~finite)
     return out
 
 
@@ -123,21 +132,25 @@ def _sums_name(weights: Tensor) -> str:
     return f"sums of {weights.name}"
 
 
-def _product(a: Array, b: Array) -> Array:
+def _product(a: Array, b: Array, memory: Memory, name: str) -> Array:
     """``a b`` for each batch entry and head; the rows of a group of heads that share a head of b are one matrix."""
     batch, heads, rows, terms = a.shape
-    shared = b.shape[1]
+    shared, columns = b.shape[1], b.shape[3]
     if heads != shared:
         a = a.reshape(batch, shared, heads // shared * rows, terms)
     if type(a) is not np.ndarray:
-        out = a @ b
+        return (a @ b).reshape(batch, heads, rows, columns)
+    result: Array | None = memory.get(name)
+    if result is None:
+        result = memory.setdefault(name, buffers.empty((batch, heads, rows, columns), a.dtype))
+    out = result if heads == shared else result.reshape(*a.shape[:3], columns)
+    if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
+        key = f"transposed {name}"
+        product = np.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out=memory.get(key))
+        out[...] = memory.setdefault(key, product).swapaxes(-1, -2)
     else:
-        out = buffers.empty((*a.shape[:3], b.shape[3]), a.dtype)
-        if 1 < a.shape[2] <= _FEW_ROWS and b.strides[3] > b.strides[2]:
-            out[...] = (b.swapaxes(-1, -2) @ a.swapaxes(-1, -2)).swapaxes(-1, -2)
-        else:
-            np.matmul(a, b, out=out)
-    return out if heads == shared else out.reshape(batch, heads, rows, b.shape[3])
+        np.matmul(a, b, out=out)
+    return result
 
 
 #: Up to this number of rows, ``b^T a^T`` is faster than ``a b`` if b is a transposed matrix: OpenBLAS packs b otherwise. With 4
@@ -145,11 +158,14 @@ def _product(a: Array, b: Array) -> Array:
 _FEW_ROWS = 32
 
 
-def _sum_of_products(a: Array, b: Array, group: int) -> Array:
+def _sum_of_products(a: Array, b: Array, group: int, memory: Memory, name: str) -> Array:
     """The sum of ``a b`` over each group of heads: one product of the rows of all its heads. ``a`` is a transposed matrix."""
     batch, heads, columns, rows = a.shape
     left = a.swapaxes(-1, -2).reshape(batch, heads // group, group * rows, columns).swapaxes(-1, -2)
-    return left @ b.reshape(batch, heads // group, group * rows, b.shape[3])
+    right = b.reshape(batch, heads // group, group * rows, b.shape[3])
+    if type(left) is not np.ndarray:
+        return left @ right
+    return memory.setdefault(name, np.matmul(left, right, out=memory.get(name)))  # type: ignore[no-any-return]
 
 
 def _paged_load(node: PagedLoad, compiler: Compiler) -> Compute:
@@ -180,9 +196,11 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
     of_sink, of_scale = (None if t is None else compiler.read(t) for t in (node.sink, node.scale))
     sums = _sums_name(node.out) if xp is np and node.out.name in compiler.analysis.undivided else None
     stats = node.stats.name if node.stats and compiler.is_needed(node.stats) else None
+    name = node.out.name
+    of_top, of_total = f"maxima of {name}", _sums_name(node.out)
 
     def compute(tile: Tile) -> Array:
-        values = tile.values
+        values, memory = tile.values, tile.memory
         x: Array = values[of_x]
         sink = None if of_sink is None else values[of_sink]
         if sink is not None and node.rows is not None:
@@ -190,14 +208,18 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             sink = xp.where(valid, sink, -np.inf).astype(dtype)
         if xp is np:
             # m = max(x), with the sink; the lowest number instead of -inf: exp(-inf - m) = 0, and exp(-inf + inf) is NaN
-            top = np.maximum.reduce(x, axis=-1, keepdims=True, initial=lowest)
+            top = np.maximum.reduce(x, axis=-1, keepdims=True, initial=lowest, out=memory.get(of_top))
+            memory.setdefault(of_top, top)
             if sink is not None:
                 top = np.maximum(top, sink)
             # p = exp(x - m)
-            p = np.subtract(x, top, out=x if in_place else buffers.empty(x.shape, dtype))
+            out = x if in_place else memory.get(name)
+            p = np.subtract(x, top, out=buffers.empty(x.shape, dtype) if out is None else out)
+            memory.setdefault(name, p)
             np.exp(p, out=p)
             # l = sum(p), with the sink
-            total = np.add.reduce(p, axis=-1, keepdims=True)
+            total = np.add.reduce(p, axis=-1, keepdims=True, out=memory.get(of_total))
+            memory.setdefault(of_total, total)
             if sink is not None:
                 total += np.exp(sink - top)
         else:
@@ -218,22 +240,24 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
         if node.max is not None:
             values[node.max.name] = np.where(total == 0, -np.inf, top).astype(dtype) if xp is np else top
         if node.sum_exp is not None:
-            values[node.sum_exp.name] = total
+            values[node.sum_exp.name] = total.copy()
         # p = p / l, in this step or, with numpy, after the product that reads p
         if sums is None:
-            p = _divided(p, total, xp)
-        else:
-            values[sums] = total
-        return p
+            return _divided(p, total, xp)
+        values[sums] = total
+        return p  # type: ignore[no-any-return]
 
     return compute
 
 
 def _divided(x: Array, total: Array, xp: Any) -> Array:
-    """``x / l`` of the sums of rows, written to x; rows without a key are divided by 1. All other sums are at least 1."""
+    """``x / l`` of the sums of rows, written to x; rows without a key are divided by 1, which is written to l.
+
+    All other sums are at least 1.
+    """
     if xp is not np:
         return normalized(x, total)  # type: ignore[no-any-return]
-    return np.divide(x, np.maximum(total, 1), out=x)
+    return np.divide(x, np.maximum(total, 1, out=total), out=x)
 
 
 def _row_maxima(x: Array) -> Array:
@@ -313,7 +337,7 @@ def _fused(node: Fused, compiler: Compiler) -> Compute:
 
 
 def _reduction(node: Reduction, compiler: Compiler) -> Compute:
-    name, of_x = node.out.name, compiler.read(node.x)
+    name, of_x, xp = node.out.name, compiler.read(node.x), compiler.xp
     is_total, sums_rows = name in compiler.analysis.sums, node.out.shape[3] == 1 and node.x.shape[3] > 1
     is_summed = node.x.name in compiler.analysis.grouped  # the product is this sum
     group = node.x.shape[1] // node.out.shape[1]
@@ -327,7 +351,10 @@ def _reduction(node: Reduction, compiler: Compiler) -> Compute:
             tile.add_to_total(node.out, x)
             return None
         if sums_rows:
-            return x.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+            if xp is not np:
+                return x.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+            memory = tile.memory
+            return memory.setdefault(name, np.add.reduce(x, axis=-1, keepdims=True, out=memory.get(name)))  # type: ignore[no-any-return]
         if is_summed:
             return x
         batch, heads, rows, columns = x.shape
@@ -403,11 +430,18 @@ def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Call
         if node.out.dtype.startswith("int"):
             of_integers = integer or function
             return lambda tile: of_integers(*operands(tile.values))
-        of_x, dtype = compiler.read(node.x), compiler.dtype
+        of_x, of_result, dtype = compiler.read(node.x), node.out.name, compiler.dtype
         if compiler.gives_memory(node.x, node.b):
             return lambda tile: function(*operands(tile.values), out=tile.values[of_x], dtype=dtype)
-        order = {"order": "C"} if compiler.xp is np else {}
-        return lambda tile: function(*operands(tile.values), dtype=dtype, **order)
+        if compiler.xp is not np:
+            return lambda tile: function(*operands(tile.values), dtype=dtype)
+
+        def compute(tile: Tile) -> Array:
+            memory = tile.memory
+            result = function(*operands(tile.values), out=memory.get(of_result), dtype=dtype, order="C")
+            return memory.setdefault(of_result, result)  # type: ignore[no-any-return]
+
+        return compute
 
     return rule
 

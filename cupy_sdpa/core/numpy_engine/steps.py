@@ -59,14 +59,15 @@ class Compiler:
 
     Attributes:
         steps: the steps.
-        analysis, xp, dtype: see :class:`.tiles.Evaluation`.
+        analysis, xp, dtype, exact: see :class:`.tiles.Evaluation`.
+        whole: whether the tile is the only one of the graph.
     """
 
     def __init__(self, run: Evaluation, tile: Tile) -> None:
         self.steps: list[Step] = []
         self.analysis, self.xp, self.dtype, self.exact = run.analysis, run.xp, run.dtype, run.exact
         self._dtype_name, self._later = run.dtype_name, run.later
-        self._last = tile.last
+        self.whole, self._last = tile.is_whole, tile.last
         #: The tensors that have a value.
         self._known = set(tile.values)
         self._last_reads: frozenset[str] = frozenset()
@@ -178,11 +179,11 @@ def _is_number(node: Node, numbers: set[str]) -> bool:
 def _written(tensor: Tensor, compiler: Compiler) -> Compute:
     """Write a result to the caller's array: of packed sequences only the tokens that exist."""
     name, packed = tensor.name, tensor.name in compiler.analysis.packed
-    saturates = tensor.dtype in FP8_LARGEST
+    saturates, whole = tensor.dtype in FP8_LARGEST, compiler.whole
 
     def compute(tile: Tile) -> Array:
         value: Array = tile.values[name]
-        part = tile.part_of(tensor, writes=True)
+        part = tile.run.views[name] if whole and not packed else tile.part_of(tensor, writes=True)
         stored = value[:, :, : part.shape[2]] if packed else value
         part[...] = rounded(stored, tensor.dtype) if saturates else stored
         return value

@@ -33,6 +33,7 @@ GPU_TILE_ELEMENTS = 1 << 24
 MASKED_ROWS, GPU_MASKED_ROWS = 64, 1024
 
 _ALL = slice(None)
+_NO_MEMORY = buffers.NoMemory()
 _DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
 
 
@@ -44,6 +45,7 @@ class Place(NamedTuple):
         all_rows, all_columns: the numbers of rows and columns of its batch entries.
         last: whether it has the last rows of its heads.
         is_whole: whether it is the only one of a graph.
+        lengths: of the block, and of all rows and columns: the shapes of all values depend on these alone.
     """
 
     batch: range
@@ -54,6 +56,7 @@ class Place(NamedTuple):
     all_columns: int
     last: bool
     is_whole: bool
+    lengths: tuple[int, ...]
 
 
 class Analysis:
@@ -68,7 +71,7 @@ class Analysis:
         narrow: the products whose left operand does not depend on the scores: it is a row, a column, or the same in all heads.
         undivided: the softmax weights that only a product reads: the product is divided by the sums of rows in their place.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
-        nodes: the nodes that numpy computes.
+        nodes: the nodes that numpy computes; ``is_small``: whether a thread keeps the memory of all their results.
         sums: the shapes of the sums over tiles, by the name of the result; ``over_tiles``: these, and the largest magnitudes.
         lengths: the lengths of each batch entry, if only these are computed.
         by_entry: whether a tile has one batch entry, because entries have lengths of their own.
@@ -100,6 +103,7 @@ class Analysis:
         kept = without_unread([masked(node, self.bands) for node in nodes])
         rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
         self.nodes = rewritten
+        self.is_small = 8 * sum(math.prod(node.out.shape) for node in nodes) <= buffers.NBYTES
         #: The steps of tiles, by the kind of the tile and of the evaluation; see :func:`.steps.steps_of`.
         self.steps: dict[tuple[bool, ...], list[Any]] = {}
         self.products = {
@@ -144,7 +148,8 @@ class Analysis:
                 part = range(start, min(rows, start + step))
                 visible = _visible_columns(bounds, part, every) if bounds and columns > 1 else every
                 block = (batch, range(h, min(heads, h + tile_heads)), part, visible)
-                yield Place(*block, rows, columns, part.stop >= rows, tuple(map(len, block)) == self.shape)
+                lengths = (*map(len, block),)
+                yield Place(*block, rows, columns, part.stop >= rows, lengths == self.shape, (*lengths, rows, columns))
 
     def block(self, rows: int, columns: int, *, on_gpu: bool) -> tuple[int, int, int]:
         """The rows, heads and batch entries of a tile."""
@@ -241,18 +246,22 @@ class Tile:
     """A place, and the values of the tensors there: arrays with four axes.
 
     Attributes:
-        batch, heads, rows, columns, all_rows, all_columns, last, is_whole: see :class:`Place`.
+        batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`Place`.
         cache: the values of the tensors without rows, the same for all tiles of the heads.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
+        memory: the arrays to which the steps of an earlier tile of the same sizes wrote; see :class:`.buffers.Memory`.
     """
 
     __slots__ = (
-        "all_columns", "all_rows", "batch", "cache", "columns", "heads", "is_whole", "last", "rows", "run", "values",
+        "all_columns", "all_rows", "batch", "cache", "columns", "heads", "is_whole", "last", "lengths", "memory", "rows", "run",
+        "values",
     )  # fmt: skip
 
     def __init__(self, run: Evaluation, place: Place, cache: dict[str, Array]) -> None:
-        self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns, self.last, self.is_whole = place
+        self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
+        self.last, self.is_whole, self.lengths = place[6:]
         self.run, self.cache = run, cache
+        self.memory: buffers.Memory = _NO_MEMORY
         self.values: dict[str, Any] = {**run.scalars}
         if self.is_whole:
             for name in run.direct:
