@@ -103,7 +103,7 @@ class Analysis:
         kept = without_unread([masked(node, self.bands) for node in nodes])
         rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
         self.nodes = rewritten
-        self.is_small = 8 * sum(math.prod(node.out.shape) for node in nodes) <= buffers.NBYTES
+        self.is_small = 4 * sum(math.prod(node.out.shape) for node in nodes) <= buffers.NBYTES
         #: The steps of tiles, by the kind of the tile and of the evaluation; see :func:`.steps.steps_of`.
         self.steps: dict[tuple[bool, ...], list[Any]] = {}
         self.products = {
