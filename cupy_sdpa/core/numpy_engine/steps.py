@@ -162,7 +162,8 @@ class Compiler:
 
 
 def _extent(tensor: Tensor) -> Extent:
-    return (*(length > 1 for length in tensor.shape),)  # type: ignore[return-value]
+    batch, heads, rows, columns = tensor.shape
+    return batch > 1, heads > 1, rows > 1, columns > 1
 
 
 def _is_number(node: Node, numbers: set[str]) -> bool:
