@@ -1,7 +1,9 @@
 """The interpreter: it evaluates a graph on arrays of numpy or CuPy, and defines the meaning of every node.
 
-It is the engine of numpy arrays, and of CuPy arrays with ``engine="cupy"``: the module of the arrays is ``tile.run.xp``.
+It is the engine of numpy arrays, and of CuPy arrays with ``engine="cupy"``: the module of the arrays is ``compiler.xp``.
 Integers that the host needs, such as lengths and page tables, are numpy arrays in both cases.
+
+A rule compiles a node: it is called once for a graph, and returns the function that computes the node for a tile.
 
 There are two precisions. *Declared*: every tensor is rounded to its dtype in the graph, and arithmetic uses the compute
 dtype. This is how calls are computed, and the naive computation to which cuDNN's error is compared. *Exact*:
