@@ -215,9 +215,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             if sink is not None:
                 top = np.maximum(top, sink)
             # p = exp(x - m)
-            out = x if in_place else memory.get(name)
-            p = np.subtract(x, top, out=buffers.empty(x.shape, dtype) if out is None else out)
-            memory.setdefault(name, p)
+            p: Array = np.subtract(x, top, out=x if in_place else buffers.empty(x.shape, dtype))
             np.exp(p, out=p)
             # l = sum(p), with the sink
             total = np.add.reduce(p, axis=-1, keepdims=True, out=memory.get(of_total))
@@ -247,7 +245,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
         if sums is None:
             return _divided(p, total, xp)
         values[sums] = total
-        return p  # type: ignore[no-any-return]
+        return p
 
     return compute
 
