@@ -103,7 +103,8 @@ class Analysis:
         kept = without_unread([masked(node, self.bands) for node in nodes])
         rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
         self.nodes = rewritten
-        self.is_small = 4 * sum(math.prod(node.out.shape) for node in nodes) <= buffers.NBYTES
+        elements = sum(math.prod(node.out.shape) for node in nodes)
+        self.is_small = elements * _DTYPES[graph.compute_dtype].itemsize <= buffers.NBYTES
         #: The steps of tiles, by the kind of the tile and of the evaluation; see :func:`.steps.steps_of`.
         self.steps: dict[tuple[bool, ...], list[Any]] = {}
         self.products = {
