@@ -2,7 +2,8 @@
 
     OPENBLAS_NUM_THREADS=1 python -m benchmarks cpu [results.csv] [--cases NAME ...] [--rounds N]
 
-A time is the minimum over rounds in which all contenders run once. It needs no GPU.
+A time is the minimum over rounds in which all contenders run once. It needs no GPU, and takes a few minutes. The table of
+the docs is of ``benchmarks/results/cpu_engine.csv``: ``python -m benchmarks tables cpu > docs/cpu_table.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """The CPU engine: its rules are complete, tiles have no effect on results, memory is bounded."""
 
 import itertools
+import os
+import subprocess
+import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +26,7 @@ from cupy_sdpa.core.numpy_engine import buffers, tiles
 from cupy_sdpa.core.numpy_engine.bands import Masked
 from cupy_sdpa.core.numpy_engine.fusion import Fused
 from cupy_sdpa.core.numpy_engine.interpreter import POINTWISE, RULES, evaluate
+from cupy_sdpa.core.numpy_engine.row_check import Checked
 from cupy_sdpa.core.problem.tensor_spec import numpy_dtype
 from cupy_sdpa.core.score_fn.modes import MODES
 
@@ -36,7 +41,7 @@ def test_every_node_has_a_rule_in_both_engines():
     its whole graph.
     """
     every = {c for c in vars(nodes).values() if isinstance(c, type) and issubclass(c, Node) and c is not Node}
-    assert every == set(RULES) - {Fused, Masked} == set(lowering.RULES)
+    assert every == set(RULES) - {Checked, Fused, Masked} == set(lowering.RULES)
     assert set(POINTWISE) == {"gen_index", *(mode for mode, row in MODES.items() if isinstance(row.cudnn, str))}
 
 
@@ -248,6 +253,32 @@ def test_every_rule_of_derivatives_is_tested():
     assert unused <= {"identity"}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_are_rounded_to_16_bits_as_numpy_rounds_them(dtype):
+    """Of normal and subnormal numbers, ties, -0, infinities and NaN; a transposed copy leaves the numbers as they are."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((1, 1, 300, 200)) * np.exp(rng.uniform(-25, 8, (300, 200)))).astype(np.float32)
+    powers = np.ldexp(1.0, np.arange(-26, 14))
+    x[0, 0, 1, :160] = np.concatenate([powers, -powers * (1 + 2.0**-11), powers * (1 + 3 * 2.0**-11), -powers * (1 + 2.0**-10)])
+    x[0, 0, 2, :2] = -0.0, 2.0**-24 * 1.5
+    x[0, 0, 290:, :6] = np.inf, -np.inf, np.nan, 65519, 65520, -0.0  # far from the others: blocks are rounded by themselves
+    with np.errstate(over="ignore"):
+        rounded = x.astype(numpy_dtype(dtype)).astype(np.float32)
+    g = Builder("float32")
+    one, of_x = g.scalar("one", value=1.0), tensor("x", x.shape, "float32")
+    names = {name: tensor(name, x.shape, "float32", "output") for name in ("direct", "unrounded")}
+    names["transposed"] = tensor("transposed", x.swapaxes(-1, -2).shape, "float32", "output")
+    y = g.pointwise("y = x", "mul", of_x, one, out="y")
+    g.pointwise("transposed", "mul", g.transpose("yT", y, "yT", dtype), one, out=names["transposed"])
+    g.pointwise("direct", "mul", g.pointwise("z = y", "mul", y, one, out="z", dtype=dtype), one, out=names["direct"])
+    g.pointwise("unrounded", "mul", y, one, out=names["unrounded"])
+    out = {name: np.empty(t.shape, np.float32) for name, t in names.items()}
+    evaluate(g.graph(), {"x": x, **out}, {})
+    for name, expected in (("direct", rounded), ("transposed", rounded.swapaxes(-1, -2)), ("unrounded", x)):
+        np.testing.assert_array_equal(out[name], expected, err_msg=name)
+        np.testing.assert_array_equal(np.signbit(out[name]), np.signbit(expected), err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_near_the_largest_number(dtype):
     """Their mean is finite, though the sum of products with the weights before the division is not."""
@@ -265,3 +296,75 @@ def test_tiles_do_not_share_memory():
     assert not any(np.shares_memory(x, y) for x, y in itertools.combinations(kept, 2))
     address = kept.pop(0).ctypes.data
     assert buffers.empty((size // 8,), np.dtype(np.float64)).ctypes.data == address
+
+
+def test_a_small_tile_has_its_memory_alone():
+    """It is taken until it is given back; a thread keeps that of the latest tiles."""
+    memory = buffers.take("tile")
+    assert buffers.take("tile") is not memory
+    memory["x"] = np.zeros(1)
+    buffers.give("tile", memory)
+    for number in range(buffers.SMALL_TILES - 1):
+        buffers.give(number, buffers.Memory())
+    assert buffers.take("tile") is memory
+    buffers.give("tile", memory)
+    for number in range(buffers.SMALL_TILES):
+        buffers.give(-1 - number, buffers.Memory())
+    assert not buffers.take("tile")
+
+
+def both_passes(x, options):
+    """The results of both passes."""
+    out, stats = attention(x, x, x, return_stats=True, **options)
+    return [out, stats, *attention_backward(out, x, x, x, out, stats, **options)]
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "function"])
+def test_a_repeated_small_call_allocates_no_scores(name):
+    """Its memory is the results, views, and arrays of the size of q."""
+    x = np.asfortranarray(np.random.default_rng(0).standard_normal((4, 4, 40, 1), np.float32))
+    size = np.setbufsize(16)  # of numpy's own copies of operands that are broadcast
+    try:
+        for _ in range(3):
+            both_passes(x, EXCLUDED[name])
+        tracemalloc.start()
+        both_passes(x, EXCLUDED[name])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        np.setbufsize(size)
+    assert peak < 4 * 40 * 40 * 4
+
+
+def test_threads_do_not_share_memory():
+    """Calls of several threads at once, small and large ones in turn, have the bits of calls one after the other."""
+    rng = np.random.default_rng(0)
+    xs = [np.asfortranarray(rng.standard_normal((8, 2, n, 1), np.float32)) for n in (10, 10, 30, 300) for _ in range(4)]
+    expected = [both_passes(x, {"causal": True}) for x in xs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda x: [both_passes(x, {"causal": True}) for _ in range(5)], xs))
+    for runs, results in zip(found, expected, strict=True):
+        for run in runs:
+            for a, b in zip(run, results, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+#: Prints the digest of both passes, twice.
+BITS = """
+import hashlib, numpy as np
+from cupy_sdpa import attention_vjp
+q, k, v = (np.asfortranarray(np.random.default_rng(n).standard_normal((64, 4, 300, 1), np.float32)) for n in range(3))
+for _ in range(2):
+    out, pullback = attention_vjp(q, k, v, causal=True)
+    print(hashlib.sha256(b"".join(x.tobytes("F") for x in (out, *pullback(out)))).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_runs_have_the_same_bits_with_the_same_number_of_threads(threads):
+    """This is what the page on engines says, with the threads of numpy's BLAS."""
+    variables = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    environment = {**os.environ, **dict.fromkeys(variables, threads)}
+    done = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
+    first, second = done.stdout.split()
+    assert first == second

@@ -15,24 +15,20 @@ MatrixAxes = tuple[str | None, str | None]
 
 def matrix_axes(graph: Graph) -> dict[str, MatrixAxes]:
     """The last two axes of every tensor, by name."""
-    first = next((node.out for node in graph.nodes if isinstance(node, Matmul)), None)
-    equal: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def of(axis: tuple[str, int]) -> tuple[str, int]:
-        while axis in equal:
-            axis = equal[axis]
-        return axis
-
+    # the axes that have the same positions as an axis
+    equal: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for node in graph.nodes:
         for one, other in _equal_axes(node):
-            if of(one) != of(other):
-                equal[of(one)] = of(other)
-    names = {of((first.name, axis)): label for axis, label in ((3, COLUMNS), (2, ROWS))} if first else {}
-
-    def label(tensor: Tensor, axis: int) -> str | None:
-        return names.get(of((tensor.name, axis)))
-
-    return {tensor.name: (label(tensor, 2), label(tensor, 3)) for tensor in graph.tensors}
+            axes, others = equal.setdefault(one, {one}), equal.setdefault(other, {other})
+            if axes is not others:
+                axes |= others
+                equal.update(dict.fromkeys(others, axes))
+    names: dict[tuple[str, int], str] = {}
+    scores = [node.out.name for node in graph.nodes if isinstance(node, Matmul)][:1]
+    for name in scores:
+        for axis, label in ((3, COLUMNS), (2, ROWS)):
+            names |= dict.fromkeys(equal[name, axis], label)
+    return {t.name: (names.get((t.name, 2)), names.get((t.name, 3))) for t in graph.tensors}
 
 
 def _equal_axes(node: Node) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:

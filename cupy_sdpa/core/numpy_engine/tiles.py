@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..graph.nodes import Bernoulli, Graph, Matmul, Node, PagedLoad, Pointwise, Reduction, Softmax, Tensor
-from ..problem.tensor_spec import FP8_LARGEST, rounded
 from ..runtime.cupy_runtime import cupy
 from ..runtime.interpreted_array import on_host, plain
 from . import buffers
@@ -34,6 +33,7 @@ GPU_TILE_ELEMENTS = 1 << 24
 MASKED_ROWS, GPU_MASKED_ROWS = 64, 1024
 
 _ALL = slice(None)
+_NO_MEMORY = buffers.NoMemory()
 _DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
 
 
@@ -45,6 +45,7 @@ class Place(NamedTuple):
         all_rows, all_columns: the numbers of rows and columns of its batch entries.
         last: whether it has the last rows of its heads.
         is_whole: whether it is the only one of a graph.
+        lengths: of the block, and of all rows and columns: the shapes of all values depend on these alone.
     """
 
     batch: range
@@ -55,6 +56,7 @@ class Place(NamedTuple):
     all_columns: int
     last: bool
     is_whole: bool
+    lengths: tuple[int, ...]
 
 
 class Analysis:
@@ -69,7 +71,8 @@ class Analysis:
         narrow: the products whose left operand does not depend on the scores: it is a row, a column, or the same in all heads.
         undivided: the softmax weights that only a product reads: the product is divided by the sums of rows in their place.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
-        sums: the shapes of the sums over tiles, by the name of the result.
+        nodes: the nodes that numpy computes; ``is_small``: whether a thread keeps the memory of all their results.
+        sums: the shapes of the sums over tiles, by the name of the result; ``over_tiles``: these, and the largest magnitudes.
         lengths: the lengths of each batch entry, if only these are computed.
         by_entry: whether a tile has one batch entry, because entries have lengths of their own.
         blocks: how a block of rows is computed without the other rows; None if it is not.
@@ -89,6 +92,7 @@ class Analysis:
         self.on_host = host | {t.name for node in nodes for t in _seeds(node)}
         self.by_entry = bool(host)
         self.sums = {node.out.name: node.out.shape for node in nodes if _sums_over_tiles(node)}
+        self.over_tiles = {*self.sums, *(node.out.name for node in nodes if isinstance(node, Reduction) and node.amax)}
         self.packed = {t.name for t in graph.tensors if _is_packed(t)}
         self.lengths = _packed_lengths(graph)
         self.blocks = RowBlocks.of(graph, self.axes)
@@ -98,7 +102,11 @@ class Analysis:
         self._graph = graph
         kept = without_unread([masked(node, self.bands) for node in nodes])
         rewritten, self.scales = scaled_products(kept, graph.compute_dtype)
-        self.steps = _last_reads(rewritten)
+        self.nodes = rewritten
+        elements = sum(math.prod(node.out.shape) for node in nodes)
+        self.is_small = elements * _DTYPES[graph.compute_dtype].itemsize <= buffers.NBYTES
+        #: The steps of tiles, by the kind of the tile and of the evaluation; see :func:`.steps.steps_of`.
+        self.steps: dict[tuple[bool, ...], list[Any]] = {}
         self.products = {
             node.out.name: (self.axes[node.a.name][0], self.axes[node.b.name][1], self.axes[node.b.name][0])
             for node in (*nodes, *rewritten)
@@ -114,9 +122,9 @@ class Analysis:
         self._places: dict[tuple[bool, int], list[Place]] = {}
 
     @functools.cached_property
-    def fused_steps(self) -> list[tuple[Node, frozenset[str]]]:
-        """The steps for CuPy arrays, with pointwise nodes fused."""
-        return _last_reads(fuse(self._graph))
+    def fused_nodes(self) -> list[Node]:
+        """The nodes for CuPy arrays, with pointwise nodes fused."""
+        return fuse(self._graph)
 
     def places(self, on_gpu: bool) -> list[Place]:
         """The places of all tiles, if batch entries have no lengths of their own; they are kept."""
@@ -141,7 +149,8 @@ class Analysis:
                 part = range(start, min(rows, start + step))
                 visible = _visible_columns(bounds, part, every) if bounds and columns > 1 else every
                 block = (batch, range(h, min(heads, h + tile_heads)), part, visible)
-                yield Place(*block, rows, columns, part.stop >= rows, tuple(map(len, block)) == self.shape)
+                lengths = (*map(len, block),)
+                yield Place(*block, rows, columns, part.stop >= rows, lengths == self.shape, (*lengths, rows, columns))
 
     def block(self, rows: int, columns: int, *, on_gpu: bool) -> tuple[int, int, int]:
         """The rows, heads and batch entries of a tile."""
@@ -178,10 +187,12 @@ class Evaluation:
         totals, largest: sums over tiles, and the largest magnitudes so far, by the name of the result.
     """
 
-    def __init__(self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool) -> None:
+    def __init__(
+        self, graph: Graph, arrays: Mapping[str, Array], scalars: Mapping[str, float], exact: bool, check: Any
+    ) -> None:
         analysis: Analysis = graph.notes.get("analysis") or analyze(graph)
         self.analysis = analysis
-        self.exact = exact
+        self.exact, self.check = exact, check
         self.heads = analysis.shape[1]
         self.views = dict(analysis.constants) if analysis.constants else {}
         self.xp: Any = np
@@ -192,7 +203,6 @@ class Evaluation:
                 self.xp = self.xp if isinstance(array, np.ndarray) else cupy()
             view = array.transpose(axes)
             self.views[name] = view[new_axes] if new_axes else view
-        self.steps = analysis.steps if self.xp is np else analysis.fused_steps
         self.later = analysis.later
         self.partial = analysis.later - analysis.blocks.summed if analysis.blocks else frozenset[str]()
         self.row_sums: dict[str, Array] = {}
@@ -237,36 +247,28 @@ class Tile:
     """A place, and the values of the tensors there: arrays with four axes.
 
     Attributes:
-        batch, heads, rows, columns, all_rows, all_columns, last, is_whole: see :class:`Place`.
+        batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`Place`.
         cache: the values of the tensors without rows, the same for all tiles of the heads.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
-        borrowed: the results that are views of other tensors.
-        divisors: the sums of rows of the softmax weights that are not divided by them, by name.
-        last_reads: the tensors that no later node reads; their memory may be reused.
+        memory: the arrays to which the steps of an earlier tile of the same sizes wrote; see :class:`.buffers.Memory`.
     """
 
     __slots__ = (
-        "all_columns", "all_rows", "batch", "borrowed", "cache", "columns", "divisors", "heads", "is_whole", "last",
-        "last_reads", "rows", "run", "values",
+        "all_columns", "all_rows", "batch", "cache", "columns", "heads", "is_whole", "last", "lengths", "memory", "rows", "run",
+        "values",
     )  # fmt: skip
 
     def __init__(self, run: Evaluation, place: Place, cache: dict[str, Array]) -> None:
-        self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns, self.last, self.is_whole = place
+        self.batch, self.heads, self.rows, self.columns, self.all_rows, self.all_columns = place[:6]
+        self.last, self.is_whole, self.lengths = place[6:]
         self.run, self.cache = run, cache
+        self.memory: buffers.Memory = _NO_MEMORY
         self.values: dict[str, Any] = {**run.scalars}
         if self.is_whole:
             for name in run.direct:
                 self.values[name] = run.views[name]
-        self.borrowed: set[str] = set()
-        self.divisors: dict[str, Array] = {}
-        self.last_reads: frozenset[str] = frozenset()
 
-    def __getitem__(self, tensor: Tensor) -> Any:
-        """The value of a tensor: an array with four axes, or a number if it is a scalar."""
-        value = self.values.get(tensor.name)
-        return self._read(tensor) if value is None else value
-
-    def _read(self, tensor: Tensor) -> Any:
+    def read(self, tensor: Tensor) -> Any:
         """Read an input; tensors without rows that are converted are read once for all tiles of the heads."""
         name, run = tensor.name, self.run
         row_axis, column_axis = run.analysis.axes[name]
@@ -279,7 +281,6 @@ class Tile:
         if kept:
             self.cache[name] = value
             value = value[..., self.part(row_axis, value.shape[2]), self.part(column_axis, value.shape[3])]
-        self.values[name] = value
         return value
 
     def number(self, tensor: Tensor) -> int:
@@ -296,38 +297,18 @@ class Tile:
             return _ALL
         return slice(self.rows.start, self.rows.stop) if axis == ROWS else slice(self.columns.start, self.columns.stop)
 
-    def __setitem__(self, tensor: Tensor, value: Array) -> None:
-        """Store a result, rounded to its dtype, and write it to the caller's array if it is an output."""
-        run = self.run
-        if tensor.role == "output":
-            whole = self.is_whole and tensor.name not in run.analysis.packed
-            part = run.views[tensor.name] if whole else self.part_of(tensor, writes=True)
-            if tensor.name in run.analysis.packed:
-                value = value[:, :, : part.shape[2]]
-            part[...] = rounded(value, tensor.dtype) if tensor.dtype in FP8_LARGEST else value
-            if tensor.name in self.last_reads:  # no later step reads it
-                return
-        if not run.exact and tensor.dtype != run.dtype_name and value.dtype == run.dtype:
-            if tensor.name in self.borrowed or run.xp is not np:
-                value = rounded(value, tensor.dtype).astype(run.dtype)
-            else:
-                value[...] = rounded(value, tensor.dtype)
-        self.values[tensor.name] = value
-
-    def add_to_rows(self, tensor: Tensor, value: Array) -> None:
-        """Add to a sum over the tiles of some heads; the last tile stores the sum."""
+    def add_to_rows(self, tensor: Tensor, value: Array) -> Array | None:
+        """Add to a sum over the tiles of some heads; returns the sum in the last tile, else None."""
         by_columns = self.run.analysis.axes[tensor.name][0] == COLUMNS
         sums = self.run.row_sums.get(tensor.name)
         if sums is None and self.last and not (by_columns and len(self.columns) < self.all_columns):
-            self[tensor] = value
-            return
+            return value
         if sums is None:
             rows = self.all_columns if by_columns else value.shape[2]
             sums = self.run.xp.zeros((*value.shape[:2], rows, value.shape[3]), self.run.dtype)
             self.run.row_sums[tensor.name] = sums
         sums[:, :, self.part(COLUMNS if by_columns else None, sums.shape[2])] += value
-        if self.last:
-            self[tensor] = self.run.row_sums.pop(tensor.name)
+        return self.run.row_sums.pop(tensor.name) if self.last else None
 
     def add_to_total(self, tensor: Tensor, value: Array) -> None:
         """Add to a sum over tiles: over the batch, the heads, the rows or the columns."""
@@ -346,27 +327,6 @@ class Tile:
         largest, name = self.run.largest, tensor.name
         largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # of FP8, on the CPU only
         self.run.views[name][...] = largest[name]
-
-    def is_needed(self, tensor: Tensor) -> bool:
-        """Whether a result of the present step is one of the call, or is read by a later step."""
-        return tensor.role == "output" or tensor.name not in self.last_reads
-
-    def reusable(self, tensor: Tensor, other: Tensor | None = None) -> Array | None:
-        """The memory of a tensor, to store the result of a step; None if a later step reads it or it is not the tile's.
-
-        Also None if the other operand of the step, and therefore the result, is larger.
-        """
-        name = tensor.name
-        if name not in self.last_reads or name in self.borrowed or tensor.role == "input":
-            return None
-        value = self.values.get(name)
-        if value is None or getattr(value, "dtype", None) != self.run.dtype:
-            return None
-        if other is not None and other.role != "scalar":
-            shape = self[other].shape
-            if shape != value.shape and np.broadcast_shapes(value.shape, shape) != value.shape:
-                return None
-        return value  # type: ignore[no-any-return]
 
     def part_of(self, tensor: Tensor, *, writes: bool = False, every_column: bool = False) -> Array:
         """The part of an array that the tile reads or writes. Sums over rows, and what reads them, have all columns."""
@@ -507,7 +467,7 @@ def tile_of(graph: Graph) -> TileSize:
     axes = analysis.axes
     alive: dict[str, int] = {}
     most = 0
-    for node, last_reads in analysis.fused_steps:
+    for node, last_reads in last_reads_of(analysis.fused_nodes):
         for t in (*node.inputs, *node.outputs):
             if t.role in ("input", "output", "virtual"):
                 lengths = (min(rows, n) if axis == ROWS else n for axis, n in zip(axes[t.name], t.shape[2:], strict=True))
@@ -564,7 +524,7 @@ def _sums_over_tiles(node: Node) -> bool:
     return node.out.shape not in ((b, h, m, 1), (b, out_heads, m, n))
 
 
-def _last_reads(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
+def last_reads_of(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
     """Every node with the names of its tensors that no later node reads."""
     read: set[str] = set()
     steps: list[tuple[Node, frozenset[str]]] = []

@@ -20,7 +20,8 @@ from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
 from ..kernels.stats_gradient import ROWS
-from ..numpy_engine.interpreter import RowCheck, evaluate
+from ..numpy_engine.interpreter import evaluate
+from ..numpy_engine.row_check import RowCheck
 from ..problem import trace
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem

@@ -1,0 +1,65 @@
+"""Rounding of values to the dtype of their tensor, such as float16. They remain arrays of the dtype of the evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..problem.tensor_spec import rounded
+from . import buffers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+    Array = NDArray[Any]
+
+#: The bits of the exponent and of the sign of a float32 number.
+_EXPONENT, _SIGN = np.int32(0x7F800000), np.int32(-(2**31))
+#: The elements that are rounded at a time: the steps read them from the cache of a core.
+_BLOCK = 1 << 15
+
+
+def round_numbers(x: Array, dtype: str, *, in_place: bool) -> Array:
+    """Round to the nearest number of a dtype, and of two to the even one; a copy has the order of axes of x."""
+    transposed = x.swapaxes(-1, -2)
+    if dtype == "float16" and x.dtype == np.float32:
+        if x.flags.c_contiguous:
+            return _round_to_float16(x, in_place=in_place)
+        if transposed.flags.c_contiguous:
+            return _round_to_float16(transposed, in_place=in_place).swapaxes(-1, -2)
+    if not in_place:
+        return rounded(x, dtype).astype(x.dtype)  # type: ignore[no-any-return]
+    x[...] = rounded(x, dtype)
+    return x
+
+
+def _round_to_float16(x: Array, *, in_place: bool) -> Array:
+    out = x if in_place else buffers.empty(x.shape, x.dtype)
+    numbers, results = x.reshape(-1), out.reshape(-1)
+    for start in range(0, x.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        _round_block(numbers[block], results[block])
+    return out
+
+
+def _round_block(x: Array, out: Array) -> None:
+    """``x + c - c`` rounds to a multiple of the last digit of c, 2^13 times that of x: float32 has 13 digits more than float16.
+
+    It takes a third of the time of numpy's conversion, and less if numbers are small. Numbers that are too large for float16,
+    infinities and NaN need the conversion.
+    """
+    c, sign = buffers.empty(x.shape, x.dtype), buffers.empty(x.shape, np.dtype(np.int32))
+    bits = x.view(np.int32)
+    # c = the power of two in x
+    np.bitwise_and(bits, _EXPONENT, out=c.view(np.int32))
+    if not np.maximum.reduce(c, initial=0) < 2.0**15:
+        out[...] = x.astype(np.float16)
+        return
+    # c = 1.5 * 2^13 of it, so that x + c has the exponent of c also if x is negative; subnormal numbers have the digit 2^-24
+    np.multiply(c, np.float32(1.5 * 2**13), out=c)
+    np.maximum(c, np.float32(0.75), out=c)
+    np.bitwise_and(bits, _SIGN, out=sign)
+    np.add(x, c, out=out)
+    np.subtract(out, c, out=out)
+    np.bitwise_or(out.view(np.int32), sign, out=out.view(np.int32))  # -0 remains -0

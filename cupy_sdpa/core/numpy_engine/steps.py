@@ -1,0 +1,206 @@
+"""Steps: a graph is compiled once to a list of functions of a tile, each of which returns the value of a tensor.
+
+The rules of the interpreter (:data:`.interpreter.RULES`) compile the nodes. What does not depend on arrays is decided once:
+which inputs a tile reads, which results are rounded and written to the caller's arrays, which operands give their memory to a
+result, and when a value is no longer needed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..graph.nodes import Node, PagedLoad, Pointwise, Softmax, Tensor, Transpose
+from ..problem.tensor_spec import FP8_LARGEST, rounded
+from ..score_fn.modes import CONDITIONS
+from .fusion import Fused
+from .rounding import round_numbers
+from .tiles import Evaluation, Tile, last_reads_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # slow to import
+
+    Array = NDArray[Any]
+
+#: What a step computes.
+Compute = Callable[[Tile], Any]
+#: For each of the four axes of a value, whether its length is that of the tile; other axes have the length 1.
+Extent = tuple[bool, bool, bool, bool]
+
+
+class Step(NamedTuple):
+    """A function of a tile, the tensor whose value it returns, and the tensors that no later step reads."""
+
+    compute: Compute
+    name: str
+    unread: tuple[str, ...]
+
+
+def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[Any, Compiler], Compute]]) -> list[Step]:
+    """The steps of a tile. The analysis of the graph keeps them."""
+    key = tile.is_whole, tile.last, run.xp is np, run.exact, run.check is not None and run.check.whole, run.check is None
+    found: list[Step] | None = run.analysis.steps.get(key)
+    if found is None:
+        compiler = Compiler(run, tile)
+        nodes = run.analysis.nodes if run.xp is np else run.analysis.fused_nodes
+        if run.check is not None:
+            nodes = [*run.check.after(nodes)]
+        for node, last_reads in last_reads_of([n for n in nodes if tile.last or n.out.name not in run.partial]):
+            compiler.add(node, last_reads, rules[type(node)])
+        found = run.analysis.steps[key] = compiler.steps
+    return found
+
+
+class Compiler:
+    """The steps so far, and what rules ask when they compile a node.
+
+    Attributes:
+        steps: the steps.
+        analysis, xp, dtype, exact: see :class:`.tiles.Evaluation`.
+        whole: whether the tile is the only one of the graph.
+    """
+
+    def __init__(self, run: Evaluation, tile: Tile) -> None:
+        self.steps: list[Step] = []
+        self.analysis, self.xp, self.dtype, self.exact = run.analysis, run.xp, run.dtype, run.exact
+        self._dtype_name, self._later = run.dtype_name, run.later
+        self.whole, self._last = tile.is_whole, tile.last
+        #: The tensors that have a value.
+        self._known = set(tile.values)
+        self._last_reads: frozenset[str] = frozenset()
+        #: The values that are views of other values, and those with the dtype of the evaluation.
+        self._views: set[str] = set()
+        self._numbers: set[str] = set()
+        self._extents: dict[str, Extent] = {}
+
+    def add(self, node: Node, last_reads: frozenset[str], rule: Callable[[Any, Compiler], Compute]) -> None:
+        """Add the steps of a node: it reads inputs, computes, and writes and rounds its results."""
+        self._last_reads = last_reads
+        compute = rule(node, self)
+        self._describe(node)
+        self._append(compute, node.out.name)
+        self._known.add(node.out.name)
+        for tensor in node.outputs:
+            if self.is_needed(tensor):
+                self._known.add(tensor.name)
+                if self._last or tensor.name not in self._later:
+                    self._finish(node, tensor)
+        unread = (*sorted(last_reads & self._known),)
+        self.steps[-1] = self.steps[-1]._replace(unread=unread)
+
+    def read(self, tensor: Tensor) -> str:
+        """The name of an operand of the node, which a step before it reads if it is an array of the caller."""
+        name = tensor.name
+        if name not in self._known:
+            self._known.add(name)
+            self._append(lambda tile: tile.read(tensor), name)
+            self._extents[name] = _extent(tensor)
+        return name
+
+    def operands(self, tensors: Sequence[Tensor]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+        """What returns the values of tensors, of all values of a tile."""
+        names = [self.read(t) for t in tensors]
+        first = names[0] if names else ""
+        return operator.itemgetter(*names) if len(names) > 1 else lambda values: [values[first]] if first else []
+
+    def is_needed(self, tensor: Tensor) -> bool:
+        """Whether a result of the node is one of the call, or is read by a later step."""
+        return tensor.role == "output" or tensor.name not in self._last_reads
+
+    def gives_memory(self, tensor: Tensor, *others: Tensor | None) -> bool:
+        """Whether the result of the node may overwrite an operand: no later step reads it, and no other operand is larger."""
+        name = tensor.name
+        if name not in self._last_reads or name not in self._numbers or name in self._views:
+            return False
+        extents = [self._extents.get(t.name, _extent(t)) for t in others if t is not None]
+        return all(mine or not theirs for extent in extents for mine, theirs in zip(self._extents[name], extent, strict=True))
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether a value is a view of another one."""
+        return tensor.name in self._views
+
+    def _append(self, compute: Compute, name: str) -> None:
+        self.steps.append(Step(compute, name, ()))
+
+    def _describe(self, node: Node) -> None:
+        """Note the extent of the result of a node, whether it has the dtype of the evaluation, and whether it is a view."""
+        name = node.out.name
+        self._extents[name] = _extent(node.out)
+        if isinstance(node, Pointwise):
+            if node.mode == "gen_index":
+                self._extents[name] = (*(axis == node.axis for axis in range(4)),)  # type: ignore[assignment]
+            else:
+                extents = [self._extents.get(t.name, _extent(t)) for t in (node.x, node.b, node.t) if t is not None]
+                self._extents[name] = (*map(any, zip(*extents, strict=True)),)  # type: ignore[assignment]
+        if _is_number(node, self._numbers):
+            self._numbers.add(name)
+        if isinstance(node, (Transpose, PagedLoad)):
+            self._views.add(name)
+        elif isinstance(node, Pointwise) and node.mode == "identity":
+            self._views |= {node.x.name, name}
+
+    def _finish(self, node: Node, tensor: Tensor) -> None:
+        """Add the steps that write and round a result."""
+        name = tensor.name
+        if name in self.analysis.over_tiles:
+            return
+        if tensor.role == "output":
+            self._append(_written(tensor, self), name)
+        if not (tensor.role == "output" and name in self._last_reads) and self._is_rounded(node, tensor):
+            self._append(_rounded(tensor, self), name)
+
+    def _is_rounded(self, node: Node, tensor: Tensor) -> bool:
+        """Whether a result has more digits than its dtype. Views have those of their values; a softmax in FP8 has rounded."""
+        if self.exact or tensor.dtype == self._dtype_name or isinstance(node, PagedLoad):
+            return False
+        if isinstance(node, Softmax) and node.scale is not None and tensor is node.out:
+            return False
+        return not isinstance(node, Transpose) or node.x.dtype != tensor.dtype
+
+
+def _extent(tensor: Tensor) -> Extent:
+    batch, heads, rows, columns = tensor.shape
+    return batch > 1, heads > 1, rows > 1, columns > 1
+
+
+def _is_number(node: Node, numbers: set[str]) -> bool:
+    """Whether the value of a node has the dtype of the evaluation, if ``numbers`` are the values before it that have."""
+    if not isinstance(node, Pointwise):
+        return not isinstance(node, Fused)
+    if node.mode in CONDITIONS or node.mode == "gen_index":
+        return False
+    if node.mode in ("binary_select", "identity"):
+        return node.x.name in numbers
+    return not node.out.dtype.startswith("int")
+
+
+def _written(tensor: Tensor, compiler: Compiler) -> Compute:
+    """Write a result to the caller's array: of packed sequences only the tokens that exist."""
+    name, packed = tensor.name, tensor.name in compiler.analysis.packed
+    saturates, whole = tensor.dtype in FP8_LARGEST, compiler.whole
+
+    def compute(tile: Tile) -> Array:
+        value: Array = tile.values[name]
+        part = tile.run.views[name] if whole and not packed else tile.part_of(tensor, writes=True)
+        stored = value[:, :, : part.shape[2]] if packed else value
+        part[...] = rounded(stored, tensor.dtype) if saturates else stored
+        return value
+
+    return compute
+
+
+def _rounded(tensor: Tensor, compiler: Compiler) -> Compute:
+    """Round a value to the dtype of its tensor, in its own memory unless other values are views of it. Integers remain."""
+    name, dtype, working, on_gpu = tensor.name, tensor.dtype, compiler.dtype, compiler.xp is not np
+    in_place = not compiler.is_view(tensor)
+
+    def compute(tile: Tile) -> Any:
+        value = tile.values[name]
+        if value.dtype != working:
+            return value
+        return rounded(value, dtype).astype(working) if on_gpu else round_numbers(value, dtype, in_place=in_place)
+
+    return compute
