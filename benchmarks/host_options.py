@@ -40,7 +40,7 @@ from .timing import affordable_calls, host_us, interleaved, ratio
 
 #: The sizes of all calls: so small that the device is never the limit.
 HEAD_DIM, HEADS, LENGTH, BATCH = 64, 8, 128, 2
-#: The lengths of the batch entries of a padded batch, and of packed sequences, which have the same total as the other calls.
+#: The lengths of the batch items of a padded batch, and of packed sequences, which have the same total as the other calls.
 LENGTHS, SEQUENCES = (128, 80), (64, 96, 64, 32)
 #: The keys on a page, the keys of a window, the dropout probability, the soft cap, and the keys of a chunk.
 PAGE, WINDOW, DROPOUT, CAP, CHUNK = 64, 32, 0.1, 30.0, 32

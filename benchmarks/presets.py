@@ -70,7 +70,7 @@ class Preset:
 
     @cached_property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key that it attends to, for one head and batch entry."""
+        """The number of pairs of a query and a key that it attends to, for one head and batch item."""
         queries = np.arange(self.sq)
         last = np.minimum(queries, self.skv - 1) if self.causal else np.full(self.sq, self.skv - 1)
         first = 0 if self.left is None else np.maximum(queries - self.left, 0)

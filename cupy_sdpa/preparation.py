@@ -59,17 +59,17 @@ def prepare(
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
-    Score and mask functions are those of now: if one has changed since, pass it to the prepared call again. Other numbers are
-    used, and other operations raise ValueError.
+    Score and mask functions are captured now. Pass a changed function to the prepared call again: new numbers take effect, new
+    operations raise ValueError.
 
     Args:
-        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, also a block mask, ``compute_dtype``, FP8 arrays and
-            arrays of other libraries. The elements of q, k and v are not read.
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, including a block mask, ``compute_dtype``, FP8
+            arrays and arrays of other libraries. The elements of q, k and v are not read.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
         requests: as for :func:`cupy_sdpa.attention_backward`.
-        dstats: for ``backward`` an array like the gradient of the log-sum-exp that every call passes; its elements are not
-            read. Default None: the calls pass none.
+        dstats: with ``backward``, an array like the gradient of the log-sum-exp that every call will pass; its elements are not
+            read. Default None: the calls do not pass it.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``, also with ``dstats=``.
@@ -168,7 +168,7 @@ class Prepared(Generic[ResultT]):
             if repeated := [name for name in options if name in self._outputs]:
                 name = repeated[0]
                 raise TypeError(
-                    f"{name} is {merged[name]!r}, and was set by prepare: prepare another call with another {name}="
+                    f"{name} is {merged[name]!r}, but prepare already set it: prepare another call with another {name}="
                 )
             call = call_of(self._function, **named, **merged, **self._outputs)
             key = CallKey(tag, (*self._inputs, *_RESULTS, "dstats")[: len(passed)], passed, merged)

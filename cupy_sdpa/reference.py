@@ -209,7 +209,7 @@ def scores(
     mask: NDArray[Any] | None = None,
     **options: Any,
 ) -> NDArray[np.float64]:
-    r"""The scores of one head of a batch entry, ``(Sq, Skv)``; -inf if the query does not attend to the key.
+    r"""The scores of one head of a batch item, ``(Sq, Skv)``; -inf if the query does not attend to the key.
 
     .. math:: s_{ij} = c \tanh \frac{\tau\, q_i \cdot k_j}{c} - a_h\, |\delta_i - j| + \beta_{jihb}
 
@@ -218,7 +218,7 @@ def scores(
 
     Args:
         q, k, scale: as for :func:`attention`.
-        h, b: the query head and the batch entry.
+        h, b: the query head and the batch item.
         softcap: :math:`c`.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
         bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. A score of at most -5e8 with the
@@ -367,11 +367,11 @@ def visible(
     seq_lens_q: NDArray[Any] | None = None,
     seq_lens_kv: NDArray[Any] | None = None,
 ) -> NDArray[np.bool_]:
-    """Whether query i of batch entry b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
+    """Whether query i of batch item b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
 
     Args:
         i: the query, or a column of queries; then the result has one row per query.
-        b: the batch entry.
+        b: the batch item.
         queries, keys: the lengths of the arrays.
         causal, window, seq_lens_q, seq_lens_kv: as for :func:`cupy_sdpa.attention`.
 
@@ -401,7 +401,7 @@ def diagonal(
 
     Args:
         i: the query, or a column of queries.
-        queries, keys: the lengths of the batch entry.
+        queries, keys: the lengths of the batch item.
         causal, window: as for :func:`visible`.
 
     >>> diagonal(1, 3, 5), diagonal(1, 3, 2, window=(4, 4, "bottom_right"))
@@ -436,7 +436,7 @@ def _check(
 
 
 def _length(length: int, b: int, lengths: NDArray[Any] | None) -> int:
-    """The number of queries or keys of batch entry b."""
+    """The number of queries or keys of batch item b."""
     return length if lengths is None else int(lengths[b])
 
 

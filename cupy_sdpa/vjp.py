@@ -66,7 +66,7 @@ def attention_vjp(
     deterministic: bool = False,
     **options: Unpack[GradientOptions],
 ) -> tuple[Any, Pullback[Any]]:
-    """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
+    """Compute attention, and return it with a function that computes the gradients (the vector-Jacobian product).
 
     Args:
         q, k, v, options: as for :func:`attention`.
@@ -75,11 +75,11 @@ def attention_vjp(
         requests: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
-            kept in place of q, k and v. The output and the gradients have the dtype of q.
+            kept instead of q, k and v. The output and the gradients have q's dtype.
 
     Returns:
-        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times. With ``return_stats``
-        ``((out, stats), pullback)`` and ``pullback(dout, dstats)``; one of dout and dstats may be None, which is 0.
+        ``(out, pullback)``. Call ``dq, dk, dv = pullback(dout)`` once or several times. With ``return_stats``: ``((out, stats),
+        pullback)`` and ``pullback(dout, dstats)``, where either may be None for 0.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.

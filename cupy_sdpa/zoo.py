@@ -82,7 +82,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
         least = 4 if bidirectional else 2
         raise ValueError(
             f"buckets is {buckets} and max_distance {max_distance}; there must be at least {least} buckets, and max_distance "
-            f"must be above {exact}, the number of exact buckets of a side"
+            f"must be above {exact}, the number of exact buckets per side"
         )
     n = abs(distance) if bidirectional else np.maximum(-distance, 0)
     bucket = np.minimum(n, exact) + (np.where(distance > 0, side, 0) if bidirectional else 0)

@@ -257,7 +257,7 @@ FUNCTIONS = [
         "2", "4"),
     row("attention", "a table by a computed index", passing(score_mod=lambda s, b, h, i, j, t: s + t[i - j], tensors={
         "t": np.ones(9)}), IndexError, "tensors['t'] (9,)", "computed value along axis 0", "bias=table[index]", "zoo.table_bias"),
-    row("attention", "a document id for each batch entry read without b",
+    row("attention", "a document id for each batch item read without b",
         passing(mask_mod=zoo.causal_document, tensors={"document_id": np.zeros((3, 6), "i4")}), IndexError, "document_id", "needs 2"),
     row("attention", "a method of an array in a score function", passing(score_mod=lambda s, b, h, i, j, t: s + t.sum(), tensors={
         "t": np.ones(4)}), AttributeError, "tensors['t']", "no attribute 'sum'", "t[kv_idx]", "before the call"),

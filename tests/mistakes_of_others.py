@@ -59,7 +59,7 @@ HELPERS = [
     row("merge", "outputs of two shapes with a layout", merged(lambda o, s: ([o[0].T, o[1].T[:, :1]], [a.T for a in s]), layout="bhsd"),
         ValueError, "outs[1] has shape (3, 1, 4, 16)", "must be (3, 4, 6, 16), the shape of outs[0] ["),
     row("merge", "inf of flash-attention 2 in the log-sum-exp", lambda x: merge(*infinite_parts(x)), ValueError,
-        "stats[1] is inf in 1 of 72 rows, first at query 5, head 1 and batch entry 2", "-np.inf", engine="numpy"),
+        "stats[1] is inf in 1 of 72 rows, first at query 5, head 1 and batch item 2", "-np.inf", engine="numpy"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
     row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
     row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),
@@ -314,7 +314,7 @@ MASKS = [
     row("block_mask", "a function of heads without heads=", masked(lambda b, h, i, j: (i >= j) | (h == 0)), TypeError, "h",
         "pass heads=", "number of heads"),
     row("block_mask", "a function of the batch without batch=", masked(lambda b, h, i, j: (i >= j) | (b == 0)), TypeError,
-        "batch is None", "number of batch entries"),
+        "batch is None", "number of batch items"),
     row("block_mask", "tensors that the function does not take", masked(zoo.causal, tensors={"a": np.ones(3)}), ValueError,
         "tensors has a"),
     row("block_mask", "a tensor that is a list", masked(zoo.causal_document, 6, 6, tensors={"document_id": [0] * 6}), TypeError,
@@ -471,7 +471,7 @@ def branches(b, h, q_idx, kv_idx):
 OF_FIELDS = [
     row("block_mask", f"block={block!r}", lambda x, block=block: block_mask(zoo.causal, 10, 10, block=block), error, *words)
     for block, error, *words in (
-        (96, ValueError, "block is 96; sizes must be multiples of 128, or divide it: choose 128"),
+        (96, ValueError, "block is 96; sizes must be multiples or divisors of 128: choose 128"),
         ((128, 0), ValueError, "block is (128, 0)"), (64.0, TypeError, "block is 64.0; it must be a number"),
     )
 ] + [
@@ -488,7 +488,7 @@ OF_FIELDS = [
     row("zoo.natten", "a dilated window larger than the image", lambda x: zoo.natten(7, 8, 3, 3), ValueError,
         "is 9; it must be at most 7"),
     row("attention", "a block mask for another batch", call(block_mask=BlockMask.from_blocks(np.ones((1, 1, 1, 2), bool), 6, 6)),
-        ValueError, "1 heads and 2 batch entries; q has 4 and 3"),
+        ValueError, "1 heads and 2 batch items; q has 4 and 3"),
     row("attention", "a block mask and two other masks", call(mask=np.ones((6, 1, 1, 1), bool), mask_mod=zoo.causal), ValueError,
         "mask, mask_mod and block_mask are passed", "create block_mask with the condition of mask_mod"),
     row("attention", "a block mask and an unknown option", call(caussal=True), TypeError, "did you mean causal"),

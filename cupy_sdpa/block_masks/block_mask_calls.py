@@ -51,8 +51,8 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
         return {**options, "mask": array}
     if options.get("mask_mod") is not None:
         raise ValueError(
-            "mask, mask_mod and block_mask are passed; a call takes two of them: create block_mask with the condition of "
-            "mask_mod"
+            "mask, mask_mod and block_mask are passed; a call takes at most two of them: create block_mask with the condition "
+            "of mask_mod"
         )
     function = _WITHIN[mask.heads > 1, mask.batch > 1]
     return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "_dense_block_mask": array}}
@@ -115,7 +115,7 @@ def description(mask: BlockMask, sizes: Sizes) -> str:
     """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {
-        "packed": "computed as packed sequences", "blocks": "computed as batch entries of blocks",
+        "packed": "computed as packed sequences", "blocks": "computed as batch items of blocks",
         "slices": f"computed as {len(method.slices)} calls on slices" if method.slices else "nothing is computed",
     }  # fmt: skip
     return f"{repr(mask)[1:-1]}; {how[method.name]}"

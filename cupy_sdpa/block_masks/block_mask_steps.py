@@ -1,6 +1,6 @@
 """Builders of attention with a block mask, and of its gradients.
 
-The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, or batch entries of blocks.
+The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, or batch items of blocks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Parts:
         return {"mask_mod": is_attended, "tensors": {"attends": self.constant((*key, "pairs"), attends, self.mask, partial)}}
 
     def flat(self, x: View) -> View:
-        """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
+        """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch items do not follow one another."""
         view: View | None = flattened(x)
         if view is None:
             dense = self.builder.temporary(x.shape, x.dtype)
@@ -299,7 +299,7 @@ def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
 
 
 def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
-    """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
+    """Blocks of queries as batch items, whose pages are the blocks of keys that they attend to."""
     builder, mask = parts.builder, parts.mask
     q, k, v, out, stats = (arrays[name] for name in FORWARD)
     groups, sinks = tables.groups, parts.options.get("sinks")
@@ -355,7 +355,7 @@ def _pages(parts: _Parts, x: View, groups: int) -> View:
 
 
 def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> ReadOptions:
-    """The options of a call on batch entries of blocks, whose queries have these cumulative lengths."""
+    """The options of a call on batch items of blocks, whose queries have these cumulative lengths."""
     arrays = entries.table, entries.lengths, np.array(starts, np.int32)
     table, lengths, cumulative = parts.constants((*key, "entries"), lambda: arrays)
     given = {"page_table": table, "seq_lens_kv": lengths, "cu_seqlens_q": cumulative, "max_seqlen_q": BLOCK}

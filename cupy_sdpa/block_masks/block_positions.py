@@ -25,11 +25,11 @@ _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "po
 
 
 class Positions(NamedTuple):
-    """Where the queries and keys of a call come from, E batch entries.
+    """Where the queries and keys of a call come from, E batch items.
 
     Attributes:
         queries, keys: int32 ``(Sq, E)`` and ``(Skv, E)``, the positions in the arrays of the caller.
-        entries: int32 ``(E,)``, the batch entries.
+        entries: int32 ``(E,)``, the batch items.
         heads: int32 ``(E,)``, the head, if each entry has one head; None if the heads are those of the caller.
     """
 
@@ -40,7 +40,7 @@ class Positions(NamedTuple):
 
 
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of segments as packed sequences of flattened batch entries."""
+    """The positions of segments as packed sequences of flattened batch items."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
     local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
@@ -48,13 +48,13 @@ def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
 
 
 def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of a slice of every batch entry."""
+    """The positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
     return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
 
 
 def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of batch entries of blocks."""
+    """The positions of batch items of blocks."""
     blocks, groups, of_batch = entries.items.T.astype(np.int64)
     keys = (entries.table % max(mask.kinds.shape[0], 1)).astype(np.int64)
     return Positions(
@@ -105,7 +105,7 @@ class MovableFunction:
         self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
         traced = trace(self._function, None, self.tensors, sizes)
         if traced.band or (traced.expression and traced.expression.mask is not None):
-            raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
+            raise ValueError("score_mod masks keys and block_mask is passed: move the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
         self.options = {"score_mod": self._function, **({"tensors": self.tensors} if self.tensors else {})}
 
@@ -169,7 +169,7 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
 
 
 def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
-    """The axes of the copy of an array, in order: keys, queries, heads, batch entries."""
+    """The axes of the copy of an array, in order: keys, queries, heads, batch items."""
     used = {axis for axis in access.axes if isinstance(axis, str)}
     if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
         used.add("b")

@@ -36,7 +36,7 @@ def read_block(block: Any) -> BlockSize:
     for n in pair:
         if n < 1 or (n % BLOCK and BLOCK % n):
             raise ValueError(
-                f"block is {block!r}; sizes must be multiples of {BLOCK}, or divide it: choose {BLOCK}, and pass the mask "
+                f"block is {block!r}; sizes must be multiples or divisors of {BLOCK}: choose {BLOCK}, and pass the mask "
                 "function of the pairs"
             )
     return BlockSize(int(pair[0]), int(pair[1]))
@@ -72,7 +72,7 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
             f"{prefix}num_blocks has numbers from {counts.min()} to {counts.max()}; there are {key_blocks} key blocks"
         )
     if (used & ((listed < 0) | (listed >= key_blocks))).any():
-        raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
+        raise ValueError(f"{prefix}indices has entries outside 0 to {key_blocks - 1}, the key blocks")
     blocks = np.zeros(listed.shape, bool)
     at = np.nonzero(used)
     blocks[(*at[:3], listed[at])] = True
@@ -107,7 +107,7 @@ def with_blocks(
 ) -> NDArray[np.uint8]:
     """The pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
 
-    The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch entry.
+    The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch item.
     """
     offsets, found = np.arange(BLOCK), np.empty_like(bits)
     for n, (j, i, h, b) in enumerate(tiles):

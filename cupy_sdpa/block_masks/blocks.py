@@ -36,7 +36,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
     Args:
         copies: ``(D, H', BLOCK, n)``, dense, written.
         array: the array.
-        items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
+        items: int32 ``(n, 3)``: block, group of heads and batch item of each copy.
         heads: H', the number of heads in a group.
         of_stats: whether the array is the log-sum-exp, float32 (numpy: also float64) ``(1, H, S, B)``, for the backward pass:
             rows without keys, and those after S, are inf. Default False.

@@ -69,7 +69,7 @@ class BlocksOfBand:
 
 
 def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
-    """The keys of every query of a mask of segments within a band, by head and batch entry."""
+    """The keys of every query of a mask of segments within a band, by head and batch item."""
     found = {}
     for b, entry in enumerate(mask.segments or ()):
         low, high = np.zeros((2, mask.sq), np.int64)

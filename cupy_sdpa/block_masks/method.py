@@ -1,4 +1,4 @@
-"""How a call computes a block mask: one packed call, calls on slices, or batch entries of blocks; and the arrays for it."""
+"""How a call computes a block mask: one packed call, calls on slices, or batch items of blocks; and the arrays for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Method(NamedTuple):
     Attributes:
         packed: the sequences of one packed call.
         slices: calls on slices of the arrays.
-        blocks: batch entries of blocks.
+        blocks: batch items of blocks.
         cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
     """
 
@@ -43,7 +43,7 @@ class Method(NamedTuple):
 
 
 def block_cost(mask: BlockMask) -> float:
-    """The cost of the mask as batch entries of blocks: with a mask in partial blocks, and merged results."""
+    """The cost of the mask as batch items of blocks: with a mask in partial blocks, and merged results."""
     full, partial = ((mask.kinds == kind).sum(axis=0) for kind in (FULL, PARTIAL))
     together = MASKED_COST * (full + partial)
     separate = full + MASKED_COST * partial + MERGE_COST
@@ -115,12 +115,12 @@ def blocks_of_band(key_blocks: int, query_blocks: int, band: Sides | None) -> ND
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
-    """The mask of batch entries of blocks."""
+    """The mask of batch items of blocks."""
     return attends[kv_idx, q_idx, b] != 0
 
 
 def flattened(array: View) -> View | None:
-    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch entries do not follow one another."""
+    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch items do not follow one another."""
     d, h, s, b = array.shape
     unit, head, row, batch = array.strides
     return array.strided((d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
@@ -171,10 +171,10 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
 
 
 def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
-    """Raise ValueError if a mask has other numbers of heads or batch entries than the queries."""
+    """Raise ValueError if a mask has other numbers of heads or batch items than the queries."""
     if mask.heads not in (1, heads) or mask.batch not in (1, batch):
         raise ValueError(
-            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {heads} and {batch}: both must be equal "
+            f"block_mask has {mask.heads} heads and {mask.batch} batch items; q has {heads} and {batch}: both must be equal "
             "or 1"
         )
 

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The segments of one batch entry, in the order of their queries. Other queries attend to no key.
+    """The segments of one batch item, in the order of their queries. Other queries attend to no key.
 
     Attributes:
         segments: the segments.
@@ -169,7 +169,7 @@ def cost(entry: Segments) -> float:
 
 
 class Packed(NamedTuple):
-    """Segments as packed sequences of flattened batch entries: cumulative lengths, int32; maximum lengths; the band of all."""
+    """Segments as packed sequences of flattened batch items: cumulative lengths, int32; maximum lengths; the band of all."""
 
     starts_q: NDArray[np.int32]
     starts_kv: NDArray[np.int32]
@@ -179,7 +179,7 @@ class Packed(NamedTuple):
 
 
 def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
-    """The segments of all batch entries as packed sequences; None if keys belong to several segments, or bands differ.
+    """The segments of all batch items as packed sequences; None if keys belong to several segments, or bands differ.
 
     Queries without keys, and keys without queries, between two segments are sequences of their own, which are not longer than
     the longest segment.
@@ -219,7 +219,7 @@ class Slice(NamedTuple):
 
 
 def slices(entry: Segments) -> list[Slice] | None:
-    """The segments of a batch entry as calls on slices; None if there are too many, or a segment has no band.
+    """The segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
 
     None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.
     """

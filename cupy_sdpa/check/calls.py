@@ -63,7 +63,7 @@ ONE_FORM = frozenset(("packed", "paged", "cache", "fp8", "parallel", "weight_sum
 
 
 def other_form(case: Case) -> Form:
-    """The form of the last call of a case: without batch axes if there is one batch entry, else with a default layout."""
+    """The form of the last call of a case: without batch axes if there is one batch item, else with a default layout."""
     if ONE_FORM & case.options.keys():
         return GIVEN
     return WITHOUT_BATCH if case.b == 1 else IN_C_ORDER
@@ -118,7 +118,7 @@ class CaseRunner:
         attends, case = self.data[0].attends, self.case
         if "block_mask" not in case.options:
             return None
-        if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch entry
+        if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch item
             attends = np.zeros((*attends.shape[:2], 1, 1), bool)
         heads, entries = attends.shape[2] > 1, attends.shape[3] > 1
 

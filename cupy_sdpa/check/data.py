@@ -44,7 +44,7 @@ class Data:
         arrays: q, k, v, dout, dstats and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by
             name; NaN where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
-        lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
+        lengths: the lengths of queries and keys of each batch item, at most the maximum lengths; None where all are full.
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
         dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
         attends: the pairs of the block mask, bool, broadcasts to ``(Skv, Sq, Hq, B)``; None without one.

@@ -124,7 +124,7 @@ class Comparison:
             first = self.first_results.setdefault(0 if same_values else index, {name: x.copy() for name, x in arrays.items()})
             for name, x in arrays.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
-                    messages[name] = f"{self.reproducible}, and the bits of {name} differ from those of an earlier call"
+                    messages[name] = f"{self.reproducible}, and the bits of {name} differ from an earlier call"
         if messages:
             yield f"{call}: {'; '.join(messages.values())}", ", ".join(messages)
 

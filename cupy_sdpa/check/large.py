@@ -1,7 +1,7 @@
 """Problems beyond 2^31 elements, and near the largest grids, on a GPU: samples of their results are compared with float64.
 
 ``python -m cupy_sdpa check --large`` runs the cases, and so does the tier ``large`` of the tests. The
-samples are the first and the last batch entries or positions, and those beside element 2^31.
+samples are the first and the last batch items or positions, and those beside element 2^31.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     Attributes:
         elements: the number of elements that arrays exceed.
         seq: the length of sequences.
-        grid: the number of heads or batch entries of the cases of large grids.
+        grid: the number of heads or batch items of the cases of large grids.
     """
 
     elements: int = ELEMENTS
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     grid: int = GRID
 
     def batch(self, d: int, heads: int) -> int:
-        """The number of batch entries whose arrays exceed the elements, by six entries."""
+        """The number of batch items whose arrays exceed the elements, by six entries."""
         return self.elements // (d * heads * self.seq) + 6
 
 
@@ -168,7 +168,7 @@ def _both_passes(
 
 
 def _of_entry(options: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """The options of the reference for one batch entry."""
+    """The options of the reference for one batch item."""
     return {name: _host(x[b : b + 1]).astype(int) if name.startswith("seq_lens") else x for name, x in options.items()}
 
 
@@ -270,7 +270,7 @@ def _dropout(sizes: Sizes) -> Iterator[str]:
             yield from _error(name, f"entry {entry}", x[:, : 4 if name == "dq" else 1, :, only], truth)
 
 
-@_case("gradients that are sums over the batch, and functions of the batch entry", 36)
+@_case("gradients that are sums over the batch, and functions of the batch item", 36)
 def _sums(sizes: Sizes) -> Iterator[str]:
     cupy = cupy_runtime.cupy()
     b, s = sizes.batch(128, 16), sizes.seq
@@ -450,7 +450,7 @@ def _rows(sizes: Sizes) -> Iterator[str]:
 
 
 def _grids(heads: int, batch: int) -> Iterator[str]:
-    """Both passes and the kernels of this package with many heads, or many batch entries."""
+    """Both passes and the kernels of this package with many heads, or many batch items."""
     cupy = cupy_runtime.cupy()
     arrays = _with_dout(*_qkv(16, heads, heads, 3, 5, batch))
     picked, chosen = _entries(batch), [h for h in _entries(heads) if h in (0, heads - 1)]
@@ -486,12 +486,12 @@ def _heads(sizes: Sizes) -> Iterator[str]:
     yield from _grids(sizes.grid, 1)
 
 
-@_case("many batch entries", 2)
+@_case("many batch items", 2)
 def _batch(sizes: Sizes) -> Iterator[str]:
     yield from _grids(1, sizes.grid)
 
 
-@_case("many heads and batch entries", 2)
+@_case("many heads and batch items", 2)
 def _heads_and_batch(sizes: Sizes) -> Iterator[str]:
     side = math.isqrt(sizes.grid) + 40
     yield from _grids(side, side)

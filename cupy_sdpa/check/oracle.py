@@ -111,7 +111,7 @@ class Inputs:
         return array.reshape(1, self.case.hkv, self.group, 1, 1)
 
     def diagonal(self) -> Array:
-        """The key index on the diagonal for each batch entry and query, ``(B, 1, 1, Sq, 1)``."""
+        """The key index on the diagonal for each batch item and query, ``(B, 1, 1, Sq, 1)``."""
         i, (lengths_q, lengths_kv) = np.arange(self.case.sq)[:, None], self.lengths
         found = [diagonal(i, n, m, **self._band) for n, m in zip(lengths_q, lengths_kv, strict=True)]
         return np.array(found).reshape(self.case.b, 1, 1, self.case.sq, 1)

@@ -42,7 +42,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
     dtype, layouts = problem.dtype, _layouts(problem)
     if problem.fp8:  # converted arrays are dense
         options["fp8"], dtype, layouts = problem.dtype, "bfloat16", {}
-    if split := settings.split:  # the rows are queries, and the chunks of a sequence are one batch entry
+    if split := settings.split:  # the rows are queries, and the chunks of a sequence are one batch item
         rows = problem.q.shape[2]
         sizes |= {"hq": sizes["hkv"], "sq": rows, "b": sizes["b"] // split.chunks}
         sizes["skv"] = split.pages * split.chunks * problem.k.shape[2]
@@ -93,7 +93,7 @@ def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
 
 
 def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
-    """The options of batch entries with different lengths."""
+    """The options of batch items with different lengths."""
     if problem.paged:
         page, heads = problem.k.shape[2], problem.k.shape[1]
         _, of_heads, of_keys, _ = problem.k.strides

@@ -104,7 +104,7 @@ def command(arguments: argparse.Namespace) -> int:
         return _large(arguments)
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
     if arguments.saved and case:
-        raise CommandError("--saved and --case are given: pass one of them")
+        raise CommandError("--saved and --case are both given: pass one of them")
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
     given = [case] if case else _saved(arguments.saved, engines) if arguments.saved else None

@@ -94,7 +94,7 @@ def output_file(value: str) -> Path:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` to a command that reports its result by :func:`result`."""
-    parser.add_argument("--json", action="store_true", dest="json_result", help="print one JSON object in place of text")
+    parser.add_argument("--json", action="store_true", dest="json_result", help="print one JSON object instead of text")
 
 
 @contextlib.contextmanager

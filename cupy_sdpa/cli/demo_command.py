@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
     add("--engine", choices=("auto", "cudnn", "cupy", "numpy"), default="auto", help=engines)
-    drawn = "also draw the weights (default of FILE: attention.png; needs matplotlib)"
+    drawn = "also draw the weights (FILE defaults to attention.png; needs matplotlib)"
     add("--plot", type=output_file, nargs="?", const="attention.png", metavar="FILE", help=drawn)
 
 

@@ -47,15 +47,15 @@ from .derivative_terms import Terms, add_terms
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
-#: The refusal of derivatives of paged keys.
+#: The message for derivatives of paged keys.
 NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
-#: The refusal of tangents of the options.
+#: The message for tangents of options.
 NO_TANGENTS_OF_OPTIONS = (
-    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, no product of arrays with "
-    "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, but the gradient kernels "
+    "need a product of arrays with head_dim rows. A bias that is a product, such as one element per key, can be "
     "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
     "attention(...)"
 )
@@ -156,7 +156,7 @@ def read_form(
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
         if any(given):
-            raise TypeError("widened is passed, and dq, dk or dv: widened contains the tangents; omit one of them")
+            raise TypeError("widened is passed with dq, dk or dv: widened already contains the tangents; omit one of them")
         return _checked_form(widened, q, k, v, options, deterministic)
     if not any(given):
         raise ValueError("dq, dk and dv are None; pass at least one of them: the derivative in no direction is 0")
@@ -207,7 +207,7 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
     """Check that an array has the type, device and dtype of another one, and a shape."""
-    legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
+    legend = f"the shape and dtype of {of}" if shape == like.shape else f"the shape of {of} {like.shape} with another head dim"
     check_arrays([Expected(name, shape, spec_of(of, read_array(of, like)).dtype, legend)], {of: like, name: array})
 
 
@@ -248,17 +248,16 @@ def widen(
 ) -> Widened:
     """Copy the arguments of :func:`cupy_sdpa.attention_jvp` into the wider arrays from which it computes.
 
-    ``attention_jvp(q, k, v, widened=widen(q, k, v, dq, dk, dv))`` is ``attention_jvp(q, k, v, dq, dk, dv)``. If several
-    derivatives are computed at the same q, k and v, the tangents can be written into these arrays instead, which saves the copy
-    of the other arrays: dq into ``widened.dout[:D]``, dk into ``widened.v[D:2 * D]`` (without dq: ``[:D]``), and dv into
-    ``widened.values[Dv:]``.
+    ``attention_jvp(q, k, v, widened=widen(q, k, v, dq, dk, dv))`` equals ``attention_jvp(q, k, v, dq, dk, dv)``. To compute
+    several derivatives at the same q, k and v, write the tangents into these arrays, which saves copying the other arrays: dq
+    into ``widened.dout[:D]``, dk into ``widened.v[D:2 * D]`` (without dq: ``[:D]``), and dv into ``widened.values[Dv:]``.
 
     Args:
-        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The other options of
-            that call may be passed, and are not read.
+        q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. You may pass its other options;
+            they are ignored.
 
     Returns:
-        The arrays, on the engine of q. On the GPU they are written by one kernel.
+        The arrays, on the engine of q. On the GPU one kernel writes them.
 
     Raises:
         TypeError, ValueError: as :func:`cupy_sdpa.attention_jvp`.

@@ -61,20 +61,20 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     .. math:: w_{j} = \sum_i P_{ij} = \sum_i e^{s_{ij} - L_i}, \qquad L_i = \log \sum_j e^{s_{ij}}
 
     with the scores s of :func:`cupy_sdpa.attention`, including masks; a sink counts in L. Nothing of size Sq x Skv is stored:
-    one forward pass computes L, and another one, in which queries and keys have changed places, the log-sum-exp over i of
-    :math:`s_{ij} - L_i`. That is one pass for each of the query heads that share a key/value head; k is not repeated.
+    one forward pass computes L; then a pass with queries and keys exchanged computes the log-sum-exp over i of :math:`s_{ij} -
+    L_i`. There is one such pass for each of the query heads that share a key/value head; k is not repeated.
 
     Args:
-        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
-        per_kv_head: sum over the query heads that share a key/value head, too. Default False.
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k has pages, which are gathered into dense keys.
+        per_kv_head: also sum over the query heads that share a key/value head. Default False.
         options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout``, ``compute_dtype`` and
             ``batch_invariant``; ``block_mask`` is computed as a dense mask.
 
     Returns:
-        float32, or float64 for float64 arrays: ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed
+        float32, or float64 for float64 arrays: ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; for packed
         sequences ``(Hq, Tkv)`` or ``(Hkv, Tkv)``. With ``page_table``, Skv is the number of rows of the table times the page
-        size. 0 for keys that no query attends to, also those after the length of a sequence. Without sinks, the sum over the
-        keys is the number of queries that attend to a key.
+        size. It is 0 for keys that no query attends to, including keys after the end of a sequence. Without sinks, the sum over
+        the keys is the number of queries that attend to a key.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; or an option is not supported.
@@ -131,7 +131,7 @@ def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, **options: Any
 ) -> tuple[Problem, ...]:
-    """The problems of the passes of :func:`cupy_sdpa.weight_sums`, for :func:`cupy_sdpa.explain` and ``store.build``.
+    """List the problems of :func:`cupy_sdpa.weight_sums`'s passes, for :func:`cupy_sdpa.explain` and ``store.build``.
 
     Args:
         q, k, dtype, options: as for :func:`cupy_sdpa.problem`.
@@ -165,18 +165,18 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     with the scores s and the log-sum-exp L of :func:`cupy_sdpa.attention`, including masks. One forward pass, with k as values,
     computes L and o. A sink counts as one more key. Low entropies of many queries are a sign of training that becomes unstable.
 
-    The result has the rounding errors of o, a 16-bit array for 16-bit q and k: about :math:`2^{-9}` (bfloat16) or
+    The result has the rounding errors of o, which is a 16-bit array for 16-bit q and k: about :math:`2^{-9}` (bfloat16) or
     :math:`2^{-12}` (float16) times :math:`\text{scale} \, |q_i| |o_i|`. Results below 0 by rounding are 0.
 
     Args:
-        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages.
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k has pages.
         options: as for :func:`cupy_sdpa.attention`, except ``layout``, ``compute_dtype``, ``batch_invariant``, ``num_splits``
-            and dropout, and except ``bias``, ``alibi_slopes``, ``softcap`` and ``score_mod``: the mean of other scores than
-            :math:`\text{scale} \, q k` does not follow from o. ``block_mask`` is computed as a dense mask.
+            and dropout, and except ``bias``, ``alibi_slopes``, ``softcap`` and ``score_mod``: o gives the mean of
+            :math:`\text{scale} \, q k` only, not of changed scores. ``block_mask`` is computed as a dense mask.
 
     Returns:
-        float32, or float64 for float64 arrays: ``(Sq, Hq, B)``, or ``(Hq, Tq)`` of packed sequences, as the log-sum-exp. 0 for
-        queries that attend to no key, also those of padding. The plan is that of ``problem(q, k, k, return_stats=True)`` with
+        float32, or float64 for float64 arrays: ``(Sq, Hq, B)``, or ``(Hq, Tq)`` for packed sequences, like the log-sum-exp. It
+        is 0 for queries without keys and for padding. To plan ahead of time, use ``problem(q, k, k, return_stats=True)`` with
         the same options.
 
     Raises:

@@ -318,7 +318,7 @@ def factor(name: str, value: Any, like: Array) -> Any:
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
         if not is_factor(value):
-            raise ValueError(f"{name} is {value}; it must be above 0, and it and its inverse finite numbers of float32")
+            raise ValueError(f"{name} is {value}; it must be above 0, and finite in float32, as must its inverse")
         if not on_gpu:
             return np.full(1, value, np.float32)
         with cupy_runtime.on_device_of(like):

@@ -171,7 +171,7 @@ class _Request(NamedTuple):
         mean = views.get("mean")
         if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
             raise ValueError(
-                "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of the "
+                "the mean of v varies along axis 2, the keys; it must be constant there: pass the layout= of the "
                 "arrays, or a mean of length 1 there"
             )
         if self.converts:
@@ -348,7 +348,7 @@ def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, o
             raise TypeError(f"{of} is {x.dtype} and {of_dtype} is {dtype}; the dtypes must be equal: quantize with one dtype")
     if not converts and q.rotated != k.rotated:
         raise ValueError(
-            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate"
+            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; rotate both or neither: pass the same rotate="
         )
     for of, x in (("q", q), ("k", k)):
         if type(x) is Fp8Array and x.mean is not None:
@@ -370,12 +370,12 @@ def _check_mean(v: Fp8Array, options: Mapping[str, Any]) -> None:
     """Check that the mean of v can be added to the output: the weights of a row must add up to 1."""
     if options.get("page_table") is not None and not v._of_pages:
         raise ValueError(
-            "v has a mean of each page, and attention needs one of each sequence: quantize pages with center=False, or use a "
+            "v has a mean for each page, and attention needs one for each sequence: quantize pages with center=False, or use a "
             "KVCache"
         )
     if _has_dropout(options):
         raise ValueError(
-            "v has a mean, which needs weights that add up to 1, and with dropout those of a row do not: quantize v with "
+            "v has a mean, which needs weights that add up to 1; with dropout they do not: quantize v with "
             "center=False"
         )
 

@@ -39,7 +39,7 @@ class Conversion(NamedTuple):
         target: FP8 (uint8 on the GPU), dense in Fortran order, with the shape of the source; None if nothing is converted.
         factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
-        lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
+        lengths: int32 ``(B,)``, the length of each batch item; 0 is stored beyond it, whatever the source contains. None for
             full lengths.
         mean: float32 ``(D, H, 1, B)`` or packed ``(D, H, 1)``, dense in Fortran order, which is subtracted; None for 0. Such an
             array is not rotated. Its scale is that of the largest magnitude with or without the mean, so that it fits an

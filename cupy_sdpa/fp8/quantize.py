@@ -183,7 +183,7 @@ def quantize_qkv(
         rotate: rotate q and k, but not v. Default False.
         center: subtract the mean over the keys from v, which the output gets back, see :func:`quantize`. Pass False for pages,
             and with dropout. Default True.
-        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
+        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch item. Default None: full lengths.
         layout: as for :func:`quantize`.
 
     Returns:
@@ -306,7 +306,7 @@ class DelayedScaling:
         if cupy_runtime.is_array(x) != cupy_runtime.is_array(self._state):
             kinds = ["CuPy" if cupy_runtime.is_array(array) else "numpy" for array in (x, self._state)]
             raise TypeError(
-                f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling"
+                f"the array is a {kinds[0]} array, and the history is a {kinds[1]} array: create another DelayedScaling"
             )
 
 

@@ -66,7 +66,7 @@ def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -
     for token in kept:
         if not 0 <= token < present:
             raise ValueError(
-                f"path contains {token}, but sequence {sequence} has {present} tokens of the last step: pass positions in "
+                f"path contains {token}, but sequence {sequence} has {present} tokens of the last step: pass positions among "
                 "them, from 0, before another step begins"
             )
     for one, other in itertools.pairwise(kept):
@@ -81,9 +81,9 @@ def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
         raise TypeError("order is a CuPy array; pass host numbers, for example order.get()")
     array = np.asarray(order)
     if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"order is {order!r}; it must be integers: the sequence that each one continues")
+        raise TypeError(f"order is {order!r}; it must be integers: for each sequence the one that it continues")
     if array.shape != (batch,):
-        raise ValueError(f"order has shape {array.shape}; pass {batch} numbers, the sequence that each continues")
+        raise ValueError(f"order has shape {array.shape}; pass {batch} numbers, for each sequence the one that it continues")
     sources: list[int] = array.tolist()
     for b, source in enumerate(sources):
         if not 0 <= source < batch:

@@ -40,7 +40,7 @@ class Fp8Pages:
     ) -> None:
         if on_gpu and any(dim % 16 for dim in dims):
             raise ValueError(
-                f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU those of an FP8 cache must be multiples of 16"
+                f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU both must be multiples of 16 for an FP8 cache"
             )
         if rotated and dims[0] % 2:
             raise ValueError(

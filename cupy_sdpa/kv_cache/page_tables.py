@@ -125,7 +125,7 @@ class Pages:
             if count > self.max_length - length:
                 raise ValueError(
                     f"sequence {b} has {length} tokens and gets {count}, but max_length is {self.max_length}; "
-                    "truncate or release it, or create the cache with a larger max_length= or, as its default, larger pages="
+                    "truncate or release it, or create the cache with a larger max_length= (by default, larger pages=)"
                 )
             if length % self.size:
                 page = self.by_sequence[b][-1]

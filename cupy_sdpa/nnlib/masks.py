@@ -23,7 +23,7 @@ class Mask(NoArray):
         xp: the module of the array, numpy or cupy.
         keys, queries: lengths of the first two axes.
         causal: mask the keys after each query. Default False.
-        lengths: number of visible keys of each batch entry, ``(B,)`` int32. Default None: all keys.
+        lengths: number of visible keys of each batch item, ``(B,)`` int32. Default None: all keys.
 
     Attributes:
         shape: ``(keys, queries)``, or ``(keys, queries, 1, B)`` with lengths.
@@ -108,7 +108,7 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
 
 
 def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
-    """Make a key padding mask from the length of each batch entry; NNlib.jl has no such helper.
+    """Make a key padding mask from the length of each batch item; NNlib.jl has no such helper.
 
     Args:
         lengths: ``(B,)`` integers; more than ``kv_len`` are all keys, and less than 0 are none.

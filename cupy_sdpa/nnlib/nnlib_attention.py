@@ -279,5 +279,5 @@ def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]
         return {"causal": mask.causal}
     count = mask.lengths.shape[0]
     if count not in (1, batch):
-        raise ValueError(f"the mask has {count} lengths; there are {batch} batch entries: pass one length for each, or one")
+        raise ValueError(f"the mask has {count} lengths; there are {batch} batch items: pass one length for each, or one")
     return {"causal": mask.causal, "seq_lens_kv": mask.lengths if count == batch else mask.lengths.repeat(batch)}

@@ -62,7 +62,7 @@ def from_json(values: Mapping[str, Any]) -> Problem:
     if missing := [name for name in ("q", "k", "v", "out") if name not in values]:
         raise ValueError(f"{', '.join(missing)} is missing")
     if unknown := [name for name in values if name not in _FIELDS]:
-        raise ValueError(f"a problem has no {', '.join(unknown)}; the file may be that of another version: write it again")
+        raise ValueError(f"a problem has no {', '.join(unknown)}; the file may come from another version: write it again")
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name == "settings":
@@ -166,7 +166,7 @@ def add(path: str | os.PathLike[str], problems: Iterable[Problem]) -> int:
             fcntl.flock(file, fcntl.LOCK_EX)
         content = file.read(MAX_BYTES)
         if content and not content.startswith(_BEGIN):
-            raise OSError(errno.EINVAL, "the file has other contents than problems", str(path))
+            raise OSError(errno.EINVAL, "the file does not contain problems", str(path))
         known = set(content.splitlines())
         added = [line for line in lines if line not in known]
         text = b"\n" * (bool(content) and not content.endswith(b"\n")) + b"".join(line + b"\n" for line in added)

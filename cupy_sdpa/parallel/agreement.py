@@ -159,7 +159,7 @@ def compare(channel: Channel, text: str, like: Any) -> None:
     texts = [bytes(array[:TEXT_BYTES]).rstrip(b"\0").decode(errors="replace") for array in found]
     for peer, other in enumerate(texts):
         if other.startswith(REFUSED):
-            raise ValueError(f"member {peer} refused the call: {other.removeprefix(REFUSED)}")
+            raise ValueError(f"member {peer} rejected the call: {other.removeprefix(REFUSED)}")
     for peer, other in enumerate(texts):
         if other != texts[channel.rank]:
             raise ValueError(_difference(channel.rank, texts[channel.rank], peer, other))

@@ -99,14 +99,14 @@ class Configuration:
         heads, group, size = self.problem.sizes[2], self.group, self.size
         shared = heads // size if size and heads % size == 0 else 0
         if heads % size:
-            found["all_to_all"] = f"{heads} query heads cannot be shared out equally among {size} members"
+            found["all_to_all"] = f"{heads} query heads cannot be divided equally among {size} members"
         elif shared % group and group % shared:
             found["all_to_all"] = (
-                f"the {shared} query heads of a member do not belong to whole groups of {group} query heads per key/value head"
+                f"the {shared} query heads of a member do not form whole groups of {group} query heads per key/value head"
             )
         band = self.problem.band
         if band and band.bottom_right and any(getattr(self.problem, name) for name in LENGTHS) and size > 1:
-            reason = "with lengths of batch entries, a bottom-right diagonal is at another position in every entry"
+            reason = "with lengths, a bottom-right diagonal has a different position in each sequence"
             found |= {"ring": reason, "all_gather": reason}
         return found
 

@@ -185,7 +185,7 @@ class ContextParallel:
         if unsupported := [name for name in ("return_dbias", "return_dtensors") if options.pop(name, False)]:
             raise Unsupported(
                 f"{unsupported[0]} is True, which a group does not support: these gradients have the axes of the scores, and "
-                "every member has a part of them: compute them on one GPU"
+                "every member has only a part of them: compute them on one GPU"
             )
         if options.pop("dstats", None) is not None:
             raise Unsupported(_NO_STATS_GRADIENT.format("dstats is passed"))

@@ -37,7 +37,7 @@ from .shards import Layout
 _EXCLUDED = {
     "page_table": "pages are for decoding, where each sequence has few queries: use cupy_sdpa.attention",
     "num_splits": "it is an option of paged keys",
-    "batch_invariant": "the parts of sequences were not measured: use cupy_sdpa.attention",
+    "batch_invariant": "the bits of parts of sequences were not measured: use cupy_sdpa.attention",
     "bucket": "every member has the same lengths already: pad the sequence before shard()",
 }
 #: The options that depend on the positions of queries and keys.
@@ -104,8 +104,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     if drawn and on_gpu and size > 1:
         raise Unsupported(
             f"dropout_p is {options['dropout_p']} with {size} members: cuDNN derives the random number of a weight from its "
-            "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
-            "than one GPU: omit dropout_p"
+            "place in the call, and has no input for the call's place in the sequence, so members would not drop the weights "
+            "that one GPU drops: omit dropout_p"
         )
     table = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
     check_arrays([table[name] for name in ("dout", "out", "stats")], given)

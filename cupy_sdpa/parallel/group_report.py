@@ -91,7 +91,7 @@ def choose(config: Configuration, requested: str | None) -> Choice:
     if config.size == 1:
         return Choice(possible[0], "there is one member, which computes everything")
     if config.positional and "all_to_all" in possible:
-        return Choice("all_to_all", "an option depends on positions or needs whole sequences, and the heads can be shared out")
+        return Choice("all_to_all", "an option depends on positions or needs whole sequences, and the heads can be divided")
     if config.problem.band and config.problem.band.left is not None:
         method = "all_to_all" if "all_to_all" in possible else "all_gather"
         return Choice(method, "with a window every step of the ring takes several calls")

@@ -64,7 +64,7 @@ class Loopback(Failing):
                 if (left := deadline - time.monotonic()) <= 0:
                     self._failure = (
                         f"member {target} waited {self.timeout:g} s for {label!r} from member {source}, which did not send it: "
-                        "it ended, failed, or called with other shapes or options"
+                        "it ended, failed, or called with different shapes or options"
                     )
                     self._changed.notify_all()
                     break

@@ -189,5 +189,5 @@ class NcclGroup(Failing):
             if now - self._began > self.timeout:
                 self.abort(
                     f"member {self.rank} waited {self.timeout:g} s for {self._running[0].label!r}: another member ended, "
-                    "failed, or called with other shapes or options"
+                    "failed, or called with different shapes or options"
                 )

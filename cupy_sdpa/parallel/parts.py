@@ -44,7 +44,7 @@ def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, al
         rows, keys: the positions.
         diagonal: the key on the diagonal of query 0.
         band: the mask of the whole sequences.
-        aligned: whether a band may be aligned to the bottom right, which is not possible with lengths of batch entries.
+        aligned: whether a band may be aligned to the bottom right, which is not possible with lengths of batch items.
 
     >>> band = Band(right=0)                                 # causal
     >>> tile(Interval(2, 4, 0), Interval(0, 2, 0), 0, band)  # the keys are before the queries

@@ -21,7 +21,7 @@ from ..extend import Access, Builder, ReadOptions, Recorded, View, relocated
 
 
 class Window(NamedTuple):
-    """The positions of a call within the whole sequences: the first batch entry, query head, query and key, and their numbers.
+    """The positions of a call within the whole sequences: the first batch item, query head, query and key, and their numbers.
 
     ``diagonal`` is the key on the diagonal of query 0 of the sequence, and ``own_diagonal`` that on the diagonal of the first
     query of the call, as the call itself determines it.

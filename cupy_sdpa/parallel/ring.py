@@ -91,7 +91,7 @@ def _merge(
     groups, (out, stats) = [Parts(x[..., None], y[..., None]) for x, y in every[:-1]], every[-1]
     sinks, lengths = options.get("sinks"), options.get("seq_lens_q")
     builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
-    if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch entry their sink
+    if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch item their sink
         builder.run(clear_padding, *results, builder.constant(config.positions, keep=True), lengths, writes=results)
 
 

@@ -45,7 +45,7 @@ class Layout:
     """The positions of all members, along the queries or along the keys.
 
     Attributes:
-        lengths: the length of each sequence; a single one for dense arrays, whose batch entries are cut alike.
+        lengths: the length of each sequence; a single one for dense arrays, whose batch items are cut alike.
         size: the number of members.
         packed: whether the arrays contain several sequences one after another.
     """

@@ -216,9 +216,9 @@ def test_missing_arrays_are_named(function_and_arguments, missing):
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func", "flex_attention"])
 def test_functions_of_other_libraries_are_answered_with_ours(name):
     """An AttributeError, and the ImportError of ``from cupy_sdpa import ...``, name the function of this package."""
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; attention\(q, k, v\) takes its place"):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; use attention\(q, k, v\) instead"):
         getattr(cupy_sdpa, name)
-    with pytest.raises(ImportError, match=r"attention\(q, k, v\) takes its place"):
+    with pytest.raises(ImportError, match=r"use attention\(q, k, v\) instead"):
         exec(f"from cupy_sdpa import {name}")
     assert not hasattr(cupy_sdpa, name)
 

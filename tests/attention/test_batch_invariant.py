@@ -21,7 +21,7 @@ CALLS = {
     "two queries": (2, {"causal": "bottom_right", "return_stats": True}, ""),
     "one query": (1, {}, "pass deterministic=True"),
     "one deterministic query": (1, {"deterministic": True}, ""),
-    "gradients": (20, {"backward": True}, "dq is a sum in an order that changes: pass deterministic=True"),
+    "gradients": (20, {"backward": True}, "the order in which dq is summed varies: pass deterministic=True"),
     "deterministic gradients": (20, {"backward": True, "deterministic": True}, ""),
     "a limit": (20, {"max_workspace": 1 << 30}, "max_workspace"),
     "dropout": (20, {"dropout_p": 0.1, "seed": 1}, "omit dropout_p"),

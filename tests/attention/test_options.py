@@ -140,7 +140,7 @@ def test_the_share_of_dropped_weights(engine):
 
 
 def test_seeds_and_offsets_determine_the_mask(engine):
-    """Equal ones give the same mask, others another, as do heads and batch entries; integers and arrays alike."""
+    """Equal ones give the same mask, others another, as do heads and batch items; integers and arrays alike."""
     q = engine.xp.ones((64, 2, 128, 2), np.float16, order="F")
     kept = dropout_mask(q, q, dropout_p=0.5, seed=3)
     for same in ({"offset": 0}, {"seed": engine.put(np.array([3])), "offset": engine.put(np.array(0))}):

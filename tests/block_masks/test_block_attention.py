@@ -48,7 +48,7 @@ def check_dense(engine, results, arrays, mask, **options):
 @every_engine
 @pytest.mark.parametrize("number", numbers(12, quick=2))
 def test_random_problems(number, engine):
-    """Masks of every kind and of heads and batch entries, any sizes, options, layouts, gradients and derivatives."""
+    """Masks of every kind and of heads and batch items, any sizes, options, layouts, gradients and derivatives."""
     engine.agrees(engine.draw({"block_mask"}, number), refused=True)
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_written_by_a_refused_call(engine):
         (
             {"block_mask": BlockMask.from_blocks(np.ones((3, 3, 1, 3), bool), 300, 300), "out": out},
             ValueError,
-            "3 batch entries",
+            "3 batch items",
         ),
         ({"block_mask": mask, "out": q}, ValueError, "out overlaps"),
     ]

@@ -110,7 +110,7 @@ def test_the_mask_is_not_evaluated_at_once():
 
 @pytest.mark.parametrize("seed", numbers(14, quick=6))
 def test_masks_of_arrays_of_blocks(seed):
-    """Listed blocks, blocks within a function, and blocks that are listed as full, of heads and batch entries."""
+    """Listed blocks, blocks within a function, and blocks that are listed as full, of heads and batch items."""
     rng = np.random.default_rng(seed)
     q, kv = ((64, 64), (128, 128), (256, 256), (384, 384), (128, 64), (32, 256), (256, 128))[seed % 7]
     sq, skv = (int(rng.integers(1, 600)) for _ in range(2))

@@ -23,20 +23,20 @@ from cupy_sdpa.check.draw import OPTIONS
 #: The options of ``check`` that no call takes beside a block mask, or that are features of their own.
 OTHERS = {"block_mask", "fp8", "mean", "shared_prefix", "merge", "cache"}
 N = 300
-#: Options of calls of 2 heads and 2 batch entries, and how the report describes the mask.
+#: Options of calls of 2 heads and 2 batch items, and how the report describes the mask.
 HOW = {
-    "nothing": ({}, "computed as batch entries of blocks"),
-    "scale, softcap": ({"scale": 0.3, "softcap": 3.0}, "batch entries of blocks"),
+    "nothing": ({}, "computed as batch items of blocks"),
+    "scale, softcap": ({"scale": 0.3, "softcap": 3.0}, "batch items of blocks"),
     "causal": ({"causal": True}, "6 of 9 blocks, 6 of them partial"),
     "a window": ({"window": [100, 0, "bottom_right"]}, "5 of 9 blocks"),
     "a band of all pairs": ({"window": (300, None)}, "9 of 9 blocks"),
-    "a bucket": ({"bucket": 128}, "batch entries of blocks"),
+    "a bucket": ({"bucket": 128}, "batch items of blocks"),
     "lengths": ({"seq_lens_kv": np.array([300, 200], "i4")}, "computed as a dense mask of all blocks, because of seq_lens_kv"),
     "causal and lengths": ({"causal": True, "seq_lens_q": np.array([300, 200], "i4")}, "because of seq_lens_q"),
     "a bias": ({"bias": np.ones((N, 1, 1, 1), "f4", "F")}, "because of bias"),
     "slopes": ({"alibi_slopes": np.array([0.5, 0.25], "f4")}, "because of alibi_slopes"),
     "dropout": ({"dropout_p": 0.5, "seed": 1}, "because of dropout_p, seed"),
-    "no dropout": ({"dropout_p": 0.0}, "batch entries of blocks"),
+    "no dropout": ({"dropout_p": 0.0}, "batch items of blocks"),
     "a mask": ({"mask": np.ones((N, 1, 1, 2), bool, "F")}, "because of mask"),
     "a mask function": ({"mask_mod": zoo.causal}, "because of mask_mod"),
     "max_sumexp": ({"return_stats": "max_sumexp"}, "because of return_stats='max_sumexp'"),

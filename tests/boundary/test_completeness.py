@@ -168,7 +168,7 @@ EXCLUDED = {
        for option in ("page_table", "num_splits")},
     **{(call, option): words for call in ("weight_sums", "weight_entropy") for option, words in {
         "bias": "score", "dropout_p": "before dropout", "dropout_mask": "before dropout", "num_splits": "omit it",
-        "batch_invariant": "a call of its own", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
+        "batch_invariant": "its own call", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
     }.items()},
     **{("weight_entropy", option): "only if scores are scale * q k" for option in ("alibi_slopes", "score_mod", "softcap")},
     ("block masks", "cu_seqlens_q"): "140 queries",

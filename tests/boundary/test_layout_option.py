@@ -194,7 +194,7 @@ def test_a_forgotten_layout_of_other_arguments_is_refused():
             ValueError, match=rf"^{name} has a stride .*\(head_dim, heads, seq, batch\), allocate it with order='F'"
         ):
             attention_backward(**backward, **{name: np.empty(q.shape)})
-    with pytest.raises(ValueError, match=r"^out has .*allocate it with order='F': results are not written through a copy"):
+    with pytest.raises(ValueError, match=r"^out has .*allocate it with order='F': a result cannot be written through a copy"):
         attention(q, q, q, out=np.empty(out.shape))
     with pytest.raises(ValueError, match=r"^out has .*copy it with asfortranarray\(out\)"):
         attention_backward(**{**backward, "out": out.copy()})

@@ -75,7 +75,7 @@ def with_gaps():
 
 
 def single(**options):
-    """The first batch entry alone."""
+    """The first batch item alone."""
     return want(Q[:1], K[:1], V[:1], **options)[0], None
 
 

@@ -277,7 +277,7 @@ def test_the_gradient_of_a_bias_keeps_its_dtype():
 
 # Repeated calls
 
-#: Problems by name: the axes of a bias, and the mask of x, with lengths of 2 batch entries; the heads, and the batch dimensions.
+#: Problems by name: the axes of a bias, and the mask of x, with lengths of 2 batch items; the heads, and the batch dimensions.
 REPEATED = {
     "plain": (None, None, 2, (2,)),
     "bias": ("ki", None, 2, (2,)),
@@ -288,7 +288,7 @@ REPEATED = {
 }
 #: Problems of which an array is copied in every call.
 GAPS, OTHER_DTYPE, ONE_LENGTH, CONVERTED = COPIED = (
-    "gaps between batch entries", "another dtype of dy", "one length", "computed in another dtype",
+    "gaps between batch items", "another dtype of dy", "one length", "computed in another dtype",
 )  # fmt: skip
 
 

@@ -271,7 +271,7 @@ def test_the_case_leads_to_the_same_problem(name):
 
 
 def test_the_chunks_of_split_keys_are_one_sequence():
-    """A problem of split keys has a batch entry for each chunk; the case has one for each sequence."""
+    """A problem of split keys has a batch item for each chunk; the case has one for each sequence."""
     options = {"paged": (16, "pages", "random", 3, "mixed", False, False), "causal": "bottom_right"}
     case = Case("plan", "float16", b=2, hq=4, hkv=2, sq=1, skv=384, d=64, dv=64, options=options, gpu="h200")
     split = [problem for problem in problems(case) if problem.settings.split]

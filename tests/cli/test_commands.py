@@ -270,7 +270,7 @@ def test_the_support_table():
     printed = run("support", columns=200).lines
     assert max(map(len, printed)) <= 100
     assert "  forward, head dim 64: yes" in printed
-    assert "  gradients, one query, head and batch entry: no (backward-one-row)" in printed
+    assert "  gradients, one query, head and batch item: no (backward-one-row)" in printed
     assert not set("`#") & set("".join(printed))
     assert sum(line.startswith("  single-key-difference: ") for line in printed) == 1
     assert run("support --cudnn 9.25.1").lines[0].startswith("cuDNN 9.25.1 ")

@@ -103,7 +103,7 @@ def test_the_kernel_that_splits_keys_is_used_where_it_is_right(name, planner):
 OF_THE_HEAD = {
     "head": {"score_mod": lambda s, b, h, i, j: s + h},
     "array": {"score_mod": lambda s, b, h, i, j, t: s + t[h], "tensors": {"t": (HEADS,)}},
-    "array of batch entries": {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": (BATCH, HEADS)}},
+    "array of batch items": {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": (BATCH, HEADS)}},
     "one element": {"score_mod": lambda s, b, h, i, j, t: s + t, "tensors": {"t": ()}},
     "integers": {"score_mod": lambda s, b, h, i, j, t: s + t[h] % 3, "tensors": {"t": np.arange(HEADS, dtype=np.int32)}},
     "with other indices": {"score_mod": lambda s, b, h, i, j: s * 0.5 + 0.01 * j - 0.02 * i + 0.1 * h},

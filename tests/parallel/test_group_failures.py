@@ -180,7 +180,7 @@ def test_a_refused_call_raises_on_every_member(options, error, words):
     def member(own):
         with pytest.raises((TypeError, ValueError)) as caught:
             context_parallel(own).attention(ones(), ones(), ones(), **(options if own.rank == 0 else {}))
-        found = f"member 0 refused the call: {error.__name__}: {words}" if own.rank else words
+        found = f"member 0 rejected the call: {error.__name__}: {words}" if own.rank else words
         assert found in str(caught.value)
         assert type(caught.value) is (ValueError if own.rank else error)
 

@@ -57,7 +57,7 @@ def test_visible_pairs_are_counted(sq, skv, causal, left):
 
 
 def test_useful_operations():
-    """Two matrix products forward, five backward, over the visible pairs of all heads and batch entries."""
+    """Two matrix products forward, five backward, over the visible pairs of all heads and batch items."""
     pairs = 2 * 4 * (1 + 2 + 3 + 4 + 5 + 6)
     assert SMALL.operations("forward") == 2 * pairs * (16 + 8)
     assert SMALL.operations("backward") == 2 * pairs * (3 * 16 + 2 * 8)

@@ -21,7 +21,7 @@ def arrays(*shape, count=3, dtype=np.float32):
 
 
 def test_a_plain_call_enters_few_functions():
-    """At most 40 with any number of heads and batch entries: small ones are computed together."""
+    """At most 40 with any number of heads and batch items: small ones are computed together."""
     for heads, batch in ((1, 1), (2, 1), (8, 3)):
         x = arrays(8, heads, 4, batch)
         attention(*x)

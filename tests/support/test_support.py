@@ -105,7 +105,7 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 SIDES = {
     "fp8-gpu": ((in_fp8(), 91900, 89, r"float8_e4m3fn; .* 8\.9 does not .*pass float16"), (in_fp8(), 91900, 90)),
     "fp8-head-dim": ((in_fp8(144), 91900, 120, r"144 and 144; .* up to 128 .* 12\.0"), (in_fp8(144), 91900, 90)),
-    "fp8-wide-values": ((in_fp8(128, dv=144), 91900, 90, r"128 and that of v 144; .* pad q and k with zeros to 144"),
+    "fp8-wide-values": ((in_fp8(128, dv=144), 91900, 90, r"128 and of v 144; .* pad q and k with zeros to 144"),
         (in_fp8(144, dv=256), 91900, 90)),
     "fp8-output": ((in_fp8(out_dtype="bfloat16"), 91900, 90, r"out_dtype is bfloat16; .* its method dequantize"),
         (in_fp8(out_dtype="bfloat16"), 91900, 100)),
@@ -383,7 +383,7 @@ def test_a_refusal_for_a_bug_says_what_and_where():
     """The message contains the condition, the effect, the version, the remedy and the report."""
     (reason,) = why_not(backward(hq=1, hkv=1, sq=1, b=1), 92800, 90)
     for words in (
-        "one query, one head and one batch entry",
+        "one query, one head and one batch item",
         "segmentation fault",
         "9.28.0",
         "pass the batch twice",

@@ -84,13 +84,13 @@ def read_array(name: str, array: Any) -> Any:
             )
         remedy = _REMEDIES.get(name, "")
         if name in INT32 and isinstance(array, numbers.Integral):
-            remedy = f"pass a number for each batch entry, such as numpy.full(B, {array}, 'int32')"
+            remedy = f"pass a number for each batch item, such as numpy.full(B, {array}, 'int32')"
         if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
             remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):
             remedy = "it is a function: call it, and pass the result"
         raise TypeError(
-            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
+            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of a single "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
     return array
@@ -146,7 +146,7 @@ def as_int32(name: str, array: Any) -> Any:
         raise TypeError(f"{name} is {in_words(array)} of {found.dtype}; it must contain integers")
     limits = np.iinfo(np.int32)
     if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
-        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must have 32 bits")
+        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must fit into 32 bits")
     return found.astype(np.int32)
 
 
@@ -171,7 +171,7 @@ def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
         on_host, on_gpu = (next(name for name, device in different if (device is None) is host) for host in (True, False))
         listed = ", ".join(f"{name} is {_library(arrays[name], device)}" for name, device in different)
         raise TypeError(
-            f"arrays are mixed: {listed}. Move them to one side with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
+            f"arrays are mixed: {listed}. Move them to one device with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
         )
     listed = ", ".join(f"{name} on device {device}" for name, device in different)
     raise ValueError(

@@ -87,7 +87,7 @@ def check_order(arrays: Mapping[str, Any], layout: str | None = None) -> None:
     ]  # fmt: skip
     if not _is_backward(*own) and any(_is_backward(*order) for order in itertools.permutations(own)):
         given = ", ".join(f"{name} {shape}" for name, shape in zip(_OF_BACKWARD, shapes, strict=True))
-        raise ValueError(f"the arrays are in another order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
+        raise ValueError(f"the arrays are in the wrong order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
 
 
 def _is_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any) -> bool:
@@ -159,7 +159,7 @@ def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool
 
 
 def _missing_lengths(specs: Mapping[str, TensorSpec]) -> dict[str, Fill]:
-    """The missing lengths if only those of q or only those of k are passed: the full length for every batch entry."""
+    """The missing lengths if only those of q or only those of k are passed: the full length for every batch item."""
     passed = [name for name in LENGTHS if name in specs]
     q, k = specs["q"].shape, specs["k"].shape
     if len(passed) != 1 or any(name in specs for name in CU_SEQLENS) or not len(q) == len(k) == 4:
@@ -237,8 +237,8 @@ def check_offsets(name: str, starts: Any, total: int) -> None:
     """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
     if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
         raise ValueError(
-            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
-            "they are np.cumsum([0, *lengths])"
+            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: if you have "
+            "lengths, pass np.cumsum([0, *lengths])"
         )
 
 

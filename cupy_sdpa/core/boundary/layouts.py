@@ -224,7 +224,7 @@ def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]], *, unba
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
 _OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
 #: The end of the message of an array on the CPU with the strides of another layout.
-_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and takes any strides"
+_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and accepts any strides"
 
 
 def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:

@@ -212,7 +212,7 @@ class DiskCache:
 
     def _discard(self, key: str, reason: str) -> None:
         place = self.folder or "memory"
-        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built again: {reason}", DiskCacheWarning, stacklevel=2)
+        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is rebuilt: {reason}", DiskCacheWarning, stacklevel=2)
         if self.folder and _is_entry(path := self.folder / f"{key}{_SUFFIX}"):
             with contextlib.suppress(OSError):  # a read-only folder
                 path.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ class EngineSearch:
         """Raise Unsupported if an execution needs more memory than the limit, given the bytes of cuDNN's part."""
         total = Scratch(self.graph).total_bytes(workspace_bytes)
         if self.limit is not None and total > self.limit:
-            raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
+            raise Unsupported(f"it needs a workspace of {total} bytes, and the limit is {self.limit}")
 
 
 @contextlib.contextmanager

@@ -88,10 +88,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Matmul(Node):
-    """``out = a b`` for each batch entry and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
+    """``out = a b`` for each batch item and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
 
     ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are the numbers of rows of ``a``, of columns of ``b`` and of products per sum of
-    each batch entry; None for all. Elements beyond them are not read, and the result there is 0.
+    each batch item; None for all. Elements beyond them are not read, and the result there is 0.
     """
 
     a: Tensor
@@ -120,7 +120,7 @@ class Softmax(Node):
 
     ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
     stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
-    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
+    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch item; rows beyond that have no sink.
     With ``scale`` out is FP8, ``round(scale * exp(x - m)) / l``: kernels divide by l after the matmul that reads ``out``.
     """
 
@@ -172,7 +172,7 @@ class Transpose(Node):
 
 @dataclass(frozen=True)
 class PagedLoad(Node):
-    """The keys or values of every batch entry, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
+    """The keys or values of every batch item, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
 
     ``pages`` is ``(pages, H, n, D)`` with n rows per page, ``table`` is ``(B, 1, P, 1)`` and ``lengths`` ``(B, 1, 1, 1)``.
     ``out`` is ``(B, H, n P, D)``, and ``(B, H, D, n P)`` if ``transposed``. Table entries after the length are not read.

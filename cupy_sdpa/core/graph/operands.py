@@ -87,7 +87,7 @@ class Operands:
 
         An array with a single row is broadcast along the queries by stride 0, unless it also has a single column. cuDNN reads
         a single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction). If there is
-        only one key, a single element is broadcast, too: cuDNN reads the elements of another batch entry (9.19 and 9.28).
+        only one key, a single element is broadcast, too: cuDNN reads the elements of another batch item (9.19 and 9.28).
         """
         tensor = self.optional(name, SCORE_AXES)
         if tensor is None:
@@ -102,7 +102,7 @@ class Operands:
         return Tensor(name, (1, heads, 1, self.skv), "int32", "constant", strides) if self.full_keys else None
 
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of queries and keys of each batch entry, ``(B, 1, 1, 1)``; None if they are equal for all entries."""
+        """The numbers of queries and keys of each batch item, ``(B, 1, 1, 1)``; None if they are equal for all entries."""
         if not self.problem.ragged:
             return None, None
         shape = (self.batch, 1, 1, 1)
@@ -112,7 +112,7 @@ class Operands:
         return queries, keys
 
     def diagonal(self) -> Tensor | None:
-        """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""
+        """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch items."""
         if not has_ragged_diagonal(self.problem):
             return None
         if self.sq == 1:  # one element per key, because of "one-query-positions" in the table of known bugs
@@ -136,7 +136,7 @@ class Operands:
         return replace(tensor, shape=(b, h, rows, columns), strides=(b_stride, h_stride, row_stride, column_stride))
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """A tensor of a padded batch: a dense one with the offset of every batch entry."""
+        """A tensor of a padded batch: a dense one with the offset of every batch item."""
         step = tensor.strides[0]
         offsets = Tensor(f"b × {step}", (self.batch + 1, 1, 1, 1), "int64", "constant", (1, 1, 1, 1), step=step)
         return replace(tensor, ragged=offsets)

@@ -28,7 +28,7 @@ class Sources(NamedTuple):
     """The copies of which each block of :data:`BLOCK` rows of a result is made.
 
     Attributes:
-        offsets, parts: int32; block t, which is (block, group of heads, batch entry) with the first fastest, is made of the
+        offsets, parts: int32; block t, which is (block, group of heads, batch item) with the first fastest, is made of the
             copies ``parts[offsets[t] : offsets[t + 1]]``.
         groups: the number of groups of heads.
     """
@@ -136,7 +136,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
 
 
 def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
-    """The heads, the rows and the batch entry of each block of an array ``(D, H, S, B)``, and the numbers of its copies."""
+    """The heads, the rows and the batch item of each block of an array ``(D, H, S, B)``, and the numbers of its copies."""
     _, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):

@@ -39,7 +39,7 @@ class Keys(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch entry.
+    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch item.
 
     Attributes:
         rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.

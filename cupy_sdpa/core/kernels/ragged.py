@@ -25,7 +25,7 @@ class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
 
     Attributes:
-        array: int32 ``(B,)``, the length of each batch entry; for packed sequences the cumulative lengths, int32 or int64
+        array: int32 ``(B,)``, the length of each batch item; for packed sequences the cumulative lengths, int32 or int64
             ``(B+1,)``.
         max_length: the largest length; longer sequences are truncated.
         total: the number of positions of a packed array; unused for dense arrays.
@@ -56,7 +56,7 @@ class ClearedResult(NamedTuple):
         of_keys: whether its positions are those of keys.
         per_row: whether it is a row statistic.
         fill_value: 0, or -inf in float32.
-        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch entries without keys; or None.
+        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch items without keys; or None.
     """
 
     array: Any
@@ -69,7 +69,7 @@ class ClearedResult(NamedTuple):
 def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
     """Compute lengths and offsets of packed sequences, and clear the padding of results; one launch, no synchronization.
 
-    cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
+    cuDNN 9.19 writes nothing to a batch item without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
     The written offsets never decrease and stay inside the array, whatever the cumulative lengths are: an offset below an
@@ -147,7 +147,7 @@ def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
 
 @cuda_kernel
 def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
-    """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
+    """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch item."""
     return f"""{_ARGUMENTS}
         __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
         __device__ long long at(const Sequences& s, long long i) {{
@@ -221,7 +221,7 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
 
 
 def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
-    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch entry, even if these are NaN.
+    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch item, even if these are NaN.
 
     On the GPU D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
     """
@@ -284,7 +284,7 @@ def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
 
 
 def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:
-    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch entry into an int32 array ``(rows, B)``."""
+    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch item into an int32 array ``(rows, B)``."""
     rows, _ = made.shape
     if not cupy_runtime.is_array(made):
         made[...] = step * np.arange(rows, dtype=np.int32)[:, None] + (lengths_kv - lengths_q)

@@ -22,7 +22,7 @@ class Band(NamedTuple):
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
         """The simplest band with the same mask for some lengths; None if every query attends to every key.
 
-        ``lengths``: batch entries have lengths of their own. ``needs_diagonal``: an option measures positions
+        ``lengths``: batch items have lengths of their own. ``needs_diagonal``: an option measures positions
         from the diagonal.
 
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key

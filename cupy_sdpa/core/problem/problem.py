@@ -44,7 +44,7 @@ class Problem:
         dq, dk, dv: the gradients of q, k and v, with their shapes.
         dbias, dsinks: the gradients of bias and sinks, with their shapes; None if they were not requested.
         rng_dump: ``(Skv, Sq, Hq, B)`` float32, the dropout mask as an output of the forward pass; None if it was not requested.
-        seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch entry; None for full lengths.
+        seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch item; None for full lengths.
         page_table: ``(P, B)`` int32, the pages of each sequence in order. k and v are then ``(D, Hkv, page size, pages)`` and
             ``(Dv, Hkv, page size, pages)``, and Skv is P times the page size. None if the keys are not paged.
         cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays. With a page
@@ -161,7 +161,7 @@ class Problem:
 
     @property
     def ragged(self) -> bool:
-        """Whether batch entries have different lengths: packed sequences, or sequence lengths."""
+        """Whether batch items have different lengths: packed sequences, or sequence lengths."""
         return self.seq_lens_q is not None or self.packed
 
     @functools.cached_property
@@ -271,6 +271,6 @@ def writes_dq_directly(problem: Problem) -> bool:
 
 
 def has_ragged_diagonal(problem: Problem) -> bool:
-    """True if an option measures positions from a bottom-right diagonal that depends on the lengths of each batch entry."""
+    """True if an option measures positions from a bottom-right diagonal that depends on the lengths of each batch item."""
     ragged = problem.ragged and problem.band is not None and problem.band.bottom_right
     return ragged and any(option.of(problem) for option in OF_DIAGONAL)

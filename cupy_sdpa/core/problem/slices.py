@@ -1,7 +1,7 @@
 """Split gradients whose output or output gradient is too large for one launch into slices of the batch or of the heads.
 
 cuDNN's kernel for rowsum(dO∘O) computes addresses in 32 bits: dq and dk are wrong where ``out`` or ``dout`` reaches beyond
-2^31 elements (measured with 9.19.0; 9.28.0 is right). All other arrays may be of any size. A slice is a range of batch entries,
+2^31 elements (measured with 9.19.0; 9.28.0 is right). All other arrays may be of any size. A slice is a range of batch items,
 where one entry is too large a range of heads. Slices are views; ``out`` and ``dout`` are copied where the view of a slice still
 reaches too far, for example because the heads of a packed array are interleaved.
 """
@@ -19,7 +19,7 @@ from .tensor_spec import ITEMSIZE, TensorSpec, byte_range, dense_spec, make_spec
 
 #: The largest number of elements from the first to the last element of ``out`` and of ``dout`` in one launch.
 LIMIT = 2**31
-#: How far apart the random numbers of consecutive heads are, in units of dropout's offset. Heads count over all batch entries.
+#: How far apart the random numbers of consecutive heads are, in units of dropout's offset. Heads count over all batch items.
 OFFSET_OF_HEADS = 32
 
 #: The arrays that are read by the kernel whose addresses have 32 bits.
@@ -29,7 +29,7 @@ _QUERY_HEADS, _KEY_HEADS = ("q", "out", "dout", "dq"), ("k", "v", "dk", "dv")
 
 
 class Slice(NamedTuple):
-    """The key/value heads, with their query heads, and the batch entries that one launch computes."""
+    """The key/value heads, with their query heads, and the batch items that one launch computes."""
 
     heads: range
     batch: range
@@ -57,7 +57,7 @@ def slices(problem: Problem) -> tuple[Slice, ...]:
     _, dv, hq, hkv, sq, _, batch = problem.sizes
     rows = problem.out.shape[2] if problem.packed else sq
     heads, entries = range(hkv), range(batch)
-    of_head = dv * (hq // hkv) * rows  # elements of the query heads of one key/value head, in one batch entry
+    of_head = dv * (hq // hkv) * rows  # elements of the query heads of one key/value head, in one batch item
     if not is_too_large(problem):
         return ()
     if not problem.packed:
@@ -74,7 +74,7 @@ def slices(problem: Problem) -> tuple[Slice, ...]:
 
 
 def _largest_batch(problem: Problem, of_entry: int, *, copied: bool) -> int:
-    """The largest number of batch entries whose slices are small enough as views, or as dense copies; 0 if there is none."""
+    """The largest number of batch items whose slices are small enough as views, or as dense copies; 0 if there is none."""
     if copied:
         return LIMIT // of_entry
     largest = problem.out.shape[3]
@@ -148,7 +148,7 @@ def is_copied(view: TensorSpec, whole: TensorSpec) -> bool:
 
 
 def _shifted(program: Expression, first: dict[str, int]) -> Expression:
-    """A score function in which heads and batch entries count from the first one of a slice."""
+    """A score function in which heads and batch items count from the first one of a slice."""
     writer = Writer()
     made: list[int] = []
     for step in program.steps:

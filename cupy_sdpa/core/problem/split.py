@@ -2,7 +2,7 @@
 
 cuDNN computes one query head with few queries at a time: it reads the keys once per query head, and leaves most of the GPU idle
 if there are few sequences. A split problem avoids both. The G query heads of a key/value head and the Sq queries become
-``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch entry, whose row of
+``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch item, whose row of
 the page table is a part of the sequence's row. The results of the chunks are merged (core/kernels/merge.py).
 
 The chunks have no mask, which would take a fifth of the time: they cover the common keys, whole pages to which every query

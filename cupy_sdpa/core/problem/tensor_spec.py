@@ -182,9 +182,9 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
     if spec.dtype != expected.dtype:
         remedy = "pass a new array" if expected.writable else f"convert with .astype({expected.dtype!r})"
         if spec.dtype == "bool":
-            remedy = "a bool array, True where the query attends, is passed as mask="
+            remedy = "pass a bool array, True where the query attends, as mask="
             if spec.name.startswith("seq_lens"):
-                remedy = f"pass the number of True in each batch entry; or {remedy}"
+                remedy = f"pass the number of True values in each sequence; or {remedy}"
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: {remedy}")
     if spec.shape != expected.shape:
         wanted, legend = in_callers_axes(spec.name, expected.shape), legend_in_callers_axes(spec.name, expected.legend)
@@ -201,7 +201,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
         if spec.name == "mask":
             remedy += ", with True where the query attends"
         if spec.dtype == "bool":
-            remedy = "a bool array, True where the query attends, is passed as mask="
+            remedy = "pass a bool array, True where the query attends, as mask="
         elif spec.name == "mask" and spec.dtype in FLOAT_DTYPES:
             remedy = "a float array that is added to the scores, such as 0 and -inf, is passed as bias="
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: {remedy}")
@@ -218,7 +218,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
         remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {name}.T"
         remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
     elif len(spec.shape) == 2 and _broadcasts((spec.shape[1], 1, 1, spec.shape[0]), scores):
-        remedy = f"a mask of keys (B, Skv) is passed as {name}.T[:, None, None, :]"
+        remedy = f"pass a mask of keys (B, Skv) as {name}.T[:, None, None, :]"
     else:
         remedy = f"add axes with {name}[..., None], and permute them with .transpose"
     raise ValueError(
@@ -269,7 +269,7 @@ batch), copy it with asfortranarray(q)
 def _in_fortran_order(name: str, written: bool) -> str:
     """How to get an array in Fortran order. The results would be lost with a copy."""
     return (
-        "allocate it with order='F': results are not written through a copy"
+        "allocate it with order='F': a result cannot be written through a copy"
         if written
         else f"copy it with asfortranarray({name})"
     )

@@ -54,7 +54,7 @@ NO_PAGED_GRADIENTS = (
 )
 #: The refusal of gradients of FP8 arrays.
 NO_FP8_GRADIENTS = (
-    "gradients of FP8 arrays are not supported, because they are slower than those of bfloat16 with causal masks on Hopper: "
+    "gradients of FP8 arrays are not supported, because they are slower than bfloat16 gradients with causal masks on Hopper: "
     "call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays, whose gradients are computed in "
     "their own dtype"
 )
@@ -87,7 +87,7 @@ def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, re
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
         raise ValueError(
-            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays have outputs of another dtype"
+            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays take an output dtype"
         )
     if problem.fp8 and requested.backward:
         raise Unsupported(NO_FP8_GRADIENTS)

@@ -272,7 +272,7 @@ class _Form:
         steps.run(ragged.prepare_sequences, *sides, offsets, cleared, writes=writes)
 
     def _add_diagonal(self) -> None:
-        """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``; for a single query it is repeated, ``(Skv, B)``."""
+        """``p = i + Skv - Sq`` of every query and batch item, ``(Sq, B)``; for a single query it is repeated, ``(Skv, B)``."""
         *_, sq, skv, batch = self._engine_problem.sizes
         rows, step = (skv, 0) if sq == 1 else (sq, 1)
         made = self._others["diagonal"] = self._steps.temporary((rows, batch), np.int32)

@@ -123,7 +123,7 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
         arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
     if (of := _operations.get(function)) is None:
         name = getattr(function, "__name__", function)
-        raise TypeError(f"{name} runs no program, or one that computes no attention: explain_function takes functions that do")
+        raise TypeError(f"{name} does not run a program that computes attention: explain_function takes functions that do")
     options = dict(zip(of.positional, arguments, strict=False)) | options
     flags = {name: options.pop(name, default) for name, default in of.flags.items()}
     arrays = tuple(options.pop(name, None) for name in of.arrays)

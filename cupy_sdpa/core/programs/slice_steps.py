@@ -20,7 +20,7 @@ def parts(
 ) -> Iterator[tuple[Problem, dict[str, View]]]:
     """Yield the problem and the arrays of each slice, whose launches the caller adds before it asks for the next one.
 
-    A gradient that is a sum over the slices, such as that of a bias shared by all batch entries, is summed in float32.
+    A gradient that is a sum over the slices, such as that of a bias shared by all batch items, is summed in float32.
     """
     summed = {spec.name for spec in problem.results if _is_sum(problem, spec)}
     totals = {name: steps.temporary(arrays[name].shape, np.float32) for name in summed}
@@ -54,7 +54,7 @@ def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: S
 
 
 def _offset(steps: Steps, problem: Problem, offset: View, part: Slice) -> View:
-    """The offset with which dropout draws the numbers that it draws for these heads and batch entries in one launch."""
+    """The offset with which dropout draws the numbers that it draws for these heads and batch items in one launch."""
     _, _, hq, hkv, *_ = problem.sizes
     first = part.batch.start * hq + part.heads.start * (hq // hkv)
     if not first:

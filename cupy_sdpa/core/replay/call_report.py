@@ -164,7 +164,7 @@ class Report:
         if self.reasons:
             verdict = f"cannot run on {self.engine}"
         elif self.problem.trivial:
-            return "runs without a kernel: there is no query, no key or no value"
+            return "runs without a kernel: there is no query, key or value"
         elif self.engine == "numpy":
             return "runs on the CPU: the arrays are numpy arrays"
         elif self.engine == "CuPy":

@@ -155,7 +155,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
         if name.startswith("_"):  # Python and numpy look up protocols
             raise AttributeError(name)
         replacement = METHODS.get(name) or (f"np.{name}(x)" if name in self.tracer.functions else "")
-        hint = f"write {replacement} in place of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
+        hint = f"write {replacement} instead of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
         raise AttributeError(f"a traced value has no attribute {name!r}: {hint}")
 
     def __getitem__(self, *_: Any) -> Any:
@@ -166,7 +166,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     def _number(self, *_: Any) -> Any:
         raise TypeError(
             "a score function is traced: it is called once, without actual values, so a traced value cannot be converted to a "
-            "number: use numpy functions in place of the math module's (np.tanh, np.exp), and remove float(), int() and round()"
+            "number: use numpy functions instead of the math module's (np.tanh, np.exp), and remove float(), int() and round()"
         )
 
     __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
@@ -220,7 +220,7 @@ class CapturedArray:
     def __getitem__(self, index: Any) -> Value:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) != self.ndim:
-            raise IndexError(f"{self!r} is indexed with {len(parts)} indices; it needs {self.ndim}, one for each axis")
+            raise IndexError(f"{self!r} is indexed with {len(parts)} indices; it needs {self.ndim}, one per axis")
         names = tuple(self._index(axis, part) for axis, part in enumerate(parts))
         for name in names:
             if isinstance(name, str) and names.count(name) > 1:
@@ -282,7 +282,7 @@ def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
     """
     if isinstance(x, Value):
         if x.tracer is not tracer:
-            raise TypeError("a traced value of another call is used: a score function must not store traced values")
+            raise TypeError("the function uses a traced value of an earlier call: it must not store traced values")
         return x
     if isinstance(x, (bool, np.bool_)):
         return Value(tracer, tracer.writer.constant(float(x), "bool"))

@@ -177,8 +177,8 @@ def check_function(option: str, function: Any) -> None:
     wrong = [name for name, right in zip(names, _PARAMETERS[option], strict=False) if name in known and name != right]
     if wrong and wrong not in (["b"], ["h"]):  # single letters may have another meaning
         raise TypeError(
-            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: change "
-            f"the place of {wrong[0]}, or its name"
+            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: move "
+            f"or rename {wrong[0]}"
         )
 
 

@@ -29,7 +29,7 @@ def obstacle(problem: Problem) -> str:
         # its kernel for packed sequences ends in an illegal instruction on Hopper
         "FP8": problem.fp8,
         # the distance of two offsets would be less than the extent of a sequence, which was not measured
-        "batch entries that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
+        "batch items that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
         # both passes need the same random numbers, and the other pass may need copies
         "dropout_p": settings.dropout,
         "deterministic=True": backward and problem.deterministic,
@@ -47,7 +47,7 @@ def obstacle(problem: Problem) -> str:
 
 
 def _is_interleaved(spec: TensorSpec) -> bool:
-    """Whether a batch entry of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    """Whether a batch item of an array begins before the end of the one before; also if it is broadcast along the batch."""
     *shape, batch = spec.shape
     extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
     return batch > 1 and spec.strides[3] <= extent

@@ -306,10 +306,10 @@ RULES: tuple[Rule, ...] = (
          when(lambda p: p.fp8, "q, k and v are {p.dtype}; compute capability {gpu} does not support FP8, 9.0 (Hopper) and "
               "newer do: pass float16 or bfloat16 arrays", range(90))),
     Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, _fp8_head_dim),
-    Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 with those of q and k above 128 only; others end in an "
-         "illegal memory access.", Unsupported,
+    Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 only if q and k are also above 128; otherwise the kernel "
+         "ends in an illegal memory access.", Unsupported,
          when(lambda p: p.fp8 and p.sizes[0] <= 128 < p.sizes[1],
-              "the head_dim of q and k is {p.sizes[0]} and that of v {p.sizes[1]}; on compute capability {gpu} values above "
+              "the head_dim of q and k is {p.sizes[0]} and of v {p.sizes[1]}; on compute capability {gpu} values above "
               "128 need q and k above 128 in FP8: pad q and k with zeros to 144 and pass scale=, or pass bfloat16 arrays",
               range(100)), planned=True),
     Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported,
@@ -335,7 +335,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, FRONTEND),
     Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; cuDNN ignores other strides.",
          ValueError, _dense_stats, "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
-    Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, PYTORCH),
+    Rule("grid", "At most 65535 batch items and query heads.", Unsupported, _grid, PYTORCH),
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up "
          "to 128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
@@ -362,7 +362,7 @@ RULES: tuple[Rule, ...] = (
          when(lambda p: p.paged and p.settings.dropout and _is_one_query(p), "dropout with page_table and a single query is "
               "not supported: omit dropout_p, or pass the query twice")),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported,
-         when(lambda p: p.dsinks and p.deterministic, "the gradient of sinks is not deterministic, because cuDNN adds it up in "
+         when(lambda p: p.dsinks and p.deterministic, "the gradient of sinks is not deterministic, because cuDNN sums it in "
               "varying order: omit deterministic=True or return_dsinks=True"), planned=True),
     Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported,
          when(lambda p: p.sizes[4:6] == (1, 1) and any(spec.dtype == "int32" for spec in p.captured),
