@@ -342,9 +342,7 @@ def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
         if not isinstance(given, (list, tuple)):
             raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
     if len(outs) != len(stats) or not outs:
-        raise ValueError(
-            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, each with its stats"
-        )
+        raise ValueError(f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, each with its stats")
     return {f"{name}[{i}]": x for name, given in (("outs", outs), ("stats", stats)) for i, x in enumerate(given)}
 
 

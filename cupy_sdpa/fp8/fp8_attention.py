@@ -375,8 +375,7 @@ def _check_mean(v: Fp8Array, options: Mapping[str, Any]) -> None:
         )
     if _has_dropout(options):
         raise ValueError(
-            "v has a mean, which needs weights that add up to 1; with dropout they do not: quantize v with "
-            "center=False"
+            "v has a mean, which needs weights that add up to 1; with dropout they do not: quantize v with center=False"
         )
 
 

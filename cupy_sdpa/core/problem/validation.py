@@ -86,9 +86,7 @@ def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, re
     arrays = {spec.name: spec for spec in specs_of_arrays}
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
-        raise ValueError(
-            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays take an output dtype"
-        )
+        raise ValueError(f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays take an output dtype")
     if problem.fp8 and requested.backward:
         raise Unsupported(NO_FP8_GRADIENTS)
     if requested.backward and problem.paged:
