@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """The commands and their descriptions."""
+    """Return the commands and their descriptions."""
     lines = [f"  {name:16}{description}" for name, description in COMMANDS.items()]
     return "\n".join(
         ["usage: python -m benchmarks COMMAND [options]", "", "commands:", *lines, "", "COMMAND --help lists its options."]

@@ -86,7 +86,7 @@ METHODS: dict[str, Callable[[Arrays], Any]] = {
 
 
 def rows(lengths: Sequence[int], *, on_gpu: bool, on_cpu: bool = True) -> Iterator[dict[str, Any]]:
-    """The rows: engine, inputs, method, keys and error.
+    """Yield the rows: engine, inputs, method, keys and error.
 
     Args:
         lengths: the numbers of keys.

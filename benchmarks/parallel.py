@@ -156,7 +156,7 @@ def arrays(xp: Any, problem: Problem, length: int) -> list[Any]:
 
 
 def timed(engine: Engine, group: Watched | None, function: Callable[[], Any], calls: int) -> float:
-    """The median milliseconds of a function that all members of a group call, after warming up."""
+    """Return the median milliseconds of a function that all members of a group call, after warming up."""
 
     def together() -> None:
         if group:
@@ -177,7 +177,7 @@ def timed(engine: Engine, group: Watched | None, function: Callable[[], Any], ca
 
 
 def one_device(engine: Engine, problem: Problem) -> tuple[dict[str, float], list[Any]]:
-    """The milliseconds of both passes of the whole problem on one device, and the results as numpy arrays."""
+    """Return the milliseconds of both passes of the whole problem on one device, and the results as numpy arrays."""
     q, k, v, dout = arrays(engine.xp, problem, problem.length * engine.members)
     options: dict[str, Any] = dict(problem.options)
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **options)
@@ -190,7 +190,7 @@ def one_device(engine: Engine, problem: Problem) -> tuple[dict[str, float], list
 
 
 def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[str, Any]:
-    """The measurements of one member: by pass (total, calls, transfers, bytes sent, memory), and the whole results."""
+    """Return the measurements of one member: by pass (total, calls, transfers, bytes sent, memory), and the whole results."""
     group, count = Watched(own), problem.calls
     cp = ContextParallel(group, method=method, check=False)
     q, k, v, dout = (cp.shard(x) for x in arrays(engine.xp, problem, problem.length * engine.members))
@@ -222,7 +222,7 @@ def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[
 
 
 def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link: float) -> Iterator[dict[str, Any]]:
-    """The rows of a problem."""
+    """Yield the rows of a problem."""
     one, expected = one_device(engine, problem)
     gpus = max(engine.gpus, 1)
     common = {"problem": problem.name, "members": engine.members, "gpus": engine.gpus}
@@ -256,7 +256,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
 
 
 def link_bandwidth(engine: Engine) -> float:
-    """The bytes per second that a member sends to the next one while it receives as many from the one before."""
+    """Return the bytes per second that a member sends to the next one while it receives as many from the one before."""
     size = LINK_BYTES if engine.gpus else 1 << 20
 
     def member(own: Any) -> float:
@@ -272,7 +272,7 @@ def _numpy(x: Any) -> Any:
 
 
 def _used(engine: Engine, *, free: bool = False) -> int:
-    """The bytes of CuPy's pool, after unused memory is freed if that is asked for."""
+    """Return the bytes of CuPy's pool, after unused memory is freed if that is asked for."""
     if not engine.gpus:
         return 0
     engine.wait()
@@ -283,7 +283,7 @@ def _used(engine: Engine, *, free: bool = False) -> int:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all problems."""
+    """Yield the rows of all problems."""
     known = CPU_PROBLEMS if given.cpu else PROBLEMS
     chosen = [x for x in known if not given.only or any(text in x.name for text in given.only)]
     if not chosen:
@@ -303,7 +303,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher started this process."""
+    """True if a launcher started this process."""
     try:
         environment()
     except RuntimeError:

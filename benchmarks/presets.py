@@ -94,19 +94,19 @@ class Preset:
         return self.input_bytes + ITEMSIZE[self.dtype] * d * h * s * b
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a row that describe the problem."""
+        """Return the columns of a row that describe the problem."""
         names = ("b", "hq", "hkv", "sq", "skv", "d", "dv", "causal")
         return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": self.dtype}
 
     def described(self) -> str:
-        """The problem in words."""
+        """Return the problem in words."""
         lengths = f"{self.sq}" if self.sq == self.skv else f"{self.sq} x {self.skv}"
         dims = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
         mask = f"{'causal' if self.causal else 'full'}{'' if self.left is None else f', window {self.left + 1}'}"
         return f"batch {self.b}, {self.hq}/{self.hkv} heads, {lengths}, {dims}, {mask}: {', '.join(self.directions)}"
 
     def problems(self, direction: str) -> tuple[Problem, ...]:
-        """The problems of cupy_sdpa's calls, in their order; none without cuDNN."""
+        """Return the problems of cupy_sdpa's calls, in their order; none without cuDNN."""
         if self.engine:
             return ()
         q, k, v = self.shapes

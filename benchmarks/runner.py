@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser for ``python -m benchmarks COMMAND``.
+    """Return a parser for ``python -m benchmarks COMMAND``.
 
     Args:
         command: the command's name.

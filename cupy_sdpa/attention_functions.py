@@ -118,7 +118,7 @@ def attention(
 def _forward_call(
     arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_stats: Any = False, deterministic: Any = False
 ) -> Call:
-    """A call of :func:`attention` as a value."""
+    """Return a call of :func:`attention` as a value."""
     for x in arrays[:2]:  # q and k
         if (call_of := getattr(type(x), "_call_of", None)) is not None:  # a type of arrays with programs of its own
             call: Call = call_of(arrays, options, return_stats=return_stats)
@@ -245,7 +245,7 @@ def attention_backward(
     {"deterministic": False, **dict.fromkeys(REQUESTS, False)},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
-    """A call of :func:`attention_backward` as a value."""
+    """Return a call of :func:`attention_backward` as a value."""
     names = GRADIENT_ARRAYS[: len(arrays)]
     check_layout(options.get("layout"))
     check_order(dict(zip(names, arrays, strict=True)), other_layout(options))

@@ -303,7 +303,7 @@ def _described(
     cudnn: str | None,
     missing: Mapping[str, str] | None = None,
 ) -> tuple[ReadCall, Report]:
-    """The call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
+    """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
     call = call_of(function, *arguments, **options)
     if gpu is None and cudnn is None:
         read_call = read(call, missing=missing)
@@ -350,7 +350,7 @@ def _notes(
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:
-    """The report on a problem; refuses other arguments."""
+    """Return the report on a problem; refuses other arguments."""
     if extra := [name for name, value in others.items() if value is not None and value is not False]:
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
     parts = launched_problems(problem)
@@ -395,7 +395,7 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
 
 
 def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, int]:
-    """The version of cuDNN and the compute capability that a report is for."""
+    """Return the version of cuDNN and the compute capability that a report is for."""
     from .offline.remote_planner import kept_planner, load_target
 
     assert gpu
@@ -403,7 +403,7 @@ def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, in
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:
-    """The report on a problem that the installed cuDNN plans for a described GPU."""
+    """Return the report on a problem that the installed cuDNN plans for a described GPU."""
     note = _target_text(target.model, planner.version)
     if reasons := why_not(problem, planner.version, target.capability):
         return refusal_report(problem, reasons, note)

@@ -301,7 +301,7 @@ def merge_backward(
 def _gradients_of_parts(
     outs: Sequence[Any], stats: Sequence[Any], dout: Any, dstats: Any, sinks: Any, *, return_dsinks: bool
 ) -> list[Any]:
-    """The gradients of the outputs, of the statistics, and of the sinks if requested, as one list."""
+    """Return the gradients of the outputs, of the statistics, and of the sinks if requested, as one list."""
     like, packed = outs[0], outs[0].ndim == 3
 
     def of_rows(x: Any) -> Any:
@@ -336,7 +336,7 @@ def _gradients_of_parts(
 
 
 def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
-    """The arrays of the parts of a merge by name; checks that there are some, and the layout."""
+    """Return the arrays of the parts of a merge by name; checks that there are some, and the layout."""
     check_layout(layout)
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
@@ -347,7 +347,7 @@ def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
 
 
 def _groups(outs: Sequence[Any], stats: Sequence[Any]) -> list[Parts]:
-    """The parts of a merge, one in each group."""
+    """Return the parts of a merge, one in each group."""
     packed = outs[0].ndim == 3
     pairs = zip(outs, stats, strict=True)
     return [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None]) for x, y in pairs]

@@ -182,7 +182,7 @@ class Prepared(Generic[ResultT]):
             raise ValueError(_difference(self.problem, call.problem or self.problem, self._given, passed))
 
     def _named(self, arrays: tuple[Array, ...], results: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays by name."""
+        """Return the arrays by name."""
         if len(arrays) != len(self._inputs):
             raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
         given = {name: array for name, array in results.items() if array is not None}
@@ -195,7 +195,7 @@ class Prepared(Generic[ResultT]):
 
 
 def _in_words(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """The arrays and options of a call by name, for messages."""
+    """Return the arrays and options of a call by name, for messages."""
     given = {name: x for name, x in {**arrays, **options}.items() if x is not None}
     return {
         name: f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "shape") and hasattr(x, "dtype") else repr(x)
@@ -222,5 +222,5 @@ _RESULTS = ("out", "stats", "dq", "dk", "dv")
 
 
 def _problems(call: ReadCall) -> tuple[Any, ...]:
-    """What prepared calls have in common: the specs of the arrays, and the steps."""
+    """Return what prepared calls have in common: the specs of the arrays, and the steps."""
     return call.problem, call.tensors, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)

@@ -209,7 +209,7 @@ def scores(
     mask: NDArray[Any] | None = None,
     **options: Any,
 ) -> NDArray[np.float64]:
-    r"""The scores of one head of a batch item, ``(Sq, Skv)``; -inf if the query does not attend to the key.
+    r"""Return the scores of one head of a batch item, ``(Sq, Skv)``; -inf if the query does not attend to the key.
 
     .. math:: s_{ij} = c \tanh \frac{\tau\, q_i \cdot k_j}{c} - a_h\, |\delta_i - j| + \beta_{jihb}
 
@@ -335,7 +335,7 @@ def directional_derivative(
 
 
 def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    r"""The exponentials of the softmax, and the maximum and the sum of each row.
+    r"""Return the exponentials of the softmax, and the maximum and the sum of each row.
 
     .. math:: m_i = \max(\max_j s_{ij}, \sigma_i), \qquad e_{ij} = e^{s_{ij} - m_i}, \qquad
               \ell_i = \sum_j e_{ij} + e^{\sigma_i - m_i}
@@ -367,7 +367,7 @@ def visible(
     seq_lens_q: NDArray[Any] | None = None,
     seq_lens_kv: NDArray[Any] | None = None,
 ) -> NDArray[np.bool_]:
-    """Whether query i of batch item b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
+    """Return whether query i of batch item b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
 
     Args:
         i: the query, or a column of queries; then the result has one row per query.
@@ -397,7 +397,7 @@ def visible(
 def diagonal(
     i: int | NDArray[Any], queries: int, keys: int, *, causal: bool | str = False, window: tuple[Any, ...] | None = None
 ) -> int | NDArray[Any]:
-    """The key on the diagonal of query i; it may be before the first key or after the last.
+    """Return the key on the diagonal of query i; it may be before the first key or after the last.
 
     Args:
         i: the query, or a column of queries.
@@ -436,12 +436,12 @@ def _check(
 
 
 def _length(length: int, b: int, lengths: NDArray[Any] | None) -> int:
-    """The number of queries or keys of batch item b."""
+    """Return the number of queries or keys of batch item b."""
     return length if lengths is None else int(lengths[b])
 
 
 def _attending(q: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The queries ``(D, Sq)`` in float64; fully masked queries, which may be NaN, are replaced by 0."""
+    """Return the queries ``(D, Sq)`` in float64; fully masked queries, which may be NaN, are replaced by 0."""
     return np.where(attends.any(axis=1), q.astype(np.float64), 0.0)
 
 
@@ -451,7 +451,7 @@ def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64
 
 
 def _sink(sinks: NDArray[Any] | None, h: int, b: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
-    """The sink's score for each query: -inf without sinks and beyond the length."""
+    """Return the sink's score for each query: -inf without sinks and beyond the length."""
     if sinks is None:
         return np.full(queries, -np.inf)
     return np.where(np.arange(queries) < _length(queries, b, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
@@ -474,7 +474,7 @@ def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray
 def _sequences(
     cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None, options: dict[str, Any]
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """The places of the queries and of the keys of each packed sequence, and its options, which are views."""
+    """Yield the places of the queries and of the keys of each packed sequence, and its options, which are views."""
     if cu_q is None or cu_kv is None:
         raise ValueError(f"{'cu_seqlens_q' if cu_q is None else 'cu_seqlens_kv'} is None; packed sequences need both offsets")
     places = ([int(offset) for offset in cu] for cu in (cu_q, cu_kv))
@@ -490,5 +490,5 @@ def _sequences(
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

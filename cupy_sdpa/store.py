@@ -185,7 +185,7 @@ def _save_at_exit() -> None:
 
 
 def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
-    """The problems of a file that :func:`save_problems` or ``CUPY_SDPA_TRACE`` wrote, for :func:`build` and ``explain``.
+    """Return the problems of a file that :func:`save_problems` or ``CUPY_SDPA_TRACE`` wrote, for :func:`build` and ``explain``.
 
     Raises:
         ValueError: a line is not a problem; the message contains its number.
@@ -208,5 +208,5 @@ def _check_operations(problem: Problem) -> None:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

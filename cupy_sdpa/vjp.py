@@ -138,7 +138,7 @@ def attention_vjp(
 
 
 def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Any, Pullback[Any]]:
-    """The output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
+    """Return the output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
     rest: Any = {**options}
     if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
         rest = {**dense_options(q, k, options)}

@@ -60,7 +60,7 @@ def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
 
 
 def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Any:
-    """The bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
+    """Return the bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
 
     The logarithms are thresholds, computed with integers.
 
@@ -151,7 +151,7 @@ def t5_bias(
 
 
 def swin_bias(table: Any, height: int, width: int) -> tuple[Any, Callable[[Any], Any]]:
-    """The learned bias of two pixels in a window, and the gradient of the table, as :func:`table_bias` returns them.
+    """Return the learned bias of two pixels in a window, and the gradient of the table, as :func:`table_bias` returns them.
 
     Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
 
@@ -302,7 +302,7 @@ def natten(height: int, width: int, size: int, dilation: int = 1) -> Function:
 
 
 def _in_window(i: Any, j: Any, length: Any, size: int, dilation: int) -> Any:
-    """Whether j is among the ``size`` positions around i, in steps of ``dilation``; the window is within ``length``."""
+    """Return whether j is among the ``size`` positions around i, in steps of ``dilation``; the window is within ``length``."""
     if dilation > 1:  # the positions with one remainder are an axis of their own
         same, count = i % dilation == j % dilation, (length + dilation - 1 - i % dilation) // dilation
         return same & _in_window(i // dilation, j // dilation, count, size, 1)
@@ -354,7 +354,7 @@ def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
 
 
 def valid_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any, valid: Any) -> Any:
-    """A key padding mask, ``valid`` (B, Skv) bool."""
+    """Return a key padding mask, ``valid`` (B, Skv) bool."""
     return valid[b, kv_idx]
 
 
@@ -377,5 +377,5 @@ __all__ = [name for name, made in globals().items() if getattr(made, "__module__
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

@@ -275,7 +275,7 @@ class BlockMask(NoArray):
         return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, block=block, tensors=tensors)
 
     def __dir__(self) -> list[str]:
-        """The public names."""
+        """Return the public names."""
         return [name for name in dir(type(self)) if name[0] != "_"]
 
     @property
@@ -316,7 +316,7 @@ class BlockMask(NoArray):
         return self.kinds.nbytes + self.bits.nbytes
 
     def __copy__(self) -> BlockMask:
-        """The mask itself, which is immutable."""
+        """Return the mask itself, which is immutable."""
         return self
 
     def __deepcopy__(self, _: Any) -> BlockMask:
@@ -377,7 +377,7 @@ def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
 
 
 def segments_of(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
-    """The segments of each batch item; None if a row is not an interval, or for masks that differ between heads.
+    """Return the segments of each batch item; None if a row is not an interval, or for masks that differ between heads.
 
     With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.
     """

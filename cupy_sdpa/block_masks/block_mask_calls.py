@@ -39,7 +39,7 @@ def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
 
 
 def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call with a block mask as the option ``mask``; beside another ``mask``, as a mask function.
+    """Return the options of a call with a block mask as the option ``mask``; beside another ``mask``, as a mask function.
 
     The array is created by the first call, and belongs to the block mask.
     """
@@ -59,7 +59,7 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
 
 
 def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
-    """A dense mask as a mask function; its array has a name that no array of the caller has."""
+    """Return a dense mask as a mask function; its array has a name that no array of the caller has."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, _dense_block_mask: Any) -> Any:
         return _dense_block_mask[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
@@ -71,7 +71,7 @@ _WITHIN = {(per_head, per_entry): _within(per_head, per_entry) for per_head in (
 
 
 def _dense(q: Any, mask: BlockMask) -> Any:
-    """The mask as an array of the engine of q; its view or its shape if q is one."""
+    """Return the mask as an array of the engine of q; its view or its shape if q is one."""
     if isinstance(q, View):
         return View.dense("mask", mask.shape, bool, q.storage.device)
     if not hasattr(q, "dtype"):
@@ -112,7 +112,7 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
 
 
 def description(mask: BlockMask, sizes: Sizes) -> str:
-    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
+    """Return how calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {
         "packed": "computed as packed sequences", "blocks": "computed as batch items of blocks",
@@ -122,5 +122,5 @@ def description(mask: BlockMask, sizes: Sizes) -> str:
 
 
 def dense_description(mask: BlockMask, reasons: Sequence[str]) -> str:
-    """How calls with other arguments compute a mask, for :func:`cupy_sdpa.explain`."""
+    """Return how calls with other arguments compute a mask, for :func:`cupy_sdpa.explain`."""
     return f"{repr(mask)[1:-1]}; computed as a dense mask of all blocks, because of {', '.join(reasons)}"

@@ -40,7 +40,7 @@ class Positions(NamedTuple):
 
 
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of segments as packed sequences of flattened batch items."""
+    """Return the positions of segments as packed sequences of flattened batch items."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
     local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
@@ -48,13 +48,13 @@ def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
 
 
 def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of a slice of every batch item."""
+    """Return the positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
     return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
 
 
 def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of batch items of blocks."""
+    """Return the positions of batch items of blocks."""
     blocks, groups, of_batch = entries.items.T.astype(np.int64)
     keys = (entries.table % max(mask.kinds.shape[0], 1)).astype(np.int64)
     return Positions(
@@ -66,7 +66,7 @@ def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
 
 
 def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
-    """The positions of rectangles as packed sequences."""
+    """Return the positions of rectangles as packed sequences."""
     found = []
     for items, starts, longest, length in (
         (part.queries, part.starts_q, part.longest_q, mask.sq),
@@ -83,7 +83,7 @@ def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
 
 
 def _in_blocks(blocks: NDArray[np.int64], length: int) -> NDArray[np.int32]:
-    """The positions in blocks along the first axis; at most the last one."""
+    """Return the positions in blocks along the first axis; at most the last one."""
     found = (blocks[:, None] * BLOCK + np.arange(BLOCK)[:, None]).reshape(-1, blocks.shape[1])
     return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
 
@@ -115,7 +115,7 @@ class MovableFunction:
         return self._function.reads
 
     def places(self, positions: Positions, mask: BlockMask) -> dict[str, NDArray[np.int32]]:
-        """The arrays of original positions that a call reads, by name."""
+        """Return the arrays of original positions that a call reads, by name."""
         arrays = {
             "b": positions.entries, "q_idx": _shortest(positions.queries, mask.sq),
             "kv_idx": _shortest(positions.keys, mask.skv),
@@ -169,7 +169,7 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
 
 
 def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
-    """The axes of the copy of an array, in order: keys, queries, heads, batch items."""
+    """Return the axes of the copy of an array, in order: keys, queries, heads, batch items."""
     used = {axis for axis in access.axes if isinstance(axis, str)}
     if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
         used.add("b")

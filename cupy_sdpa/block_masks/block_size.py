@@ -25,7 +25,7 @@ TILE = BlockSize(BLOCK, BLOCK)
 
 
 def read_block(block: Any) -> BlockSize:
-    """The size of a block, from a number or a pair.
+    """Return the size of a block, from a number or a pair.
 
     Raises:
         TypeError, ValueError: it is neither, or blocks of this size are not composed of tiles, nor tiles of them.
@@ -50,7 +50,7 @@ def _on_host(name: str, array: Any) -> NDArray[Any]:
 
 
 def read_bool(name: str, array: Any) -> NDArray[np.bool_]:
-    """A bool array of either engine, on the host; other dtypes raise TypeError."""
+    """Return a bool array of either engine, on the host; other dtypes raise TypeError."""
     host = _on_host(name, array)
     if host.dtype != bool:
         raise TypeError(f"{name} is {host.dtype}; it must be bool: convert with .astype(bool)")
@@ -58,7 +58,7 @@ def read_bool(name: str, array: Any) -> NDArray[np.bool_]:
 
 
 def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
-    """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
+    """Return the listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
     counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
     if listed.ndim != 4 or counts.shape != listed.shape[:3] or {counts.dtype.kind, listed.dtype.kind} - set("iu"):
         raise ValueError(
@@ -105,7 +105,7 @@ def with_blocks(
     block: BlockSize,
     lengths: tuple[int, int],
 ) -> NDArray[np.uint8]:
-    """The pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
+    """Return the pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
 
     The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch item.
     """
@@ -133,7 +133,7 @@ def with_exact_kinds(
 
 
 def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> Rows:
-    """The keys of every query of full blocks ``(key blocks, query blocks)``."""
+    """Return the keys of every query of full blocks ``(key blocks, query blocks)``."""
     key_blocks, query_blocks = blocks.shape
     first = blocks.argmax(axis=0) * block.keys if key_blocks else np.zeros(query_blocks, np.int64)
     end = np.minimum((key_blocks - blocks[::-1].argmax(axis=0)) * block.keys, skv) if key_blocks else first

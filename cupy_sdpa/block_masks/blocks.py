@@ -20,13 +20,13 @@ _COPY = Struct("Arguments", source=_ROWS, target=Struct("Copies", "data width he
 
 
 def _rows_of(array: Any) -> tuple[Any, ...]:
-    """The values of :data:`_ROWS` for an array ``(D, H, S, B)``."""
+    """Return the values of :data:`_ROWS` for an array ``(D, H, S, B)``."""
     _, head, row, batch = array.strides
     return array, head, row, batch, array.shape[2]
 
 
 def _is_vector(array: Any, size: int) -> bool:
-    """Whether the rows of an array consist of aligned units of ``size`` bytes."""
+    """True if the rows of an array consist of aligned units of ``size`` bytes."""
     return all(x % size == 0 for x in (array.shape[0] * array.itemsize, array.data.ptr, *array.strides[1:]))
 
 
@@ -58,7 +58,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
 
 @cuda_kernel
 def _copy_kernel(unit: int, of_stats: bool) -> str:
-    """The kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
+    """Return the kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
     kind = UNITS[unit]
     missing = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
     without_keys = ""
@@ -96,7 +96,7 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
 
 @cuda_kernel
 def _element_kernel(size: int) -> str:
-    """The kernel of :func:`copy_elements`."""
+    """Return the kernel of :func:`copy_elements`."""
     kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
     return f"""extern "C" __global__ void cupy_sdpa_copy_elements(
             long long array, long long index, long long copies, long long size

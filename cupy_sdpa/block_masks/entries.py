@@ -86,7 +86,7 @@ class _List(NamedTuple):
 
 
 def _entries(lists: Sequence[_List], mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
-    """The batch items of lists."""
+    """Return the batch items of lists."""
     most, count = max([1, *(len(one.keys) for one in lists)]), len(lists)
     table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
     lengths = np.zeros(count, np.int32)
@@ -115,12 +115,12 @@ def _split(found: Sequence[Any]) -> list[Any]:
 
 
 def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
-    """The row of pages of a group and batch item: pages are those of each entry, or of each key/value head and entry."""
+    """Return the row of pages of a group and batch item: pages are those of each entry, or of each key/value head and entry."""
     return entry if mask.heads == 1 else group // (sizes.hq // sizes.hkv) + sizes.hkv * entry
 
 
 def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
-    """The batch items of a mask for calls of some sizes."""
+    """Return the batch items of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
     numbers, without, masked = numbers_of(mask), [], []
     for b in range(sizes.batch):
@@ -149,7 +149,7 @@ def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
 
 
 def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The copies of every block, as offsets and numbers: those of ``(block, group, batch item)``, the first fastest."""
+    """Return the copies of every block, as offsets and numbers: those of ``(block, group, batch item)``, the first fastest."""
     targets = items[:, 0] + blocks * (items[:, 1] + groups * items[:, 2])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=blocks * groups * batch))])
     return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
@@ -179,7 +179,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Rectangle]]:
-    """The blocks of a mask as rectangles: those of full blocks, and those with a mask.
+    """Return the blocks of a mask as rectangles: those of full blocks, and those with a mask.
 
     For each group of heads and batch item the cheapest of these is taken: full blocks without a mask and partial blocks with
     one; or all blocks with one.
@@ -210,7 +210,7 @@ def _without_mask(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rec
 
 
 def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The rows with equal contents and the columns that are set, for every content that is not empty."""
+    """Yield the rows with equal contents and the columns that are set, for every content that is not empty."""
     rows: dict[bytes, list[int]] = {}
     for number, row in enumerate(blocks):
         if row.any():

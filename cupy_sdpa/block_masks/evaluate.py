@@ -22,17 +22,17 @@ _ELEMENTS = 1 << 23
 
 
 def kinds_of(pairs: NDArray[Any], every: NDArray[Any]) -> NDArray[np.uint8]:
-    """The kinds of blocks, from the numbers of pairs that attend and of all pairs."""
+    """Return the kinds of blocks, from the numbers of pairs that attend and of all pairs."""
     return np.where(pairs == 0, EMPTY, np.where(pairs == every, FULL, PARTIAL)).astype(np.uint8)
 
 
 def partial_blocks(kinds: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """The partial blocks, int32 ``(n, 4)``: key block, query block, head and batch item, the first one fastest."""
+    """Return the partial blocks, int32 ``(n, 4)``: key block, query block, head and batch item, the first one fastest."""
     return np.argwhere(kinds.T == PARTIAL)[:, ::-1].astype(np.int32)
 
 
 def lengths_of(length: int, blocks: int) -> NDArray[np.int64]:
-    """The number of positions in each block."""
+    """Return the number of positions in each block."""
     return np.minimum(BLOCK, length - BLOCK * np.arange(blocks))
 
 
@@ -105,7 +105,7 @@ class Function:
         self._per_head, self._per_entry = per_head, per_entry
 
     def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
-        """Whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
+        """Return whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
         head = self._index(h) if self._per_head else _Unknown("h", "heads")
         entry = self._index(b) if self._per_entry else _Unknown("b", "batch")
         try:
@@ -135,7 +135,7 @@ class Function:
         return self.xp.broadcast_to(self.xp.asarray(result), shape)
 
     def _index(self, index: Any) -> Any:
-        """An array of indices, or an index as a scalar of numpy: ``~(h == 0)`` would be -2 of a Python integer."""
+        """Return an array of indices, or an index as a scalar of numpy: ``~(h == 0)`` would be -2 of a Python integer."""
         return index if hasattr(index, "shape") else self.dtype.type(index)
 
 
@@ -193,7 +193,7 @@ class _Unknown:
 
 
 def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays that a mask function or a score function takes.
+    """Return the names of the arrays that a mask function or a score function takes.
 
     Raises:
         ValueError: there are others.
@@ -213,7 +213,7 @@ def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
 
 
 def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
-    """The kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
+    """Return the kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
 
     The function is evaluated on some rows of tiles at a time.
     """
@@ -252,7 +252,7 @@ def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
-    """The bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
+    """Return the bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
 
     The blocks are int32 ``(n, 4)``: key block, query block, head and batch item. Pairs after the lengths get the bit 0.
     """

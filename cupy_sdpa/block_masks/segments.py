@@ -88,7 +88,7 @@ def find_segments(rows: Rows, most: int) -> Segments | None:
 
 
 def _distance(distance: NDArray[np.int64], moving: NDArray[np.bool_]) -> int | None:
-    """The most frequent distance from the diagonal among rows whose bound moves with it; None if there is none."""
+    """Return the most frequent distance from the diagonal among rows whose bound moves with it; None if there is none."""
     values, counts = np.unique(distance[moving], return_counts=True)
     return int(values[counts.argmax()]) if len(values) else None
 
@@ -114,7 +114,7 @@ def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | N
 
 
 def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, int | None] | None:
-    """The sides ``(left, right)`` of the band that every segment of a group has; None if they differ."""
+    """Return the sides ``(left, right)`` of the band that every segment of a group has; None if they differ."""
     sides: list[int | None] = []
     for name, side in (("first", entry.left), ("end", entry.right)):
         bounds = [getattr(segment, name) for segment in group]
@@ -128,7 +128,7 @@ def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, i
 
 
 def local_band(segment: Segment, left: int | None, right: int | None, bottom_right: bool) -> Band | None:
-    """A band in positions within a segment, from one of the corners.
+    """Return a band in positions within a segment, from one of the corners.
 
     Raises:
         ValueError: the diagonal of the mask is outside of the segment.
@@ -140,7 +140,7 @@ def local_band(segment: Segment, left: int | None, right: int | None, bottom_rig
 
 
 def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:
-    """Whether all segments have one band in their own positions, and the band."""
+    """Return whether all segments have one band in their own positions, and the band."""
     pairs = []
     for entry in entries:
         if (sides := band_sides(entry, entry.segments)) is None:
@@ -157,7 +157,7 @@ def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:
 
 
 def cost(entry: Segments) -> float:
-    """The number of blocks that cuDNN computes, about: tiles of its kernels, without those outside of the bands."""
+    """Return the number of blocks that cuDNN computes, about: tiles of its kernels, without those outside of the bands."""
     total = 0
     for segment in entry.segments:
         for begin in range(segment.q0, segment.q1, BLOCK):
@@ -179,7 +179,7 @@ class Packed(NamedTuple):
 
 
 def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
-    """The segments of all batch items as packed sequences; None if keys belong to several segments, or bands differ.
+    """Return the segments of all batch items as packed sequences; None if keys belong to several segments, or bands differ.
 
     Queries without keys, and keys without queries, between two segments are sequences of their own, which are not longer than
     the longest segment.
@@ -219,7 +219,7 @@ class Slice(NamedTuple):
 
 
 def slices(entry: Segments) -> list[Slice] | None:
-    """The segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
+    """Return the segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
 
     None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.
     """

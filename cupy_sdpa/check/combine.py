@@ -63,7 +63,7 @@ NOT_SPLIT = {"packed", "tree", "dropout", *(name for name, option in OPTIONS.ite
 
 
 def is_valid(names: set[str]) -> bool:
-    """Whether the interface accepts a combination of options.
+    """True if the interface accepts a combination of options.
 
     >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"}), is_valid({"fp8", "sinks"})
     (False, True, False)
@@ -74,12 +74,12 @@ def is_valid(names: set[str]) -> bool:
 
 
 def with_required(names: set[str]) -> set[str]:
-    """The given options and the options that they require."""
+    """Return the given options and the options that they require."""
     return names | {REQUIRES[name] for name in names if name in REQUIRES}
 
 
 def schedule(seed: int, number: int) -> tuple[str, int]:
-    """The feature of a case, and how many earlier cases have it: every 50 cases contain each feature with its share.
+    """Return the feature of a case, and how many earlier cases have it: every 50 cases contain each feature with its share.
 
     >>> names = [schedule(1, number)[0] for number in range(50)]
     >>> {name: 2 * names.count(name) for name in SHARES} == SHARES

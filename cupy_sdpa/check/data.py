@@ -159,7 +159,7 @@ def _add_lengths(data: Data, index: int) -> None:
 
 
 def packed_total(case: Case, side: int) -> int:
-    """The length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
+    """Return the length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
     packed = Packed(*case.options["packed"])
     lengths = [_packed_lengths(case, index)[side] for index in (0, 1)]
     total = int(packed.before + max(x.sum() for x in lengths) + packed.after)
@@ -170,7 +170,7 @@ def packed_total(case: Case, side: int) -> int:
 
 
 def shape_of(case: Case, name: str) -> tuple[int, ...]:
-    """The shape of q, k, v, out, stats or a gradient of one of them, also of an input of the backward pass."""
+    """Return the shape of q, k, v, out, stats or a gradient of one of them, also of an input of the backward pass."""
     return pool_shape(case, name) if case.paged and name in ("k", "v") else dense_shape(case, name)
 
 
@@ -206,7 +206,7 @@ def _in_sequences(data: Data, side: int, count: int) -> Any:
 
 
 def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
-    """The gradient of the log-sum-exp: random inside the sequences, NaN in the padding."""
+    """Return the gradient of the log-sum-exp: random inside the sequences, NaN in the padding."""
     case = data.case
     array = rng.standard_normal(dense_shape(case, "dstats"), np.float32)
     packed = array.ndim == 2
@@ -216,14 +216,14 @@ def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
 
 
 def _head_scales(case: Case, rng: np.random.Generator) -> Any:
-    """The option ``head_scales``."""
+    """Return the option ``head_scales``."""
     scales = rng.uniform(-0.1, 0.5, case.hq)
     scales[: int(case.options["head_scales"] == "zero")] = 0
     return scales.astype(np.float32)
 
 
 def _attends(case: Case) -> Any:
-    """The pairs of the option ``block_mask``."""
+    """Return the pairs of the option ``block_mask``."""
     kind, axes = case.options["block_mask"]
     seed, sq, skv, shape = case.seed, case.sq, case.skv, score_shape(case, axes)
     rng = np.random.default_rng([seed, len(kind)])
@@ -247,7 +247,7 @@ def _attends(case: Case) -> Any:
 
 
 def _parents(case: Case, rng: np.random.Generator) -> Any:
-    """The parents of random trees of the newest tokens, ``(Sq, B)``, or ``(Sq, 1)`` for all sequences."""
+    """Return the parents of random trees of the newest tokens, ``(Sq, B)``, or ``(Sq, 1)`` for all sequences."""
     sizes, tokens = (case.sq, 1 if case.options["tree"] == "one" else case.b), np.arange(case.sq)[:, None]
     random = rng.integers(-1, np.maximum(tokens, 0), sizes)
     return np.asfortranarray(np.where(rng.random(sizes) < 0.5, tokens - 1, random).astype(np.int32))
@@ -266,14 +266,14 @@ def tree_pairs(parents: Any) -> Any:
 
 
 def pool_shape(case: Case, name: str) -> tuple[int, ...]:
-    """The shape of the pages of k or v."""
+    """Return the shape of the pages of k or v."""
     assert case.paged
     pages = case.skv // case.paged.page * case.b + UNUSED
     return (case.dv if name == "v" else case.d, case.hkv, case.paged.page, pages)
 
 
 def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
-    """The arrays ``k``, ``v`` and ``page_table``: the dense keys and values of every sequence, distributed over pages.
+    """Return the arrays ``k``, ``v`` and ``page_table``: the dense keys and values of every sequence, distributed over pages.
 
     Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4. In the dense arrays the
     keys of shared pages are changed. The pages depend on the index of the set of values.
@@ -320,7 +320,7 @@ def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
 
 
 def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any]:
-    """The arrays that a score or mask function captures, by name."""
+    """Return the arrays that a score or mask function captures, by name."""
     name, dtype = case.options[option]
     function, tensors = function_of(option, name), {}
     for tensor, axes in function.tensors.items():
@@ -351,7 +351,7 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
 
 
 def dropout_options(case: Case, arrays: dict[str, Any], index: int) -> dict[str, Any]:
-    """The dropout options of the call."""
+    """Return the dropout options of the call."""
     dropout = case.dropout
     if dropout is None:
         return {}

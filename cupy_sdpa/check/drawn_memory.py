@@ -33,7 +33,7 @@ def parse_layout(layout: str) -> tuple[str, dict[str, str]]:
 
 
 def named_layout(case: Case) -> dict[str, Any]:
-    """The option ``layout`` of a case whose arrays need it: on the CPU it confirms strides that a GPU cannot read.
+    """Return the option ``layout`` of a case whose arrays need it: on the CPU it confirms strides that a GPU cannot read.
 
     >>> named_layout(Case(layouts={"k": "hdsb"}))
     {'layout': 'dhsb'}
@@ -47,7 +47,7 @@ def named_layout(case: Case) -> dict[str, Any]:
 
 
 def bits_of(array: Any) -> Any:
-    """A view as unsigned integers; all bits set is NaN in every floating-point dtype."""
+    """Return a view as unsigned integers; all bits set is NaN in every floating-point dtype."""
     return array.view(f"u{array.dtype.itemsize}")
 
 
@@ -111,12 +111,12 @@ class Memory:
             bits_of(self.views[name])[...] = self.xp.asarray(bits_of(value))
 
     def host_bits(self, name: str) -> Any:
-        """A copy on the host of an array and the memory around it, as unsigned integers."""
+        """Return a copy on the host of an array and the memory around it, as unsigned integers."""
         parent = bits_of(self.parents[name])
         return parent.copy() if isinstance(parent, np.ndarray) else parent.get()
 
     def surroundings_changed(self, name: str) -> bool:
-        """Whether any element of the memory around an array is no longer NaN."""
+        """True if any element of the memory around an array is no longer NaN."""
         bits = bits_of(self.views[name])
         saved = bits.copy()
         fill_nan(self.views[name])

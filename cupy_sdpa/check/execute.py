@@ -51,7 +51,7 @@ class Expected:
             self.floors, self.exact = rounding_floors(inputs, self.truth), exact_elements(inputs, self.truth)
 
     def errors(self, results: dict[str, Any]) -> dict[str, str]:
-        """The error messages of wrong results, by name."""
+        """Return the error messages of wrong results, by name."""
         case, errors = self.case, {}
         for name, actual in results.items():
             if self.truth.nondifferentiable and name not in WITHOUT_SCORE_DERIVATIVE:
@@ -169,7 +169,7 @@ class Comparison:
                     yield f"the bits of {name} of sequence {entry} depend on the rest of the batch", name
 
     def _expected(self, index: int) -> Expected:
-        """The expected results of a set of values; the dropout mask is read from the engine."""
+        """Return the expected results of a set of values; the dropout mask is read from the engine."""
         if index not in self.expected:
             data, dropout = self.runner.data[index], self.case.dropout
             if dropout and dropout.source != "mask":
@@ -200,7 +200,7 @@ def execute(case: Case) -> Outcome:
 
 
 def _documented_reasons(runner: CaseRunner) -> list[str]:
-    """The reasons from ``explain`` why the case is not supported; empty if it is supported."""
+    """Return the reasons from ``explain`` why the case is not supported; empty if it is supported."""
     try:
         memory = runner.allocate()
         runner.load(memory, 0)
@@ -210,7 +210,7 @@ def _documented_reasons(runner: CaseRunner) -> list[str]:
 
 
 def _describe(error: Exception) -> tuple[str, str]:
-    """The message of an exception on one line, and its type and line."""
+    """Return the message of an exception on one line, and its type and line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     cause = f"{type(error).__name__} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return f"{cause}: {' '.join(str(error).split())[:400]}", cause

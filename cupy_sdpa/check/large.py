@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     grid: int = GRID
 
     def batch(self, d: int, heads: int) -> int:
-        """The number of batch items whose arrays exceed the elements, by six entries."""
+        """Return the number of batch items whose arrays exceed the elements, by six entries."""
         return self.elements // (d * heads * self.seq) + 6
 
 
@@ -88,7 +88,7 @@ def run(case: LargeCase, sizes: Sizes | None = None) -> list[str]:
 
 
 def free_gib() -> float:
-    """The free memory of the current GPU in GiB."""
+    """Return the free memory of the current GPU in GiB."""
     free, _ = cupy_runtime.cupy().cuda.runtime.memGetInfo()
     return float(free) / 2**30
 
@@ -118,7 +118,7 @@ def _qkv(d: int, hq: int, hkv: int, sq: int, skv: int, b: int) -> tuple[Any, Any
 
 
 def _entries(count: int, *others: int) -> list[int]:
-    """The first and the last index, those beside the middle, and others that exist."""
+    """Return the first and the last index, those beside the middle, and others that exist."""
     return sorted({n for n in (0, count // 2, count - 2, count - 1, *others) if 0 <= n < count})
 
 
@@ -127,7 +127,7 @@ def _host(x: Any) -> Any:
 
 
 def _error(name: str, where: object, actual: Any, truth: Any, tolerance: float = TOLERANCE) -> Iterator[str]:
-    """The message of a sample that is wrong; NaN is wrong."""
+    """Yield the message of a sample that is wrong; NaN is wrong."""
     actual = _host(actual)
     finite = np.isfinite(truth)
     largest = max(float(np.abs(truth[finite]).max(initial=0)), 1e-3)
@@ -168,7 +168,7 @@ def _both_passes(
 
 
 def _of_entry(options: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """The options of the reference for one batch item."""
+    """Return the options of the reference for one batch item."""
     return {name: _host(x[b : b + 1]).astype(int) if name.startswith("seq_lens") else x for name, x in options.items()}
 
 

@@ -10,7 +10,7 @@ from .weight_options import ROWS
 
 
 def same_failure(a: Outcome, b: Outcome) -> bool:
-    """Whether two findings are of the same kind: wrong results, a crash, a hang, or the same exception."""
+    """True if two findings are of the same kind: wrong results, a crash, a hang, or the same exception."""
     return a.kind == b.kind and (a.kind != "exception" or a.cause == b.cause)
 
 

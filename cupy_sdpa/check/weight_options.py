@@ -34,12 +34,12 @@ class Row(NamedTuple):
 
 
 def random_mask(rng: np.random.Generator, case: Case, axes: str, p: float) -> Any:
-    """A boolean array that is True with probability p."""
+    """Return a boolean array that is True with probability p."""
     return np.asfortranarray(rng.random(score_shape(case, axes)) < p)
 
 
 def score_shape(case: Case, axes: str) -> tuple[int, ...]:
-    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
+    """Return the shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
     full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
     return tuple(1 if axis == "1" else full[axis] for axis in axes)
 
@@ -58,7 +58,7 @@ def _draw_bias(sampler: Any) -> Any:
 
 
 def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``mask``."""
+    """Return the option ``mask``."""
     axes, kind = value
     shape = score_shape(case, axes)
     if kind in ("none", "all"):
@@ -71,7 +71,7 @@ def _mask(case: Case, rng: np.random.Generator, value: Any) -> Any:
 
 
 def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``bias``."""
+    """Return the option ``bias``."""
     axes, dtype, kind = value
     shape = score_shape(case, axes)
     bias = rng.standard_normal(shape).astype(dtype_of(dtype))
@@ -84,14 +84,14 @@ def _bias(case: Case, rng: np.random.Generator, value: Any) -> Any:
 
 
 def _alibi_slopes(case: Case, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
+    """Return the option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
     usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
     slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
     return slopes.astype(np.float32)
 
 
 def _sinks(case: Case, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``sinks``."""
+    """Return the option ``sinks``."""
     return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
 
 

@@ -135,7 +135,7 @@ def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[An
 
 
 def _time(arrays: Any, options: dict[str, Any]) -> tuple[Any, list[float]]:
-    """The result as a numpy array; the seconds of the first call, then of up to seven more, a second in all."""
+    """Return the result as a numpy array; the seconds of the first call, then of up to seven more, a second in all."""
     times: list[float] = []
     cupy = None if isinstance(arrays[0], np.ndarray) else cupy_runtime.cupy()
     while len(times) < 2 or (len(times) < 8 and sum(times[1:]) < 1):
@@ -149,7 +149,7 @@ def _time(arrays: Any, options: dict[str, Any]) -> tuple[Any, list[float]]:
 
 
 def _compare(out: Any, q: Any, k: Any, v: Any, causal: bool) -> tuple[float, float, int]:
-    """The largest error, the error that rounding explains, and the number of compared rows: some of a long sequence.
+    """Return the largest error, the error that rounding explains, and the number of compared rows: some of a long sequence.
 
     The weights and the result are each rounded to the dtype: at most half an epsilon times the largest value. The scores
     are rounded to the accumulator's dtype; the exponential turns that absolute error into a relative one.
@@ -164,7 +164,7 @@ def _compare(out: Any, q: Any, k: Any, v: Any, causal: bool) -> tuple[float, flo
 
 
 def _weights(q: Any, k: Any, head: int, queries: Any, causal: bool) -> Any:
-    """The weights of some queries: rows of the softmax of a head, ``(len(queries), keys)`` in float64."""
+    """Return the weights of some queries: rows of the softmax of a head, ``(len(queries), keys)`` in float64."""
     query, key = (x.astype(np.float64) for x in (q[:, head, queries, 0], k[:, head * 2 // HEADS, :, 0]))
     visible = np.arange(key.shape[1]) <= (np.asarray(queries)[:, None] if causal else key.shape[1])
     e = np.exp(np.where(visible, query.T @ key / HEAD_DIM**0.5, -np.inf))  # scores are at most 10

@@ -81,7 +81,7 @@ def exit_status(command: Callable[[], int], program: str) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser. Only the module of the command in ``argv`` is imported."""
+    """Return the parser. Only the module of the command in ``argv`` is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m cupy_sdpa",
         description="Fused scaled dot-product attention: cuDNN on the GPU, numpy on the CPU.",

@@ -81,7 +81,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """The problems of the shapes."""
+    """Yield the problems of the shapes."""
     for queries in arguments.queries:
         yield problem_options.problem_of(arguments, queries, backward=False, stats=arguments.backward)
         if arguments.backward:

@@ -83,7 +83,7 @@ def _window(text: str) -> tuple[int | None, ...]:
 
 
 def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backward: bool, stats: bool = False) -> Problem:
-    """The problem of the shape of q, in the order of ``--layout``, and of the options that :func:`add_options` adds.
+    """Return the problem of the shape of q, in the order of ``--layout``, and of the options that :func:`add_options` adds.
 
     With ``stats`` the forward pass returns the log-sum-exp, also without ``--stats``.
 
@@ -130,7 +130,7 @@ _CODE = re.compile(r"\. (Arrays in C order|Heads and seq may be exchanged).*|; o
 
 
 def _on_the_command_line(message: str) -> str:
-    """The message of an error of :func:`cupy_sdpa.problem`, with ``--layout`` instead of code."""
+    """Return the message of an error of :func:`cupy_sdpa.problem`, with ``--layout`` instead of code."""
     text = _CODE.sub("", message)
     return message if text == message else f"{text}. --layout is the order of the axes"
 
@@ -152,7 +152,7 @@ def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str,
 
 
 def _axes(arguments: argparse.Namespace, name: str) -> str:
-    """The axes of q, k or v in the shape that the call gets."""
+    """Return the axes of q, k or v in the shape that the call gets."""
     if arguments.packed and not (arguments.pages and name != "q"):
         return "dht" if arguments.layout == "dhsb" else "thd"
     if arguments.pages and name != "q":  # pages of tokens in place of sequences
@@ -161,7 +161,7 @@ def _axes(arguments: argparse.Namespace, name: str) -> str:
 
 
 def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
-    """The options of the call; adds the lengths of packed and paged axes to the sizes."""
+    """Yield the options of the call; adds the lengths of packed and paged axes to the sizes."""
     q, k, v = sizes
     for name in ("window", "scale", "softcap", "num_splits", "bucket", "max_workspace"):
         if (value := getattr(arguments, name)) is not None:

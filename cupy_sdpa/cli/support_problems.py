@@ -22,7 +22,7 @@ def problem_of_sizes(
     dtype: str = "bfloat16",
     **options: Any,
 ) -> Problem:
-    """The problem of dense arrays of the given sizes, with options of :func:`cupy_sdpa.problem`."""
+    """Return the problem of dense arrays of the given sizes, with options of :func:`cupy_sdpa.problem`."""
     return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
 
 

@@ -116,7 +116,7 @@ def order(source: str, target: str) -> tuple[int, ...]:
 
 
 def _julia_layout(layout: str) -> str:
-    """The layout of this package with the same axes."""
+    """Return the layout of this package with the same axes."""
     for julia in ("dhsb", "dht"):
         if isinstance(layout, str) and sorted(layout) == sorted(julia):
             return julia

@@ -86,7 +86,7 @@ def derivative(
         passes.add(builder, given, options, return_stats=stats is not None, **flags)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
-        """The gradient of Q2 for some keys; the other gradients are discarded."""
+        """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
@@ -167,7 +167,7 @@ def read_form(
 
 
 def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
-    """The form of arrays that were widened before; checks that they fit the arguments."""
+    """Return the form of arrays that were widened before; checks that they fit the arguments."""
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
     if form != made:
@@ -221,7 +221,7 @@ def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -
 
 
 def _may_copy(q: Any, k: Any, v: Any) -> bool:
-    """Whether the shapes and dtypes of q, k and v match, so that they can be copied."""
+    """True if the shapes and dtypes of q, k and v match, so that they can be copied."""
     if not (type(q) is type(k) is type(v) and hasattr(q, "strides")):
         return False
     if not (q.dtype == k.dtype == v.dtype and q.ndim == k.ndim == v.ndim and q.ndim in (3, 4)):

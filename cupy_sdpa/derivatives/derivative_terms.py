@@ -87,7 +87,7 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 
 @cuda_kernel
 def _add_terms_kernel(dtype: str, vector: int) -> str:
-    """The kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
+    """Return the kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
     of = TYPES[dtype]
     return f"""{of.header}
         {_TERMS}

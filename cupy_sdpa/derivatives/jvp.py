@@ -141,7 +141,7 @@ def attention_jvp(
     ("q", "k", "v", "dq", "dk", "dv"),
 )
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
-    """A call of :func:`attention_jvp` as a value."""
+    """Return a call of :func:`attention_jvp` as a value."""
     flags = {name: read_flag(name, value) for name, value in flags.items()}
     tag: tuple[Any, ...] = ("jvp", *flags.values())
     names: tuple[str, ...] = ARRAYS
@@ -176,12 +176,12 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
 
 
 def _rounded(x: View | None, dtype: str) -> View | None:
-    """The view of a dense array in another dtype, to read a problem."""
+    """Return the view of a dense array in another dtype, to read a problem."""
     return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:
-    """Why a pass cannot run, in terms of the caller's arrays."""
+    """Return why a pass cannot run, in terms of the caller's arrays."""
     if name in ("output", "products"):
         width = 2 * form.value_dim if name == "output" else form.product_width
         passes = f"a forward pass with head dims {form.head_dim} and {width}"

@@ -103,13 +103,13 @@ def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
-    """A call of :func:`weight_sums` as a value."""
+    """Return a call of :func:`weight_sums` as a value."""
     key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
     return Call(key, functools.partial(_parse, per_kv_head=per_kv_head), decide=_decide)
 
 
 def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with a dense mask instead of ``block_mask``."""
+    """Return the options with a dense mask instead of ``block_mask``."""
     dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
     return dense
 
@@ -198,7 +198,7 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
 
 @operation(weight_entropy, ("q", "k"), {})
 def _entropy_call(arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
-    """A call of :func:`weight_entropy` as a value."""
+    """Return a call of :func:`weight_entropy` as a value."""
     return Call(CallKey(("weight entropy",), ("q", "k"), arrays, options), _parse_entropy, decide=_decide)
 
 
@@ -232,7 +232,7 @@ def _refuse(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the keys, without pages."""
+    """Return the shape of the keys, without pages."""
     table = options.get("page_table")
     return k.shape if table is None else (k.shape[0], k.shape[1], k.shape[2] * table.shape[0], table.shape[1])
 
@@ -270,7 +270,7 @@ def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions)
 
 
 def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> ReadOptions:
-    """The options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
+    """Return the options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
     group, settings, packed = own.step, options.settings, "cu_seqlens_q" in options
     found: dict[str, Any] = {"tensors": options["tensors"]} if "tensors" in options else {}
     for name, other in _PAIRS.items():
@@ -300,7 +300,7 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
 def _of_heads(
     builder: Builder, function: Recorded, tensors: Mapping[str, View], own: slice, count: int
 ) -> tuple[Recorded, dict[str, View]]:
-    """A score or mask function for some heads, and the arrays that it reads: those of these heads, and their numbers."""
+    """Return a score or mask function for some heads, and the arrays that it reads: those of these heads, and their numbers."""
     reads, arrays = {}, {}
     for access in function.reads:
         array = tensors[access.name]
@@ -315,7 +315,7 @@ def _of_heads(
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A score or mask function of queries and keys in each other's place."""
+    """Return a score or mask function of queries and keys in each other's place."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
         return function(score, b, h, kv_idx, q_idx, **tensors)

@@ -149,7 +149,7 @@ class Fp8Array:
         return self.transpose(*range(self.ndim)[::-1])
 
     def transpose(self, *axes: Any) -> Fp8Array:
-        """A view with the dimensions in another order."""
+        """Return a view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
         mean = None if self.mean is None else self.mean.transpose(order)
@@ -170,7 +170,7 @@ class Fp8Array:
         return self._with_elements(data, axis, None if self.mean is None else self.mean[index])
 
     def _with_elements(self, data: Any, axis: int, mean: Any) -> Fp8Array:
-        """An array with other elements, whose head_dim is an axis, and the factors of this one."""
+        """Return an array with other elements, whose head_dim is an axis, and the factors of this one."""
         factors = self._descale, self._scale, self.dtype
         return made(data, *factors, rotated=self.rotated, axis=axis, mean=mean, of_pages=self._of_pages)
 
@@ -183,7 +183,7 @@ class Fp8Array:
         raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self._not_an_array}")
 
     def dequantize(self, dtype: Any = "float32") -> Any:
-        """The values as an array with the memory order of the elements; a rotation is undone.
+        """Return the values as an array with the memory order of the elements; a rotation is undone.
 
         Args:
             dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``. Default ``"float32"``.
@@ -212,12 +212,12 @@ class Fp8Array:
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
-        """The axes with increasing strides; that of head_dim of a rotated array first, those without a stride last."""
+        """Return the axes with increasing strides; that of head_dim of a rotated array first, those without a stride last."""
         strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
         return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
+        """Return the parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
         axes = self._memory_order()[::-1]
         back = tuple(axes.index(axis) for axis in range(self.ndim))
         # a mean without the axes along which it is constant, which a copy would fill
@@ -226,7 +226,7 @@ class Fp8Array:
         return _restored, (self.data.transpose(axes), back, *factors, self.rotated, self.axis, mean, self._of_pages)
 
     def __copy__(self) -> Fp8Array:
-        """An independent copy, as of other arrays."""
+        """Return an independent copy, as of other arrays."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ def made(
     mean: Any = None,
     of_pages: bool = False,
 ) -> Fp8Array:
-    """An FP8 array of parts that are known to be valid; one of the factors may be None.
+    """Return an FP8 array of parts that are known to be valid; one of the factors may be None.
 
     ``mean`` has the shape of ``data``. ``of_pages``: the data are pages, and all pages of a sequence have the same mean.
     """
@@ -256,12 +256,12 @@ def made(
 
 
 def descales(arrays: Sequence[Fp8Array]) -> list[Any]:
-    """The factors of the elements of arrays; a function for all, because every repeated call needs them."""
+    """Return the factors of the elements of arrays; a function for all, because every repeated call needs them."""
     return [x.descale if x._descale is None else x._descale for x in arrays]
 
 
 def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
-    """An FP8 array of the parts that its ``__reduce__`` gives."""
+    """Return an FP8 array of the parts that its ``__reduce__`` gives."""
     descale, scale, dtype, rotated, axis, mean, of_pages = given
     data = data.transpose(axes)
     mean = None if mean is None else _broadcast(mean, data.shape)
@@ -282,12 +282,12 @@ def along_keys(mean: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _broadcast(mean: Any, shape: tuple[int, ...]) -> Any:
-    """A view of a mean with a shape."""
+    """Return a view of a mean with a shape."""
     return cupy_runtime.cupy().broadcast_to(mean, shape) if cupy_runtime.is_array(mean) else np.broadcast_to(mean, shape)
 
 
 def _read_mean(mean: Any, data: Any, *, rotated: bool) -> Any:
-    """The mean that is passed for an array, with its shape."""
+    """Return the mean that is passed for an array, with its shape."""
     same = cupy_runtime.is_array(mean) if cupy_runtime.is_array(data) else type(mean) is np.ndarray
     if not same or dtype_name(mean.dtype) != "float32":
         kind = "CuPy" if cupy_runtime.is_array(data) else "numpy"
@@ -302,19 +302,19 @@ def _read_mean(mean: Any, data: Any, *, rotated: bool) -> Any:
 
 
 def one_of(array: Any, place: int) -> Any:
-    """One element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
+    """Return one element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
     if type(array) is np.ndarray:
         return array[place : place + 1]
     return type(array)((1,), array.dtype, array.data + place * array.itemsize)
 
 
 def is_factor(value: Any) -> bool:
-    """Whether a number is a scale: it and its inverse are normal numbers of float32."""
+    """True if a number is a scale: it and its inverse are normal numbers of float32."""
     return 2.0**-126 <= float(value) <= 2.0**126
 
 
 def factor(name: str, value: Any, like: Array) -> Any:
-    """A scale or a descale as a float32 array ``(1,)`` in the memory of an array; other values are refused."""
+    """Return a scale or a descale as a float32 array ``(1,)`` in the memory of an array; other values are refused."""
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
         if not is_factor(value):

@@ -161,7 +161,7 @@ class _Request(NamedTuple):
         _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
     def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options with a dense mask instead of ``block_mask``."""
+        """Return the options with a dense mask instead of ``block_mask``."""
         dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
         return dense
 
@@ -188,7 +188,7 @@ class _Request(NamedTuple):
         return composed(key, arrays, views, results, functools.partial(forward, **of_call))
 
     def finish(self, results: list[Any]) -> list[Any]:
-        """The results with an FP8 array as the output, if it has that dtype."""
+        """Return the results with an FP8 array as the output, if it has that dtype."""
         amax = [results.pop()] if self.return_amax else []
         if not self.converts and self.out_dtype is None:
             scale = self.scale.copy() if hasattr(self.out_scale, "dtype") else self.scale  # the caller may change the array
@@ -210,7 +210,7 @@ def _call(
     out_dtype: Any = None,
     out_scale: Any = None,
 ) -> Call:
-    """A call of :func:`attention` as a value; q may also have another dtype than FP8."""
+    """Return a call of :func:`attention` as a value; q may also have another dtype than FP8."""
     q, k, v, out, stats = (*arrays, None, None)[:5]
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
@@ -237,7 +237,7 @@ Fp8Array._call_of = staticmethod(_call)
 
 
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
-    """Whether the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
+    """True if the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
     if out_dtype is None or not converts:
         return True
     if out_dtype not in _OUTPUTS:
@@ -246,7 +246,7 @@ def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
 
 
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:
-    """The forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
+    """Return the forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
 
     They are float16 or bfloat16; on the CPU also float32.
 
@@ -292,7 +292,7 @@ _OF_GRADIENTS = ("dout", "out", "stats", "dq", "dk", "dv", "dstats", "q", "k", "
 def gradients_in_fp8(
     arrays: tuple[Any, ...], kept: Sequence[Any], dtype: str, options: Mapping[str, Any], **outputs: Any
 ) -> list[Any]:
-    """The gradients at the values that :func:`forward_in_fp8` kept.
+    """Return the gradients at the values that :func:`forward_in_fp8` kept.
 
     ``arrays`` are dout, out, stats, dq, dk, dv and dstats; the last four may be None, and with dstats also dout. ``outputs``
     are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
@@ -330,7 +330,7 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
 
 
 def _dtype_of(q: Any) -> str:
-    """The dtype of queries that are converted to FP8; TypeError for others."""
+    """Return the dtype of queries that are converted to FP8; TypeError for others."""
     name = dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__
     if name not in SOURCES:
         raise TypeError(f"q is {name} and k is an FP8 array; q must also be one, or {', '.join(SOURCES)}, which are converted")
@@ -380,7 +380,7 @@ def _check_mean(v: Fp8Array, options: Mapping[str, Any]) -> None:
 
 
 def _has_dropout(options: Mapping[str, Any]) -> bool:
-    """Whether a call drops weights."""
+    """True if a call drops weights."""
     return bool(options.get("dropout_p")) or options.get("dropout_mask") is not None
 
 

@@ -104,7 +104,7 @@ def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str
 
 
 def _mean(mean: Any) -> Any:
-    """The values of :data:`_MEAN`."""
+    """Return the values of :data:`_MEAN`."""
     if mean is None:
         return _MEAN(*(None,) * len(_MEAN.fields))
     first, *others = zip(mean.shape, mean.strides, strict=True)
@@ -162,13 +162,13 @@ def update(state: Any, amax: Any, dtype: str) -> None:
 
 
 def elements_of(values: Any, scale: Any, dtype: str) -> Any:
-    """The elements of float32 numbers, dense in Fortran order."""
+    """Return the elements of float32 numbers, dense in Fortran order."""
     with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
         return np.asfortranarray(rounded(values * scale, dtype))
 
 
 def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
-    """A numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
+    """Return a numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
     values = np.asfortranarray(x, np.float32)
     if lengths is not None:
         values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
@@ -176,7 +176,7 @@ def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
 
 
 def _factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
-    """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
+    """Return the scale and the descale of a largest magnitude, float32 ``(1,)``."""
     most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
     if amax < _SMALLEST:
         return np.ones(1, np.float32), np.ones(1, np.float32)
@@ -192,7 +192,7 @@ def _store(factors: Any, amax: Any, dtype: str) -> tuple[Any, Any]:
 
 
 def rotation_of(head_dim: int) -> int:
-    """The length of the parts of head_dim that are rotated: the largest power of two that divides it.
+    """Return the length of the parts of head_dim that are rotated: the largest power of two that divides it.
 
     >>> rotation_of(128), rotation_of(192), rotation_of(80)
     (128, 64, 16)
@@ -221,20 +221,20 @@ def rotate(x: Any, rotation: int) -> Any:
 
 
 def blocks_of(sources: Sequence[Any]) -> int:
-    """The blocks of a launch that converts arrays."""
+    """Return the blocks of a launch that converts arrays."""
     units = max(int(x.size) // UNIT for x in sources)
     return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
 
 
 def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
-    """The grid, the argument of the kernels, and the dtype of the sources."""
+    """Return the grid, the argument of the kernels, and the dtype of the sources."""
     blocks = blocks_of([conversion.source for conversion in conversions])
     arguments = _ARRAYS([_array(conversion) for conversion in conversions])
     return (blocks, len(conversions)), arguments, dtype_name(conversions[0].source.dtype)
 
 
 def _array(conversion: Conversion) -> tuple[Any, ...]:
-    """The values of :data:`_ARRAY`."""
+    """Return the values of :data:`_ARRAY`."""
     source, target, factors, rotation, lengths, mean = conversion
     width, heads, rows, *_ = source.shape
     dense = lengths is None and mean is None and source.flags.f_contiguous
@@ -394,7 +394,7 @@ _BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitu
 
 @cuda_kernel
 def _kernel(source: str, dtype: str, name: str) -> str:
-    """A kernel by its name in :data:`_BODIES`.
+    """Return a kernel by its name in :data:`_BODIES`.
 
     "amax" and "convert" are two launches, because in one launch all blocks would have to wait for each other.
     """
@@ -409,7 +409,7 @@ def _kernel(source: str, dtype: str, name: str) -> str:
 
 @cuda_kernel
 def _dequantize_kernel(target: str, dtype: str) -> str:
-    """The kernel of :func:`dequantize`."""
+    """Return the kernel of :func:`dequantize`."""
     of = TYPES[target]
     return f"""{of.header}{TYPES[dtype].header}{ROTATION}{_MEAN}
         typedef {of.name} Target;

@@ -267,7 +267,7 @@ class DelayedScaling:
                 self._state = cupy_runtime.cupy().asarray(state)
 
     def __copy__(self) -> DelayedScaling:
-        """An independent copy: with a history of its own."""
+        """Return an independent copy: with a history of its own."""
         return copy.deepcopy(self)
 
     @property

@@ -140,7 +140,7 @@ class KVCache(CacheState):
         self._load()
 
     def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
-        """The conversion of tokens to FP8; None for other dtypes, which do not take its options."""
+        """Return the conversion of tokens to FP8; None for other dtypes, which do not take its options."""
         if name in FP8_LARGEST:
             sizes = {"heads": self.heads_kv, "pages": self.pages, "layers": self.layers}
             dims, rotated = (self.head_dim, self.head_dim_v), read_flag("rotate", rotate)
@@ -187,14 +187,14 @@ class KVCache(CacheState):
         return self._pages.lengths.copy()
 
     def keys(self, layer: int = 0) -> Any:
-        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
+        """Return the keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
 
         An FP8 cache returns a :class:`cupy_sdpa.fp8.Fp8Array`.
         """
         return self._arrays(self._keys, 0, layer, self.layout)
 
     def values(self, layer: int = 0) -> Any:
-        """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
+        """Return the values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer, self.layout)
 
     @refuse_names
@@ -243,7 +243,7 @@ class KVCache(CacheState):
         return {"k": k, "v": v, "page_table": self.table, "seq_lens_kv": self.lengths, **queries, **of_layout}
 
     def _of_queries(self) -> dict[str, Any]:
-        """The lengths or the offsets of the queries of the last append, as options of :func:`cupy_sdpa.attention`."""
+        """Return the lengths or the offsets of the queries of the last append, as options of :func:`cupy_sdpa.attention`."""
         step, (counts, starts) = self._step, self._queries
         captured = 0 in step.missing & self._captured
         tokens, packed = self._captured_tokens if captured else (step.tokens, step.packed)

@@ -28,7 +28,7 @@ refuse_names = other_names(
 
 
 def index(given: int, count: int, name: str) -> int:
-    """The index of one of the cache's sequences or layers."""
+    """Return the index of one of the cache's sequences or layers."""
     if not isinstance(given, numbers.Integral):
         raise TypeError(f"{name} is {given!r}; it must be an integer")
     if not 0 <= given < count:
@@ -37,7 +37,7 @@ def index(given: int, count: int, name: str) -> int:
 
 
 def read_lengths(seq_lens_q: int | Sequence[int] | NDArray[Any], batch: int) -> NDArray[np.int64]:
-    """The number of new tokens of each sequence; not to be modified."""
+    """Return the number of new tokens of each sequence; not to be modified."""
     if cupy_runtime.is_array(seq_lens_q):
         raise TypeError("seq_lens_q is a CuPy array; pass host numbers, for example seq_lens_q.get()")
     if isinstance(seq_lens_q, int) and 0 <= seq_lens_q < 1 << 31:
@@ -54,7 +54,7 @@ def read_lengths(seq_lens_q: int | Sequence[int] | NDArray[Any], batch: int) -> 
 
 
 def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -> list[int]:
-    """The kept tokens of the last step, of which the sequence has ``present`` ones."""
+    """Return the kept tokens of the last step, of which the sequence has ``present`` ones."""
     if cupy_runtime.is_array(path):
         raise TypeError("path is a CuPy array; pass host numbers, for example path.get()")
     array = np.asarray(path)
@@ -76,7 +76,7 @@ def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -
 
 
 def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
-    """The sequence that each one continues, B numbers."""
+    """Return the sequence that each one continues, B numbers."""
     if cupy_runtime.is_array(order):
         raise TypeError("order is a CuPy array; pass host numbers, for example order.get()")
     array = np.asarray(order)
@@ -96,7 +96,7 @@ def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def uniform(count: int, batch: int) -> NDArray[np.int64]:
-    """The same count for every sequence; the same array for the same numbers."""
+    """Return the same count for every sequence; the same array for the same numbers."""
     counts = np.full(batch, count, np.int64)
     counts.flags.writeable = False
     return counts
@@ -149,5 +149,5 @@ def check_tokens(k: Any, counts: NDArray[np.int64], needed: tuple[int, int], cap
 
 
 def tokens_of(counts: NDArray[np.int64]) -> tuple[int, int]:
-    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
+    """Return the tokens that dense and packed arrays need for the counts: their maximum and their sum."""
     return int(counts.max()), int(counts.sum())

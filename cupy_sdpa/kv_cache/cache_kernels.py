@@ -43,7 +43,7 @@ _PAIRS_DECLARATION = f"struct Pairs {{ int count, first[{_MAX_PAIRS}], second[{_
 
 
 def _batches(pairs: Sequence[tuple[int, int]]) -> Iterator[Any]:
-    """The pairs as arguments of kernels."""
+    """Yield the pairs as arguments of kernels."""
     for start in range(0, len(pairs), _MAX_PAIRS):
         part = pairs[start : start + _MAX_PAIRS]
         batch = np.zeros((), _PAIRS)
@@ -91,7 +91,7 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
 
 @cuda_kernel
 def _copy_pages_kernel(unit: str) -> str:
-    """The kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
+    """Return the kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_pages({unit}* storage, const Pairs pairs, long long units, long long layer) {{
             {unit}* const pages = storage + blockIdx.z * layer;
@@ -102,7 +102,7 @@ def _copy_pages_kernel(unit: str) -> str:
 
 
 def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
+    """Return a copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
     if not cupy_runtime.is_array(storages[0]):
         return [storage[:, *_rows(storage, rows)] for storage in storages]
     saved = []
@@ -123,7 +123,7 @@ def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int
 
 
 def _rows(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
-    """The index of rows in a numpy array."""
+    """Return the index of rows in a numpy array."""
     pages, places = np.divmod(np.array(rows), storage.shape[1])
     return places, slice(None), pages
 
@@ -141,7 +141,7 @@ def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[
 
 @cuda_kernel
 def _copy_rows_kernel(unit: str) -> str:
-    """The kernel of :func:`_copy_rows`; a block copies a row of a head of a layer."""
+    """Return the kernel of :func:`_copy_rows`; a block copies a row of a head of a layer."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_rows(
             {unit}* storage, {unit}* saved, const Pairs pairs, int units, int size, int heads, long long layer, int to_storage
@@ -175,7 +175,7 @@ def clear_rows(storages: Sequence[Any], spans: Sequence[tuple[int, int]]) -> Non
 
 @cuda_kernel
 def _clear_rows_kernel(unit: str) -> str:
-    """The kernel of :func:`clear_rows`; a block clears a span of a head of a layer, which is contiguous."""
+    """Return the kernel of :func:`clear_rows`; a block clears a span of a head of a layer, which is contiguous."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_clear_rows(
             {unit}* storage, const Pairs spans, int units, int size, long long layer
@@ -271,7 +271,7 @@ def append(
 
 
 def _elements(x: Any, own: Any, page: int, factors: Factors, dtype: str) -> Any:
-    """The FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
+    """Return the FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
     with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
         x = rotated_values(x, factors.rotation, None) if factors.descale is None else x.astype(np.float32) * factors.descale
         x = x if own is None else x + own
@@ -327,7 +327,7 @@ def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
 
 
 def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
-    """The values of :data:`_SIDE`."""
+    """Return the values of :data:`_SIDE`."""
     layout = _layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
     of_own = () if factors.own is None else factors.own.strides
     return x, pages, *((_UNIT, x.shape[0] // _UNIT, *layout[2:]) if dtype else layout), *factors, *(*of_own, 0, 0, 0, 0)[:4]
@@ -335,7 +335,7 @@ def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
-    """The unit, the row and the strides of :data:`_SIDE`; the strides of axes of length 1 have no meaning."""
+    """Return the unit, the row and the strides of :data:`_SIDE`; the strides of axes of length 1 have no meaning."""
     steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
     row = shape[0] * itemsize
     unit = math.gcd(16, row, alignment, *steps)
@@ -354,7 +354,7 @@ _COPY = """template <class Unit>
 
 
 def _rotate_code(dtype: str) -> str:
-    """The same with a rotation of the keys."""
+    """Return the same with a rotation of the keys."""
     of, real = types_of(dtype)
     return f"""{of.header}{ROPE}
         struct Rotate {{

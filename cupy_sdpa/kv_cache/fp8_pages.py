@@ -76,11 +76,11 @@ class Fp8Pages:
         return int(self._factors.nbytes + self._means.nbytes)
 
     def _means_of(self, layer: int) -> Any:
-        """The means of the pages of a layer, ``(Dv, Hkv, pages)``."""
+        """Return the means of the pages of a layer, ``(Dv, Hkv, pages)``."""
         return self._means[layer, :, :, 0].T
 
     def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
-        """The keys (side 0) or values (side 1) of a layer."""
+        """Return the keys (side 0) or values (side 1) of a layer."""
         scale, descale = self._pair(side, layer)
         if side == 0:
             return made(pages, descale, scale, self.dtype, rotated=self.rotated)
@@ -89,16 +89,16 @@ class Fp8Pages:
         return made(pages, descale, scale, self.dtype, mean=self._views[layer], of_pages=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without views, which a copy would fill."""
+        """Return the attributes without views, which a copy would fill."""
         return vars(self) | {"_views": {}}
 
     def _pair(self, side: int, layer: int) -> tuple[Any, Any]:
-        """The scale and the descale, float32 ``(1,)``."""
+        """Return the scale and the descale, float32 ``(1,)``."""
         factors = self._factors[side, layer]
         return one_of(factors, 0), one_of(factors, fp8_kernels.FACTOR_STEP)
 
     def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
-        """The arrays of new keys and values, and their dtype; other dtypes than those of the cache are refused."""
+        """Return the arrays of new keys and values, and their dtype; other dtypes than those of the cache are refused."""
         names = [x.dtype if isinstance(x, Fp8Array) else dtype_name(x.dtype) if hasattr(x, "dtype") else "" for x in (k, v)]
         if names[0] != names[1] or isinstance(k, Fp8Array) is not isinstance(v, Fp8Array):
             raise TypeError(f"k is {names[0] or type(k)} and v is {names[1] or type(v)}; both must have one dtype")
@@ -122,7 +122,7 @@ class Fp8Pages:
         return k.data, v.data, names[0]
 
     def unknown(self, layer: int) -> bool:
-        """Whether a scale of a layer is not known yet."""
+        """True if a scale of a layer is not known yet."""
         return not {(0, layer), (1, layer)} <= self.known
 
     def restore(self, known: frozenset[tuple[int, int]]) -> None:
@@ -184,7 +184,7 @@ class Fp8Pages:
         self._sources.add(source)
 
     def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.Factors:
-        """How tokens are converted; FP8 ones are rotated already."""
+        """Return how tokens are converted; FP8 ones are rotated already."""
         scale, _ = self._pair(side, layer)
         is_fp8 = isinstance(x, Fp8Array)
         means, own = (self._means_of(layer), x.mean if is_fp8 else None) if side else (None, None)
@@ -192,7 +192,7 @@ class Fp8Pages:
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:
-    """The scale of each layer, or None."""
+    """Return the scale of each layer, or None."""
     if given is None:
         return [None] * layers
     found: Sequence[Any] = [given] * layers if isinstance(given, (numbers.Real, np.generic)) else given

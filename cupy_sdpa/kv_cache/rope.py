@@ -43,9 +43,9 @@ class Rope:
     ===================================================  ========================================================
     LLaMA, Qwen, Mistral                                 ``Rope(128, base=500_000)``
     GPT-J                                                ``Rope(64, interleaved=True)``
-    GPT-NeoX, Phi: part of the head dim ``Rope(32)`` Llama 3.1, linear and other scaled frequencies ``Rope(128,
-    frequencies=inv_freq)`` YaRN, LongRoPE: with an attention factor ``Rope(128, frequencies=inv_freq,
-    factor=attention_factor)``
+    GPT-NeoX, Phi: part of the head dim                  ``Rope(32)``
+    Llama 3.1, linear and other scaled frequencies       ``Rope(128, frequencies=inv_freq)``
+    YaRN, LongRoPE: with an attention factor             ``Rope(128, frequencies=inv_freq, factor=attention_factor)``
     ===================================================  ========================================================
 
     Args:
@@ -138,7 +138,7 @@ Rope.__init__ = other_names(  # type: ignore[method-assign]
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not math.isfinite(found := as_float(value)):
@@ -147,12 +147,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def _most_channels(head_dim: int) -> int:
-    """The largest number of channels of a head dim that can be rotated."""
+    """Return the largest number of channels of a head dim that can be rotated."""
     return min(head_dim // 2, kernels.MAX_PAIRS) * 2
 
 
 def read_rope(rope: Any, head_dim: int) -> Any:
-    """The record of a rotation of arrays with a head dim.
+    """Return the record of a rotation of arrays with a head dim.
 
     Raises:
         TypeError, ValueError: it is not a :class:`Rope`, or it rotates more channels.
@@ -328,7 +328,7 @@ def in_own_axes(positions: Any) -> Any:
 
 
 def read_positions(positions: Any, x: Any, *, reverse: bool) -> Any:
-    """The positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
+    """Return the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
     found = in_own_axes(positions) if reverse else as_int32("positions", positions)
     arrays_on_gpu({"k": x, "positions": read_array("positions", found)})
     _check_positions(found, x.shape)

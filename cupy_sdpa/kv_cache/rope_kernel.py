@@ -47,12 +47,12 @@ SHARED_TURNS = f"""__shared__ unsigned long long turns[{MAX_PAIRS}];
 
 
 def types_of(dtype: str) -> tuple[CudaType, str]:
-    """The type of the elements, and the one in which they are rotated."""
+    """Return the type of the elements, and the one in which they are rotated."""
     return (CudaType("double", 8), "double") if dtype == "float64" else (TYPES[dtype], "float")
 
 
 def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
-    """The record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
+    """Return the record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
     made = np.zeros((), RECORD)
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
     made["turns"][: len(angles)] = [_turns(angle) for angle in angles]
@@ -147,7 +147,7 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
 
 
 def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
-    """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
+    """Return the position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
     first, start, end, lengths, offsets, listed = positions
     if listed is not None:
         return listed[:, None] if listed.ndim < len(shape) - 2 else listed
@@ -166,13 +166,13 @@ def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
 
 
 def _steps(x: Any) -> tuple[int, int, int]:
-    """The strides in elements along heads, tokens and batch."""
+    """Return the strides in elements along heads, tokens and batch."""
     head, token, batch = (*(stride // x.itemsize for stride in x.strides[1:]), 0)[:3]
     return head, token, batch
 
 
 def steps_of(listed: Any) -> tuple[int, int]:
-    """The strides of listed positions in elements along tokens and batch."""
+    """Return the strides of listed positions in elements along tokens and batch."""
     token, batch = (*(() if listed is None else [stride // 4 for stride in listed.strides]), 0, 0)[:2]
     return token, batch
 

@@ -101,7 +101,7 @@ _NAMES = ("q", "k", "v", "out")
 
 @operation(shared_prefix_attention, _NAMES, {"shared_prefix": None, "return_stats": False}, ("q", "k", "v", "shared_prefix"))
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix: int, return_stats: Any) -> Call:
-    """A call of :func:`shared_prefix_attention` as a value."""
+    """Return a call of :func:`shared_prefix_attention` as a value."""
     tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
     parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
     return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS, check=functools.partial(_refuse, options))

@@ -101,7 +101,7 @@ class CacheState:
         self._create_views()
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array of zeros in Fortran order."""
+        """Return an array of zeros in Fortran order."""
         if self._numpy:
             return np.zeros(shape, dtype, order="F")
         array = cupy_runtime.empty(shape, dtype)
@@ -152,7 +152,7 @@ class CacheState:
             self.table = self.full_table[:, :needed] if rows else self.full_table[:needed]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes, without views; arrays have one axis, so that a copy has their memory order."""
+        """Return the attributes, without views; arrays have one axis, so that a copy has their memory order."""
         self._recover()
         state = {name: value for name, value in vars(self).items() if name not in _DERIVED}
         return state | {"_storage": [storage.reshape((-1,), order="F") for storage in self._storage]}
@@ -169,7 +169,7 @@ class CacheState:
         )
 
     def _beginning(self, counts: NDArray[np.int64]) -> tuple[Change, Step, Callable[[], None]]:
-        """The change of the host that begins a step, the step, and the work of the device."""
+        """Return the change of the host that begins a step, the step, and the work of the device."""
         change, copies = self._pages.extend(counts)
         before, updates = self._step, self._entries(change)
         step = Step(counts, counts, counts, before.needed, self._every)
@@ -196,12 +196,12 @@ class CacheState:
         return list(enumerate(lengths.tolist(), self._starts[1]))
 
     def _device_lengths(self) -> list[tuple[int, int]]:
-        """The lengths on the device, which the append of layer 0 advances, as places and values of the state array."""
+        """Return the lengths on the device, which the append of layer 0 advances, as places and values of the state array."""
         step, lengths = self._step, self._pages.lengths
         return self._lengths_of(lengths - step.counts if 0 in step.missing else lengths)
 
     def _entries(self, change: Change) -> list[tuple[int, int]]:
-        """The new entries of the table as places and values of the state array."""
+        """Return the new entries of the table as places and values of the state array."""
         return self._places(self._pages.entries(change))
 
     def _places(self, entries: Sequence[Entry]) -> list[tuple[int, int]]:
@@ -280,7 +280,7 @@ class CacheState:
             raise
 
     def _clearing(self, rows: Sequence[tuple[int, int]]) -> _Undo:
-        """What clears rows, and changes nothing else."""
+        """Return what clears rows, and changes nothing else."""
         known = self._fp8.known if self._fp8 else frozenset()
         return _Undo(
             self._pages.unchanged(), self._step, known, [], functools.partial(cache_kernels.clear_rows, self._storage, rows)
@@ -325,7 +325,7 @@ class CacheState:
             )
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:
-        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
+        """True if the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
         missing = self._step.missing
         if layer in missing:
             if layer and not capturing and 0 in missing - self._captured:

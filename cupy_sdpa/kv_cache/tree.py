@@ -189,7 +189,7 @@ def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) ->
 
 
 def _depths(parents: Any, *, reverse: bool) -> Any:
-    """The depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
+    """Return the depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
     with cupy_runtime.device_context(parents):
         found = cupy_runtime.new_result(parents, parents.shape, np.dtype(np.int32))
         fill_depths(parents, found)
@@ -197,7 +197,7 @@ def _depths(parents: Any, *, reverse: bool) -> Any:
 
 
 def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> Any:
-    """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
+    """Return the parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
     on_device = cupy_runtime.is_array(given)
     if on_device and not on_gpu:
         raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")

@@ -56,7 +56,7 @@ class Mask(NoArray):
         return np.array(self.array, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """The array of ``array & mask``; every other function of numpy raises TypeError."""
+        """Return the array of ``array & mask``; every other function of numpy raises TypeError."""
         if ufunc is np.bitwise_and and method == "__call__" and not options:
             one, other = inputs
             return self & (one if other is self else other)

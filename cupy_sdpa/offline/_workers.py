@@ -32,7 +32,7 @@ class WorkerEnded(Exception):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a worker, which imports what its parent does."""
+    """Return the environment of a worker, which imports what its parent does."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 

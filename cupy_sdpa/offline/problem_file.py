@@ -33,7 +33,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Problem) if field.ini
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
-    """A problem as JSON values."""
+    """Return a problem as JSON values."""
     values = {name: getattr(problem, name) for name in _FIELDS}
     return {name: encoded(value) for name, value in values.items() if value not in (None, (), DEFAULT_SETTINGS)}
 
@@ -57,7 +57,7 @@ def encoded(value: Any) -> Any:
 
 
 def from_json(values: Mapping[str, Any]) -> Problem:
-    """The problem of :func:`to_json`."""
+    """Return the problem of :func:`to_json`."""
     _check(isinstance(values, Mapping), f"a problem is a JSON object, not {values!r}")
     if missing := [name for name in ("q", "k", "v", "out") if name not in values]:
         raise ValueError(f"{', '.join(missing)} is missing")
@@ -86,7 +86,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _spec(name: str, value: Any) -> TensorSpec:
-    """An array of a problem."""
+    """Return an array of a problem."""
     names = [field.name for field in dataclasses.fields(TensorSpec)]
     _check(isinstance(value, dict) and sorted(value) == sorted(names), f"{name} must have {', '.join(names)}")
     dtype, shape, strides = value["dtype"], value["shape"], value["strides"]
@@ -100,7 +100,7 @@ def _spec(name: str, value: Any) -> TensorSpec:
 
 
 def _settings(value: Any) -> Settings:
-    """The settings of a problem."""
+    """Return the settings of a problem."""
     _check(isinstance(value, dict) and value.keys() <= set(Settings._fields), f"settings is {value!r}")
     found = dict(value)
     if "band" in value:
@@ -116,7 +116,7 @@ def _settings(value: Any) -> Settings:
 
 
 def _program(value: Any) -> Expression:
-    """The program of score and mask functions: each step reads steps before it."""
+    """Return the program of score and mask functions: each step reads steps before it."""
     steps = []
     for number, given in enumerate(value["steps"]):
         constant = given.get("value", 0.0)
@@ -133,7 +133,7 @@ def _program(value: Any) -> Expression:
 
 
 def read(path: str | os.PathLike[str], check: Callable[[Problem], None]) -> list[Problem]:
-    """The problems of a file; ``check`` raises ValueError for one that this version of the package cannot run."""
+    """Return the problems of a file; ``check`` raises ValueError for one that this version of the package cannot run."""
     import json  # takes a part of the time of importing the package
 
     with open(_open(path, os.O_RDONLY), "rb") as file:

@@ -63,7 +63,7 @@ class Agreement:
             raise
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request, operands: Operands) -> Member:
-        """What this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
+        """Return what this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
 
         ``operands`` are these arrays and options after they were read.
 
@@ -96,7 +96,7 @@ class Agreement:
                 compare(self._channel, text, array)
 
     def _array(self) -> Any:
-        """An array of the engine of the present call."""
+        """Return an array of the engine of the present call."""
         return next((x for x in self._arguments if cupy_runtime.is_array(x)), np.empty(0))
 
 
@@ -117,7 +117,7 @@ class Parser:
         self.member: Member | None = None
 
     def __call__(self, key: CallKey) -> ReadCall:
-        """The call of this member."""
+        """Return the call of this member."""
         arrays = key.named()
         options: dict[str, Any] = {
             name: value.array if isinstance(value, Offsets) else value for name, value in key.options.items()
@@ -166,14 +166,14 @@ def compare(channel: Channel, text: str, like: Any) -> None:
 
 
 def read_method(method: Any) -> str | None:
-    """The name of a method, or None; ValueError for another one."""
+    """Return the name of a method, or None; ValueError for another one."""
     if not is_one_of(method, (None, *METHODS)):
         raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
     return method  # type: ignore[no-any-return]
 
 
 def _difference(rank: int, own: str, peer: int, other: str) -> str:
-    """The first difference between the texts of two members."""
+    """Return the first difference between the texts of two members."""
     mine, theirs = [*own.splitlines(), "nothing more"], [*other.splitlines(), "nothing more"]
     one, two = next((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
     lengths = one.startswith(("problem: ", "unshard")) and two.startswith(("problem: ", "unshard"))

@@ -72,7 +72,7 @@ _NO_STATS_GRADIENT = "{}, and a group has no gradients of the log-sum-exp: compu
 
 
 def _collective(function: F) -> F:
-    """A method that all members call: the others raise, too, if this member refuses its arguments."""
+    """Return a method that all members call: the others raise, too, if this member refuses its arguments."""
 
     @functools.wraps(function)
     def call(self: ContextParallel, *arrays: Any, **options: Any) -> Any:
@@ -245,13 +245,13 @@ class ContextParallel:
         return report(member.config, member.choice, *calls)
 
     def _results(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
-        """The results of a call that all members make."""
+        """Return the results of a call that all members make."""
         options = _with_offsets(options)
         results = run_cached(of, (*arrays.values(),), options, self._programs)
         return run(self._call(arrays, options, of)) if results is None else results
 
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
-        """A call as a value."""
+        """Return a call as a value."""
         key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
         parser = Parser(self._agreement, of, self._programs.built)
         return Call(key, parser, of.results, decided_options, programs=self._programs)
@@ -286,7 +286,7 @@ class ContextParallel:
 
     @_collective
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
-        """The whole array from the parts of all members; collective.
+        """Return the whole array from the parts of all members; collective.
 
         Args:
             x: this member's part.
@@ -326,7 +326,7 @@ class ContextParallel:
             return ReadCall(steps.builder.build(), arrays, {"whole": whole}).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
-        """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
+        """Return the positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
 
         Args:
             seqlen: the length of the sequence.
@@ -354,14 +354,14 @@ class ContextParallel:
 
 
 def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with the values of the offsets of packed sequences in the key of the call."""
+    """Return the options with the values of the offsets of packed sequences in the key of the call."""
     if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
         return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
     return options
 
 
 def _axis_of(x: Any, axis: int | None) -> int:
-    """The number of the axis of the positions, 0 or more; None is that of q, whose strides are checked."""
+    """Return the number of the axis of the positions, 0 or more; None is that of q, whose strides are checked."""
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
     if axis is None:
@@ -375,7 +375,7 @@ def _axis_of(x: Any, axis: int | None) -> int:
 
 
 def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
-    """A new dense array whose axes have the order of those of ``x`` in memory, so that calls can tell layouts apart."""
+    """Return a new dense array whose axes have the order of those of ``x`` in memory, so that calls can tell layouts apart."""
     axes = sorted(range(x.ndim), key=lambda axis: (x.strides[axis] == 0, abs(x.strides[axis])))  # broadcast axes are last
     made = cupy_runtime.new_result(x, tuple(shape[axis] for axis in axes), x.dtype)
     return made.transpose([axes.index(axis) for axis in range(x.ndim)])

@@ -73,7 +73,7 @@ class ParallelReport(NamedTuple):
 
 
 def choose(config: Configuration, requested: str | None) -> Choice:
-    """The method of a call, or the one that the caller requests.
+    """Return the method of a call, or the one that the caller requests.
 
     Raises:
         Unsupported: the requested method, or every method, cannot run.
@@ -108,7 +108,7 @@ def choose(config: Configuration, requested: str | None) -> Choice:
 
 
 def _sent(config: Configuration) -> tuple[int, int]:
-    """The bytes that a member sends in both passes, with the ring and with all-to-all; the same for all members."""
+    """Return the bytes that a member sends in both passes, with the ring and with all-to-all; the same for all members."""
     d, dv, hq, hkv, *_, entries = config.problem.sizes
     size, batch = config.size, 1 if config.packed else entries
     item, wide = np.dtype(config.dtype).itemsize, config.stats.itemsize
@@ -121,7 +121,7 @@ def _sent(config: Configuration) -> tuple[int, int]:
 
 
 def report(config: Configuration, choice: Choice, forward: ReadCall, backward: ReadCall) -> ParallelReport:
-    """What the calls of both passes of a member would do."""
+    """Return what the calls of both passes of a member would do."""
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
         made: tuple[str, ...] = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
@@ -143,7 +143,7 @@ def _described(part: Part) -> str:
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes as text.
+    """Return a number of bytes as text.
 
     >>> _bytes(1000), _bytes(3 << 20)
     ('1000 bytes', '3.0 MiB')

@@ -82,7 +82,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def connect(timeout: float = DEFAULT_TIMEOUT, variables: Mapping[str, str] | None = None) -> NcclGroup:
-    """The group of the processes that mpirun, torchrun or srun started, one for each GPU; collective.
+    """Return the group of the processes that mpirun, torchrun or srun started, one for each GPU; collective.
 
     Makes the GPU of the local rank the current device. Rank 0 sends NCCL's id to the other processes over TCP, as PyTorch and
     cupyx.distributed do: use it in trusted networks only.
@@ -111,7 +111,7 @@ def _encoded(identifier: Any) -> bytes:
 
 
 def _decoded(identifier: bytes, nccl: Any) -> Any:
-    """The inverse of :func:`_encoded`."""
+    """Return the inverse of :func:`_encoded`."""
     if isinstance(nccl.get_unique_id(), bytes):
         return identifier
     return tuple(x - 256 if x > 127 else x for x in identifier)

@@ -155,7 +155,7 @@ class LoopbackMember:
 
 
 def _copied(array: Any) -> tuple[Any, Any]:
-    """A dense copy, and the event after it for a CuPy array."""
+    """Return a dense copy, and the event after it for a CuPy array."""
     copy = array.copy()
     if not cupy_runtime.is_array(array):
         return copy, None

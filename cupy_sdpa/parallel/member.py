@@ -55,7 +55,7 @@ class Member:
         self._channel.begun = True
 
     def read(self, key: CallKey, operands: Operands, programs: dict[Hashable, Program]) -> ReadCall:
-        """The call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
+        """Return the call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
         config, of = self.config, self.of
         arrays, views, options = config.with_dropout_mask(operands) if config.size > 1 else operands
         q, k, v = (views[name] for name in "qkv")

@@ -145,7 +145,7 @@ def gather_backward(steps: MemberSteps, config: Configuration, views: Views, opt
 
 
 def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iterator[tuple[View, View]]:
-    """The keys and values of every step of the ring; those of the next step are on their way meanwhile."""
+    """Yield the keys and values of every step of the ring; those of the next step are on their way meanwhile."""
     rank, size = config.rank, config.size
     arrays, message = [views["k"], views["v"]], steps.message_of([views["k"], views["v"]])
     for step in range(1, size):
@@ -159,7 +159,7 @@ def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iter
 
 
 def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[View, View]:
-    """All keys and values in the order of their positions."""
+    """Return all keys and values in the order of their positions."""
     keys, values = to_heads(steps, config, views, ("k", "v"), "all-gather: keys and values", config.all_heads)
     return keys, values
 
@@ -167,7 +167,7 @@ def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[
 def _gradients(
     builder: Builder, config: Configuration, part: Part, views: Views, k: View, v: View, options: Options, deterministic: bool
 ) -> list[View]:
-    """The gradients of a part, from the final output and log-sum-exp of its queries."""
+    """Return the gradients of a part, from the final output and log-sum-exp of its queries."""
     stats, rows = views["stats"], part.rows
     final = rows.of(builder, stats, config.row_axis)
     if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16

@@ -30,7 +30,7 @@ PROMPTS, WORDS = 10, 6
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the options."""
     made = argparse.ArgumentParser(prog="python -m examples.generation", description=__doc__.split("\n")[0])
     made.add_argument(
         "--prompt", default="Alice was beginning to get very tired", help="text to continue, in words of the text"
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: argparse.Namespace) -> Any:
-    """The tokens of the prompt.
+    """Return the tokens of the prompt.
 
     Raises:
         ValueError: an option is invalid.
@@ -128,7 +128,7 @@ def _train(steps: int, dtype: np.dtype[Any], xp: Any) -> GPT:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and the seconds of a call that returns numbers on the host."""
+    """Return the result and the seconds of a call that returns numbers on the host."""
     started = time.perf_counter()
     result = call()
     return result, time.perf_counter() - started

@@ -59,7 +59,7 @@ class Decoder:
         return self._stream or contextlib.nullcontext()
 
     def to_host(self, array: Any) -> Any:
-        """A numpy copy."""
+        """Return a numpy copy."""
         return array.copy() if self.model.xp is np else array.get()
 
     def clear(self) -> None:
@@ -69,11 +69,11 @@ class Decoder:
                 self.cache.release(sequence)
 
     def step(self, tokens: int) -> Step:
-        """The step that appends this number of tokens to every sequence."""
+        """Return the step that appends this number of tokens to every sequence."""
         return self.tree_step(range(-1, tokens - 1))
 
     def tree_step(self, parents: Sequence[int]) -> Step:
-        """The step that appends a tree of tokens to every sequence; for each token the index of its parent, or -1."""
+        """Return the step that appends a tree of tokens to every sequence; for each token the index of its parent, or -1."""
         if (key := tuple(parents)) not in self._steps:
             with self.stream():
                 self._steps[key] = Step(self, key)

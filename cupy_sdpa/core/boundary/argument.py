@@ -49,7 +49,7 @@ class NoArray:
 
 
 def tensor_name(name: str) -> str:
-    """The name of an array in ``tensors=`` among the arrays of a call."""
+    """Return the name of an array in ``tensors=`` among the arrays of a call."""
     return f"tensors[{name!r}]"
 
 
@@ -116,7 +116,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
 
 
 def _is_integer(name: str, value: Any) -> bool:
-    """Whether a seed or an offset is an integer; False for arrays and None."""
+    """True if a seed or an offset is an integer; False for arrays and None."""
     if isinstance(value, (bool, np.bool_, str)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
     ):
@@ -151,12 +151,12 @@ def as_int32(name: str, array: Any) -> Any:
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
-    """What a problem depends on, if the array or view is its array of this name."""
+    """Return what a problem depends on, if the array or view is its array of this name."""
     return (array if isinstance(array, View) else View.of(name, array)).spec(name)
 
 
 def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
-    """Whether the arrays of a call are CuPy's, all on one device.
+    """True if the arrays of a call are CuPy's, all on one device.
 
     Raises:
         TypeError: arrays of numpy and CuPy are mixed.
@@ -180,14 +180,14 @@ def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
 
 
 def _library(array: Any, device: int | None) -> str:
-    """What an array is, for messages; integers may have been passed as a list."""
+    """Return what an array is, for messages; integers may have been passed as a list."""
     if device is not None:
         return "a CuPy array"
     return "a numpy array or a list" if getattr(array, "dtype", None) == np.int32 else "a numpy array"
 
 
 def share_elements(a: Any, b: Any) -> bool:
-    """Whether two arrays of one engine have an element in common; views of missing arrays have none."""
+    """True if two arrays of one engine have an element in common; views of missing arrays have none."""
     if isinstance(a, View) or isinstance(b, View) or not a.size or not b.size:
         return False
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -91,7 +91,7 @@ def check_order(arrays: Mapping[str, Any], layout: str | None = None) -> None:
 
 
 def _is_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any) -> bool:
-    """Whether shapes are those of the arrays of a backward pass."""
+    """True if shapes are those of the arrays of a backward pass."""
     if not len(q) == len(k) == len(v) in (3, 4) or q[0] != k[0] or k[1:] != v[1:] or k[3:] != q[3:]:
         return False
     return bool(dout == out == (v[0], *q[1:]) and stats == row_stats_shape(q) and (q[1] == 0 if not k[1] else q[1] % k[1] == 0))
@@ -159,7 +159,7 @@ def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool
 
 
 def _missing_lengths(specs: Mapping[str, TensorSpec]) -> dict[str, Fill]:
-    """The missing lengths if only those of q or only those of k are passed: the full length for every batch item."""
+    """Return the missing lengths if only those of q or only those of k are passed: the full length for every batch item."""
     passed = [name for name in LENGTHS if name in specs]
     q, k = specs["q"].shape, specs["k"].shape
     if len(passed) != 1 or any(name in specs for name in CU_SEQLENS) or not len(q) == len(k) == 4:
@@ -178,7 +178,7 @@ def _define_problem(
     outputs: RequestedOutputs,
     return_dtensors: Any,
 ) -> tuple[Problem, user_functions.Functions, user_functions.Gradients | None]:
-    """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
+    """Return the problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
     problem, functions = make_problem(tuple(specs.values()), settings, outputs), user_functions.NO_FUNCTIONS
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
@@ -282,7 +282,7 @@ def read_shapes(
     deterministic: bool = False,
     **requests: Any,
 ) -> Problem:
-    """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read.
+    """Return the problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read.
 
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
@@ -317,7 +317,7 @@ def views_of_shapes(
 
 
 def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, TensorSpec]:
-    """The specs of the options' arrays, for which shapes or True are passed."""
+    """Return the specs of the options' arrays, for which shapes or True are passed."""
     _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
     of_row = {"float": q.dtype, "float32 or wider": "float32"}
     specs: dict[str, TensorSpec] = {}
@@ -341,7 +341,7 @@ def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, Te
 
 
 def _spec_of_shape(name: str, x: Any, dtype: Any) -> TensorSpec:
-    """The spec of an array or a view, or of a dense array of a shape."""
+    """Return the spec of an array or a view, or of a dense array of a shape."""
     if isinstance(x, (View, np.ndarray, InterpretedArray)) or cupy_runtime.is_array(x):
         return spec_of(name, x)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):

@@ -97,7 +97,7 @@ class BoundProblem:
 
 
 def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
-    """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
+    """Return why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
     from ..cudnn.library import library
 
     return why_not(problem, library().version, cupy_runtime.capability(device))

@@ -17,7 +17,7 @@ CONVERTED = ("float32", "float64")
 
 
 def read_compute_dtype(value: Any, q: Any) -> str | None:
-    """The dtype to compute in; None if nothing is converted."""
+    """Return the dtype to compute in; None if nothing is converted."""
     if value is None:
         return None
     try:
@@ -60,7 +60,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
-    """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
+    """Return a copy with another dtype, dense in Fortran order; one kernel on the GPU.
 
     Values beyond the range of the dtype become infinite, as on the GPU. ``new`` creates the array: ``cupy_runtime.temporary``
     within a call, else ``new_result``.

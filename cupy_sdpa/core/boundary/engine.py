@@ -23,7 +23,7 @@ ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
 
 
 def read_engine(engine: Any, array: Any) -> str | None:
-    """The option; None for the engine of the arrays."""
+    """Return the option; None for the engine of the arrays."""
     if engine is None:
         return None
     if not isinstance(engine, str) or engine not in ENGINES:
@@ -56,7 +56,7 @@ def refuse_fp8(options: Mapping[str, Any]) -> None:
 
 
 def interpreted(name: str, array: Any, device: int) -> Any:
-    """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
+    """Return an argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
     is_numpy = isinstance(array, np.ndarray)
     if not is_numpy and not cupy_runtime.is_array(array):
         return array

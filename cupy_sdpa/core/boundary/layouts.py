@@ -73,7 +73,7 @@ def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def takes_default(function: Callable[P, T]) -> Callable[P, T]:
-    """A function with ``layout=``, whose default is that of :func:`cupy_sdpa.layout.default`."""
+    """Return a function with ``layout=``, whose default is that of :func:`cupy_sdpa.layout.default`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,7 +91,7 @@ def refuse_default(name: str) -> NoReturn:
 
 
 def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose axes :func:`cupy_sdpa.layout.default` does not change: calls inside it have no default."""
+    """Return a function whose axes :func:`cupy_sdpa.layout.default` does not change: calls inside it have no default."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,7 +104,7 @@ def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
-    """Whether q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
+    """True if q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
     if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht") or is_named():  # it was added to others
         return False
     for name in _OF_BATCHES:  # noqa: SIM110 - any() enters a function for each
@@ -114,7 +114,7 @@ def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
 
 
 def with_batch(name: str, array: Any, layout: str | None) -> Any:
-    """An array of a call without batch axes with a batch axis of length 1; masks and biases may have one."""
+    """Return an array of a call without batch axes with a batch axis of length 1; masks and biases may have one."""
     axes = 3 if name in VECTORS else 2
     if name in SCORE_INPUTS:
         return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
@@ -130,7 +130,7 @@ def with_batch(name: str, array: Any, layout: str | None) -> Any:
 
 
 def without_batch(name: str, array: Any, layout: str | None) -> Any:
-    """A result of a call without batch axes, without its batch axis."""
+    """Return a result of a call without batch axes, without its batch axis."""
     if name not in (*VECTORS, *ROW_STATS):
         return array
     return array[(slice(None),) * _batch_axis(name, layout, array.ndim - 1) + (0,)]
@@ -143,7 +143,7 @@ def _batch_axis(name: str, layout: str | None, axes: int) -> int:
 
 
 def other_layout(options: Mapping[str, Any]) -> str | None:
-    """The option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted."""
+    """Return the option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted."""
     layout: str | None = options.get("layout")
     return None if layout is None or layout[0] == "d" else layout
 
@@ -180,14 +180,14 @@ def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tupl
 
 
 def option_to_own(name: str, value: Any, layout: str) -> Any:
-    """An option in the layout of this package."""
+    """Return an option in the layout of this package."""
     if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
         value = as_int32(name, value)  # rows of pages; a shape is a tuple of integers
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
 
 
 def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays of a call, also of its options."""
+    """Return the shapes of a call's arrays, including its options' arrays."""
     return {name: tuple(x.shape) for name, x in {**options, **arrays}.items() if hasattr(x, "shape")}
 
 
@@ -291,7 +291,7 @@ def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> 
 
 
 def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
-    """The letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
+    """Return the letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
     if layout == "thd" and name in ("k", "v", "mean") and len(shape) == 4:
         return "bshd"
     if len(shape) != len(layout):
@@ -303,5 +303,5 @@ def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
 
 
 def _own(axes: int) -> str:
-    """The layout of this package with a number of axes."""
+    """Return the layout of this package with a number of axes."""
     return "dht" if axes == 3 else "dhsb"

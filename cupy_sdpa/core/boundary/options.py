@@ -171,7 +171,7 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
 
 
 def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
-    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+    """Return the function; a call that does not fit its signature raises an error with a remedy, if there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that may be passed by position."""
+    """Return the parameters that may be passed by position."""
     return [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 

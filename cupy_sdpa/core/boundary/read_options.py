@@ -58,7 +58,7 @@ class ReadOptions(Mapping[str, Any]):
         return dataclasses.replace(self, inputs=inputs, settings=self.settings._replace(**settings))
 
     def without(self, *names: str) -> ReadOptions:
-        """The options without some inputs."""
+        """Return the options without some inputs."""
         return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})
 
 

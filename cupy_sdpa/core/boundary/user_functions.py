@@ -53,12 +53,12 @@ NO_FUNCTIONS = Functions()
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
-    """Whether a call has a score function or a mask function."""
+    """True if a call has a score function or a mask function."""
     return options.get("score_mod") is not None or options.get("mask_mod") is not None
 
 
 def function_identities(options: Mapping[str, Any]) -> tuple[Hashable | None, ...]:
-    """The identities of the functions of a call, see :mod:`.core.score_fn.identity`."""
+    """Return the identities of the functions of a call, see :mod:`.core.score_fn.identity`."""
     return tuple(identity(options.get(name)) for name in FUNCTIONS)
 
 
@@ -98,7 +98,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple, also the lists in it; anything else is returned unchanged."""
+    """Return a list as a tuple, also the lists in it; anything else is returned unchanged."""
     return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -161,7 +161,7 @@ class Gradients:
     captured: Mapping[str, Access]
 
     def names_in(self, problem: Problem) -> tuple[str, ...]:
-        """The captured arrays that are views of these arrays and that the score depends on."""
+        """Return the captured arrays that are views of these arrays and that the score depends on."""
         differentiable = score_derivatives(problem)
         return tuple(name for name, access in self.captured.items() if access.name in self.specs and name in differentiable)
 
@@ -171,7 +171,7 @@ class Gradients:
         return [gradient_name(name) for name in self.specs]
 
     def as_last(self, results: list[Any]) -> list[Any]:
-        """A call's results, of which the last are the gradients, with the gradients as a dictionary."""
+        """Return a call's results, of which the last are the gradients, with the gradients as a dictionary."""
         count = len(results) - len(self.specs)
         return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
 
@@ -180,12 +180,12 @@ class Gradients:
 
 
 def gradient_name(name: str) -> str:
-    """The name of the gradient of an array in ``tensors=`` among the arrays of a call."""
+    """Return the name of the gradient of an array in ``tensors=`` among the arrays of a call."""
     return f"dtensors[{name!r}]"
 
 
 def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions) -> Gradients | None:
-    """The gradients that ``return_dtensors`` requests; None for no gradients."""
+    """Return the gradients that ``return_dtensors`` requests; None for no gradients."""
     if return_dtensors is None or return_dtensors is False:
         return None
     if return_dtensors is not True and not isinstance(return_dtensors, (str, list, tuple, set, frozenset)):
@@ -208,7 +208,7 @@ def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None,
 
 
 def with_score_axes(array: Any, access: Access) -> Any:
-    """A view of an array with the axes of the scores; missing axes have length 1."""
+    """Return a view of an array with the axes of the scores; missing axes have length 1."""
     part = array[(*(slice(None) if isinstance(axis, str) else axis for axis in access.axes), ...)]
     names = [axis for axis in access.axes if isinstance(axis, str)]
     ordered = part.transpose([names.index(name) for name in _ORDER if name in names])

@@ -120,11 +120,11 @@ class Descriptor:
         return list(array)[:length]
 
     def count(self, name: str, kind: AttributeType) -> int:
-        """The number of elements of an attribute."""
+        """Return the number of elements of an attribute."""
         return self._read(name, kind, 0, None)
 
     def get_text(self, name: str) -> str:
-        """A CHAR attribute, without its terminating NUL."""
+        """Return a CHAR attribute, without its terminating NUL."""
         size = self.count(name, AttributeType.CHAR)
         array = (c_char * size)()
         self._read(name, AttributeType.CHAR, size, array)

@@ -28,7 +28,7 @@ def mask_of_level() -> int:
 
 
 def lines_at(address: int) -> list[str]:
-    """The lines of a message, without those of the time and the process, which records of loggers have."""
+    """Return the lines of a message, without those of the time and the process, which records of loggers have."""
     lines = []
     while line := ctypes.string_at(address):
         address += len(line) + 1

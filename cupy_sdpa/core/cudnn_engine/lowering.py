@@ -72,7 +72,7 @@ class OperationGraph:
         self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}"))
 
     def tensor(self, tensor: Tensor) -> Descriptor:
-        """The descriptor of a tensor, created on first use."""
+        """Return the descriptor of a tensor, created on first use."""
         if tensor.name not in self._tensors:
             ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
             uid = len(self._tensors) + 1

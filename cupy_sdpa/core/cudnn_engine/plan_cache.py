@@ -134,7 +134,7 @@ class PlanCache:
             return list(self._entries)
 
     def get(self, problem: Problem) -> Plan | str | None:
-        """The entry of a problem, or None; not counted as a look-up."""
+        """Return the entry of a problem, or None; not counted as a look-up."""
         with self.lock:
             return self._entries.get(problem)
 

@@ -106,5 +106,5 @@ class Dropout:
 
 
 def compute_dtype(problem: Problem) -> str:
-    """The dtype of intermediate results."""
+    """Return the dtype of intermediate results."""
     return row_stats_dtype(problem.dtype)

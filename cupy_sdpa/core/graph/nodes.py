@@ -207,14 +207,14 @@ class Graph:
         return (*dict.fromkeys([t for node in self.nodes for t in (*node.inputs, *node.outputs)]),)
 
     def by_role(self, *roles: Role) -> tuple[Tensor, ...]:
-        """The tensors with these roles, in the order of first use."""
+        """Return the tensors with these roles, in the order of first use."""
         return (*[t for t in self.tensors if t.role in roles],)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The printed form: one line per input, then one line per step."""
+        """Yield the printed form: one line per input, then one line per step."""
         width = max(len(node.formula) for node in self.nodes)
         shapes = {t: f"{'x'.join(map(str, t.shape)):>20} {t.dtype}" for t in self.tensors}
         for t in self.by_role("input", "constant"):
@@ -225,7 +225,7 @@ class Graph:
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
+    """Return the strides, in elements, of a dense tensor whose last dimension is contiguous."""
     return (math.prod(shape[1:]), shape[2] * shape[3], shape[3], 1)
 
 
@@ -238,15 +238,15 @@ class Builder:
     _names: set[str] = field(default_factory=set, repr=False)
 
     def graph(self, *, no_split: bool = False) -> Graph:
-        """The graph of the steps so far."""
+        """Return the graph of the steps so far."""
         return Graph(tuple(self.nodes), self.compute_dtype, no_split)
 
     def scalar(self, name: str, dtype: str = "float32", value: float | None = None) -> Tensor:
-        """A by-value scalar: an argument of the call, or the same ``value`` in every call."""
+        """Return a by-value scalar: an argument of the call, or the same ``value`` in every call."""
         return Tensor(name, (1, 1, 1, 1), dtype, "scalar", (1, 1, 1, 1), value=value)
 
     def virtual(self, name: str, shape: Shape, dtype: str | None = None) -> Tensor:
-        """An intermediate result inside the kernel, row-major, by default in the compute dtype."""
+        """Return an intermediate result inside the kernel, row-major, by default in the compute dtype."""
         return Tensor(name, shape, dtype or self.compute_dtype, "virtual", row_major(shape))
 
     def add(self, node: Node) -> Tensor:
@@ -300,7 +300,7 @@ class Builder:
     def paged_load(
         self, formula: str, pages: Tensor, table: Tensor, lengths: Tensor, out: str, *, transposed: bool = False
     ) -> Tensor:
-        """The rows of the pages that a table lists; see :class:`PagedLoad`."""
+        """Return the rows of the pages that a table lists; see :class:`PagedLoad`."""
         (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
         rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
         rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d)) if transposed else rows

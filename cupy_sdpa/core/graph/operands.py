@@ -32,7 +32,7 @@ SCORE_AXES = (3, 2, 1, 0)
 
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
-    """The tensor of a caller's array, with its axes permuted."""
+    """Return the tensor of a caller's array, with its axes permuted."""
     itemsize = ITEMSIZE[spec.dtype]
     b, h, rows, columns = [spec.shape[axis] if axis >= 0 else 1 for axis in axes]
     strides = [spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes]
@@ -64,11 +64,11 @@ class Operands:
         return self._padded(tensor) if self.problem.settings.padded and name not in ROW_STATS else tensor
 
     def optional(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
-        """The input of an option; None if the problem does not have it."""
+        """Return the input of an option; None if the problem does not have it."""
         return operand(self.specs[name], axes, "input") if name in self.specs else None
 
     def factor(self, name: str) -> Tensor:
-        """A factor of FP8 arrays, ``(1, 1, 1, 1)``, or their largest output."""
+        """Return a factor of FP8 arrays, ``(1, 1, 1, 1)``, or their largest output."""
         return operand(self.specs[name], BATCH_AXES, "output" if name in self.results else "input")
 
     def row_stats(self, name: str) -> Tensor | None:
@@ -76,14 +76,14 @@ class Operands:
         return self(name, STATS_AXES) if name in self.specs else None
 
     def weight_input(self, name: str) -> Tensor | None:
-        """An input of the scores, of each head or with the axes of the scores; None if the problem does not have it."""
+        """Return an input of the scores, of each head or with the axes of the scores; None if the problem does not have it."""
         if letters_of(name) != ("Hq",):
             return self.score_input(name)
         tensor = self.optional(name, HEAD_AXES)
         return self._broadcast(tensor, keys=True) if tensor and self.full_keys else tensor
 
     def score_input(self, name: str) -> Tensor | None:
-        """An input with the axes of the scores; None if the problem does not have it.
+        """Return an input with the axes of the scores; None if the problem does not have it.
 
         An array with a single row is broadcast along the queries by stride 0, unless it also has a single column. cuDNN reads
         a single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction). If there is
@@ -112,7 +112,7 @@ class Operands:
         return queries, keys
 
     def diagonal(self) -> Tensor | None:
-        """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch items."""
+        """Return the key on the diagonal of every query; None unless ALiBi needs it and it differs between batch items."""
         if not has_ragged_diagonal(self.problem):
             return None
         if self.sq == 1:  # one element per key, because of "one-query-positions" in the table of known bugs
@@ -136,13 +136,13 @@ class Operands:
         return replace(tensor, shape=(b, h, rows, columns), strides=(b_stride, h_stride, row_stride, column_stride))
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """A tensor of a padded batch: a dense one with the offset of every batch item."""
+        """Return a tensor of a padded batch: a dense one with the offset of every batch item."""
         step = tensor.strides[0]
         offsets = Tensor(f"b × {step}", (self.batch + 1, 1, 1, 1), "int64", "constant", (1, 1, 1, 1), step=step)
         return replace(tensor, ragged=offsets)
 
     def _ragged(self, tensor: Tensor, stride: int, like: str = "", elements: int = 0) -> Tensor:
-        """A tensor of packed sequences: its shape is that of the longest sequence."""
+        """Return a tensor of packed sequences: its shape is that of the longest sequence."""
         name = ragged_offset_name(like or tensor.name, stride)
         offsets = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), BATCH_AXES)
         longest = self.skv if name.startswith("cu_seqlens_kv") else self.sq

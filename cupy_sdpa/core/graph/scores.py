@@ -143,7 +143,7 @@ class Scores:
         return self._where(s, self.g.pointwise("kept = masked = 0", "cmp_eq", masked, zero, out="kept"))
 
     def _diagonal(self, tracer: FunctionTracer, s: Tensor, row: Value) -> Value:
-        """The key p on the diagonal of the query ``row``."""
+        """Return the key p on the diagonal of the query ``row``."""
         if self.diagonal:
             return Value(tracer, tracer.writer.leaf("captured", "diagonal", "int"))
         if self.band and self.band.bottom_right:
@@ -151,7 +151,7 @@ class Scores:
         return row
 
     def _inputs(self) -> dict[str, Tensor]:
-        """The arrays that the function of the scores reads, by the names of its leaves."""
+        """Return the arrays that the function of the scores reads, by the names of its leaves."""
         operands = self.operands
         inputs = {
             "diagonal": self.diagonal,
@@ -210,13 +210,13 @@ class Scores:
         return self.g.pointwise(formula, mode, index, number, out=formula, dtype="int32")
 
     def _index(self, like: Tensor, name: str, axis: int) -> Tensor:
-        """The index of every element of ``like`` along an axis, int32."""
+        """Return the index of every element of ``like`` along an axis, int32."""
         kind = {2: "query", 3: "key"}[axis]
         return self.g.pointwise(f"{name} = position of the {kind}", "gen_index", like, out=name, dtype="int32", axis=axis)
 
 
 def partial_tiles(problem: Problem) -> frozenset[str]:
-    """The axes, keys and queries, on which a score function may need a mask beyond the last element.
+    """Return the axes, keys and queries, on which a score function may need a mask beyond the last element.
 
     The tiles of cuDNN's kernels extend beyond it. cuDNN masks there before the score function, and -s turns -inf into inf
     (measured with 9.19: NaN). Lengths that are a multiple of 128 consist of whole tiles.

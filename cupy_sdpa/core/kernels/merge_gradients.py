@@ -84,7 +84,7 @@ _ARGUMENTS = Struct(
 
 
 def _place(array: Any) -> Address:
-    """An array ``(D, H, S, B)`` or ``(S, H, B)``, or None, as the kernel reads it."""
+    """Return an array ``(D, H, S, B)`` or ``(S, H, B)``, or None, as the kernel reads it."""
     if array is None or array.ndim == 4:
         return address(array, 0)
     tokens, heads, batch = strides_of_rows(array)

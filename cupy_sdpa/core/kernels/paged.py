@@ -95,12 +95,12 @@ _QUERIES = Struct("Queries", "q q_head q_query q_batch queries heads lengths lef
 
 
 def _table(table: Any, lengths: Any, page: int) -> tuple[Any, ...]:
-    """The values of :data:`_TABLE`."""
+    """Return the values of :data:`_TABLE`."""
     return table, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths
 
 
 def _queries(q: Any, keys: Keys) -> tuple[Any, ...]:
-    """The values of :data:`_QUERIES`."""
+    """Return the values of :data:`_QUERIES`."""
     left, right, bottom_right = keys.band or Band()
     bounds = (-1 if bound is None else bound for bound in (left, right))
     return q, *q.strides[1:], q.shape[2], q.shape[1], keys.lengths_q, *bounds, bottom_right
@@ -155,7 +155,7 @@ def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
 
 @cuda_kernel
 def _padded_table_kernel() -> str:
-    """The kernel of :func:`padded_table`."""
+    """Return the kernel of :func:`padded_table`."""
     return f"""{_QUERIES} {_PADDED}{_DEVICE_CODE}
         extern "C" __global__ void cupy_sdpa_padded_table(const Padded x) {{
             const long long b = blockIdx.y, length = length_of(x.table, b), step = (long long)gridDim.x * blockDim.x;
@@ -193,7 +193,7 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
 
 @cuda_kernel
 def _divide_kernel() -> str:
-    """The kernel of :func:`divide`."""
+    """Return the kernel of :func:`divide`."""
     return f"""{_PREFIX}
         extern "C" __global__ void cupy_sdpa_divide(const Prefix x) {{
             const int* const lengths = (const int*)x.lengths;
@@ -310,7 +310,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
 
 
 def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
-    """The device function that computes attention over the boundary keys of one query of one head with a warp: a thread
+    """Return the device function that computes attention over the boundary keys of one query of one head with a warp: a thread
     computes the score of one key at a time, and then some columns of the output.
     """
     kind, columns = TYPES[dtype], -(-dv // 32)

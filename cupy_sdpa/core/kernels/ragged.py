@@ -136,7 +136,7 @@ _ARGUMENTS = Struct(
 
 
 def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
-    """The values of :data:`_RESULT`."""
+    """Return the values of :data:`_RESULT`."""
     array, strides = result.array, [stride // 4 for stride in result.array.strides]
     head, position = ((0, 1) if packed else (1, 0)) if result.per_row else (1, 2)
     columns = 1 if result.per_row else array.shape[0] * array.itemsize // 4
@@ -147,7 +147,7 @@ def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
 
 @cuda_kernel
 def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
-    """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch item."""
+    """Return the kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch item."""
     return f"""{_ARGUMENTS}
         __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
         __device__ long long at(const Sequences& s, long long i) {{
@@ -243,7 +243,7 @@ def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
 
 @cuda_kernel
 def _zero_padded_kernel() -> str:
-    """The kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
+    """Return the kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
     return """extern "C" __global__ void cupy_sdpa_zero_padded(
             const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
             const long long b = blockIdx.y, end = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
@@ -319,7 +319,7 @@ def sum_over_scores(source: Any, target: Any) -> None:
 
 @cuda_kernel
 def _sum_kernel(dtype: str, out_dtype: str) -> str:
-    """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
+    """Return the kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
     source, target = TYPES[dtype], TYPES[out_dtype]
     return f"""{"".join(sorted({source.header, target.header}))}
         {_SUM}

@@ -60,7 +60,7 @@ _WARPS = 8
 
 @cuda_kernel
 def _row_means_kernel(dtype: str) -> str:
-    """The kernel of :func:`row_means`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
+    """Return the kernel of :func:`row_means`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
     of = TYPES[dtype]
     return f"""{of.header}{_MEANS}
         extern "C" __global__ void cupy_sdpa_row_means(const Means a, float scale) {{

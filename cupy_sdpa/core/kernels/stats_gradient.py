@@ -56,7 +56,7 @@ def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
 
 @cuda_kernel
 def _append_kernel(dtype: str) -> str:
-    """The kernel of :func:`append_stats_gradient`; a thread writes both numbers of a row."""
+    """Return the kernel of :func:`append_stats_gradient`; a thread writes both numbers of a row."""
     of = TYPES[dtype]
     return f"""{of.header}{_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_append_stats_gradient(const Arguments a) {{

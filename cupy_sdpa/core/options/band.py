@@ -20,7 +20,7 @@ class Band(NamedTuple):
     bottom_right: bool = False
 
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
-        """The simplest band with the same mask for some lengths; None if every query attends to every key.
+        """Return the simplest band with the same mask for some lengths; None if every query attends to every key.
 
         ``lengths``: batch items have lengths of their own. ``needs_diagonal``: an option measures positions
         from the diagonal.
@@ -40,7 +40,7 @@ class Band(NamedTuple):
         return Band(left, right, bottom_right)
 
     def intersected(self, other: Band | None) -> Band:
-        """The keys of both bands, which have the same diagonal; None is no other band.
+        """Return the keys of both bands, which have the same diagonal; None is no other band.
 
         >>> Band(left=5, right=3).intersected(Band(right=0))
         Band(left=5, right=0, bottom_right=False)
@@ -52,7 +52,7 @@ class Band(NamedTuple):
         return Band(left, right, self.bottom_right)
 
     def moved(self, shift: int) -> Band:
-        """The band whose diagonal is ``shift`` keys before this one, with the same mask.
+        """Return the band whose diagonal is ``shift`` keys before this one, with the same mask.
 
         >>> Band(left=5, right=0).moved(2)
         Band(left=3, right=2, bottom_right=False)

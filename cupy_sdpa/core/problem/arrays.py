@@ -58,7 +58,7 @@ class ArrayRow:
         return (*(letter for letter in self.letters if letter not in ("Sq", "Skv", "B")), total)
 
     def legend(self, *, packed: bool = False) -> str:
-        """The axes for messages and documentation.
+        """Return the axes for messages and documentation.
 
         >>> ARRAYS["stats"].legend(), ARRAYS["stats"].legend(packed=True), ARRAYS["seed"].legend()
         ('(Sq, Hq, B)', '(Hq, Tq)', 'one number')
@@ -100,12 +100,12 @@ CAPTURED = ArrayRow("tensors", "Skv Sq Hq B", "float", "option")
 
 @functools.cache
 def row_of(name: str) -> ArrayRow | None:
-    """The row of an array; None for an array that is none of a call, such as offsets that a program computes."""
+    """Return the row of an array; None for an array that is none of a call, such as offsets that a program computes."""
     return ARRAYS.get(name) or (CAPTURED if is_captured(name) else None)
 
 
 def letters_of(name: str, *, packed: bool = False) -> tuple[str, ...]:
-    """The axes of an array in letters; empty for an array that is none of a call.
+    """Return the axes of an array in letters; empty for an array that is none of a call.
 
     >>> letters_of("dv"), letters_of("dv", packed=True), letters_of("t0")
     (('Dv', 'Hkv', 'Skv', 'B'), ('Dv', 'Hkv', 'Tkv'), ('Skv', 'Sq', 'Hq', 'B'))
@@ -115,7 +115,7 @@ def letters_of(name: str, *, packed: bool = False) -> tuple[str, ...]:
 
 
 def has_score_axes(name: str) -> bool:
-    """Whether an array has the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1."""
+    """True if an array has the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1."""
     return {"Skv", "Sq"} <= {*letters_of(name)}
 
 

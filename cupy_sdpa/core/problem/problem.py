@@ -243,7 +243,7 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Problem) if f.init)
 
 
 def row_stats_dtype(dtype: object) -> str:
-    """The dtype of the row statistics of arrays that are computed in a dtype: float32, and float64 for float64.
+    """Return the dtype of the row statistics of arrays that are computed in a dtype: float32, and float64 for float64.
 
     >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
     ('float32', 'float64')
@@ -252,7 +252,7 @@ def row_stats_dtype(dtype: object) -> str:
 
 
 def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
+    """Return the shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
 
     >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
     ((100, 8, 2), (8, 100))
@@ -262,7 +262,7 @@ def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def writes_dq_directly(problem: Problem) -> bool:
-    """Whether dq is the result of one matmul instead of a sum in scratch memory.
+    """True if dq is the result of one matmul instead of a sum in scratch memory.
 
     This is needed for deterministic gradients and for reductions of dS: with a sum in scratch memory, cuDNN plans the
     reductions but never writes them (measured with 9.19).

@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 def extent(spec: TensorSpec) -> int:
-    """The number of elements from the first to the last element of an array.
+    """Return the number of elements from the first to the last element of an array.
 
     >>> extent(dense_spec("out", "float16", (64, 8, 100, 2))), extent(dense_spec("out", "float16", (64, 8, 0, 2)))
     (102400, 0)
@@ -93,7 +93,7 @@ def _limited(problem: Problem) -> tuple[TensorSpec, ...]:
 
 
 def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -> tuple[slice, ...]:
-    """The elements of an array of the problem, of this name and shape, that belong to a slice."""
+    """Return the elements of an array of the problem, of this name and shape, that belong to a slice."""
     _, _, hq, hkv, *_ = problem.sizes
     group = hq // hkv
     sliced = {
@@ -109,7 +109,7 @@ def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -
 
 
 def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> Problem:
-    """The problem of a slice, from the specs of its arrays by name."""
+    """Return the problem of a slice, from the specs of its arrays by name."""
     _, _, hq, hkv, *_ = problem.sizes
     program = problem.settings.program
     settings = problem.settings
@@ -123,7 +123,7 @@ def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> 
 
 
 def launches(problem: Problem) -> Iterator[Problem]:
-    """The problem of each slice of a problem without arrays: slices of dense arrays are dense where they are copied."""
+    """Yield the problem of each slice of a problem without arrays: slices of dense arrays are dense where they are copied."""
     for part in slices(problem):
         specs = {}
         for spec in problem.tensors:
@@ -148,7 +148,7 @@ def is_copied(view: TensorSpec, whole: TensorSpec) -> bool:
 
 
 def _shifted(program: Expression, first: dict[str, int]) -> Expression:
-    """A score function in which heads and batch items count from the first one of a slice."""
+    """Return a score function in which heads and batch items count from the first one of a slice."""
     writer = Writer()
     made: list[int] = []
     for step in program.steps:

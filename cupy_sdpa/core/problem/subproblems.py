@@ -30,7 +30,7 @@ def subproblems(problem: Problem) -> tuple[Problem, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def score_derivatives(problem: Problem) -> dict[str, int]:
-    """The derivatives of a score function with respect to its captured arrays, and to the score under the empty name.
+    """Return the derivatives of a score function with respect to its captured arrays, and to the score under the empty name.
 
     Returns:
         The steps that compute the derivatives; arrays without a derivative are left out.
@@ -46,7 +46,7 @@ def score_derivatives(problem: Problem) -> dict[str, int]:
 
 
 def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
-    """Whether a reduction sums the gradient of the scores that dq and dk also use."""
+    """True if a reduction sums the gradient of the scores that dq and dk also use."""
     if spec is problem.dbias:  # the bias is added last
         return not problem.settings.softcap and not problem.has_score_mod
     derivatives = score_derivatives(problem)
@@ -54,7 +54,7 @@ def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
 
 
 def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
-    """A launch that computes one reduction only; dq, dk and dv are written to dense scratch memory."""
+    """Return a launch that computes one reduction only; dq, dk and dv are written to dense scratch memory."""
     settings = problem.settings._replace(gradient_of=spec.name[1:])
     discarded: dict[str, Any] = {  # dense, because the caller's arrays may have gaps
         result.name: dense_spec(result.name, result.dtype, result.shape)
@@ -65,7 +65,7 @@ def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
 
 
 def _with_reduction(problem: Problem, spec: TensorSpec | None) -> Problem:
-    """The problem with one reduction of dS, or none."""
+    """Return the problem with one reduction of dS, or none."""
     if spec is None or spec is problem.dbias:
         return replace(problem, dbias=spec, dcaptured=())
     return replace(problem, dbias=None, dcaptured=(spec,))

@@ -23,12 +23,12 @@ ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """The name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
+    """Return the name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
     return str(dtype.name)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
+    """Return the numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
     if name == "bfloat16" or name in FP8_LARGEST:
         import ml_dtypes  # takes 45 ms to import
 
@@ -37,7 +37,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
-    """The dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
+    """Return the dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
     return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
 
 
@@ -76,7 +76,7 @@ class TensorSpec:
 
 
 def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of a dense array in Fortran order."""
+    """Return the strides in bytes of a dense array in Fortran order."""
     strides, step = [], itemsize
     for length in shape:
         strides.append(step)
@@ -85,23 +85,23 @@ def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def byte_range(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The memory of the elements of an array, in bytes from its first element: start (<= 0) and end (> 0)."""
+    """Return the memory of the elements of an array, in bytes from its first element: start (<= 0) and end (> 0)."""
     extents = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
     return sum(x for x in extents if x < 0), sum(x for x in extents if x > 0) + itemsize
 
 
 def alignment_of(place: int) -> int:
-    """The alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it."""
+    """Return the alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it."""
     return place & -place & 15 or 16
 
 
 def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """The spec of a dense array in Fortran order."""
+    """Return the spec of a dense array in Fortran order."""
     return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE.get(dtype, 1)), 16)
 
 
 def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], alignment: int = 16) -> TensorSpec:
-    """The spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
+    """Return the spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
     if 0 in shape:
         return dense_spec(name, dtype, shape)
     normalized = list(strides)
@@ -133,7 +133,7 @@ callers_axes: ContextVar[CallersAxes | None] = ContextVar("callers_axes", defaul
 
 
 def has_callers_axes() -> bool:
-    """Whether messages show the axes of another layout."""
+    """True if messages show the axes of another layout."""
     caller = callers_axes.get()
     return caller is not None and caller.has_layout
 
@@ -145,13 +145,13 @@ def in_callers_axes(name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def shown_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of an array as the caller passed it."""
+    """Return the shape of an array as the caller passed it."""
     caller = callers_axes.get()
     return caller.shapes[spec.name] if caller and spec.name in caller.shapes else in_callers_axes(spec.name, spec.shape)
 
 
 def legend_in_callers_axes(name: str, legend: str) -> str:
-    """A legend such as ``(Dv, Hq, Sq, B), the dtype of q`` in the order of the caller's array."""
+    """Return a legend such as ``(Dv, Hq, Sq, B), the dtype of q`` in the order of the caller's array."""
     letters, bracket, rest = legend.removeprefix("(").partition(")")
     if not bracket or not legend.startswith("(") or legend.startswith("(B + 1"):
         return legend
@@ -228,7 +228,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
 
 
 def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
-    """Whether an array has four axes, each of full length or length 1."""
+    """True if an array has four axes, each of full length or length 1."""
     return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores, strict=True))
 
 
@@ -244,7 +244,7 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
 
 
 def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
+    """Return why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
@@ -267,7 +267,7 @@ batch), copy it with asfortranarray(q)
 
 
 def _in_fortran_order(name: str, written: bool) -> str:
-    """How to get an array in Fortran order. The results would be lost with a copy."""
+    """Return how to get an array in Fortran order. The results would be lost with a copy."""
     return (
         "allocate it with order='F': a result cannot be written through a copy"
         if written
@@ -276,7 +276,7 @@ def _in_fortran_order(name: str, written: bool) -> str:
 
 
 def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether axis 0 of an array has length 1, so no stride, and the last axis is contiguous, so the others are in C order.
+    """True if axis 0 of an array has length 1, so no stride, and the last axis is contiguous, so the others are in C order.
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.int8)
@@ -289,13 +289,13 @@ def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 
 def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not."""
+    """Return why an array with a head_dim of 1 probably has its axes in another order; empty if it does not."""
     hidden = len(spec.shape) in (3, 4) and hides_c_order(spec.shape, spec.strides, ITEMSIZE[spec.dtype])
     return _in_c_order(spec, written) if hidden else ""
 
 
 def _in_c_order(spec: TensorSpec, written: bool) -> str:
-    """The likely layout of an array in C order."""
+    """Return the likely layout of an array in C order."""
     layout, *axes = _likely_layout(spec)
     sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=False))
     own = "head_dim, heads, total" if len(spec.shape) == 3 else "head_dim, heads, seq, batch"
@@ -306,7 +306,7 @@ def _in_c_order(spec: TensorSpec, written: bool) -> str:
 
 
 def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
-    """The layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
+    """Return the layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
     if len(spec.shape) == 3:
         return "thd", "total", "heads"
     last = _last_axis(spec)
@@ -318,12 +318,12 @@ def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
 
 
 def _last_axis(spec: TensorSpec) -> int:
-    """The last axis of an array in another layout: a batch axis of length 1 may have been appended to it."""
+    """Return the last axis of an array in another layout: a batch axis of length 1 may have been appended to it."""
     return 2 if spec.shape[3:] in ((), (1,)) else 3
 
 
 def density_obstacle(spec: TensorSpec) -> str:
-    """Why cuDNN cannot read an array without a head dim: it ignores strides; empty if it can."""
+    """Return why cuDNN cannot read an array without a head dim: it ignores strides; empty if it can."""
     if spec.dense:
         return ""
     dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])

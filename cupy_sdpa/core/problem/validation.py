@@ -107,7 +107,7 @@ def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, re
 
 @functools.lru_cache(maxsize=4096)
 def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem:
-    """The problem with the gradients of some captured arrays as results.
+    """Return the problem with the gradients of some captured arrays as results.
 
     The gradients are float32 or float64: a call may sum several of them before it rounds to the dtype of the array.
     """
@@ -117,7 +117,7 @@ def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem
 
 
 def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
-    """The problem of the inputs of the forward pass, with q as a placeholder for out."""
+    """Return the problem of the inputs of the forward pass, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
     packed, paged = any(name in arrays for name in CU_SEQLENS), "page_table" in arrays
     if paged and "cu_seqlens_kv" in arrays:
@@ -153,7 +153,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
 
 
 def _legend(packed: bool, paged: bool) -> str:
-    """The axes of q, k and v for messages, in the caller's layout."""
+    """Return the axes of q, k and v for messages, in the caller's layout."""
     if not has_callers_axes():
         return _PAGED if paged else _PACKED if packed else _DENSE
     if paged:
@@ -209,7 +209,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
 
 
 def _wanted_axes(name: str, given: int, packed: bool, paged: bool) -> str:
-    """The axes that one of q, k and v needs, and why."""
+    """Return the axes that one of q, k and v needs, and why."""
     layout = has_callers_axes()
     if paged and name != "q":
         return f"{legend_in_callers_axes(name, '(head_dim, heads, page size, pages)')}, because page_table is passed"
@@ -311,7 +311,7 @@ _OF_SHAPES = tuple(
 def expected_arrays(
     q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
 ) -> dict[str, Expected]:
-    """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
+    """Return what the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
 
     The row statistics are of :func:`row_stats_dtype`, sinks and slopes float32. Those of float64 arrays may be of either dtype:
     that of the array in ``given``. ``computed`` is the dtype to compute in, by default that of q.
@@ -337,7 +337,7 @@ def expected_arrays(
 
 
 def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
-    """The results of a forward pass; or the additional inputs and the results of a backward pass."""
+    """Yield the results of a forward pass; or the additional inputs and the results of a backward pass."""
     table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
     stats, out = table["stats"], table["out"]
     if not requested.backward:

@@ -42,7 +42,7 @@ class Arguments:
         self.depends: bool = bool(self._views or self._scalars or self._nested)
 
     def on(self, arrays: Sequence[Any], scalars: Mapping[str, float]) -> Any:
-        """The arguments with arrays and numbers: of the type that was given."""
+        """Return the arguments with arrays and numbers: of the type that was given."""
         values = self._values.copy()
         for position, number in self._views:
             values[position] = arrays[number]

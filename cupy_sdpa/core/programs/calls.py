@@ -69,7 +69,7 @@ class Call(NamedTuple):
         return Conversion(q, options)
 
     def decided(self, conversion: Conversion | None) -> CallKey:
-        """The arrays with the package's axes and the decided options, with which the program is built."""
+        """Return the arrays with the package's axes and the decided options, with which the program is built."""
         arrays, options = self.key.named(), self.key.options
         if conversion is not None:
             options = conversion.options
@@ -216,7 +216,7 @@ def results_of(call: Call) -> list[Any]:
 
 
 def _on_gpu(key: CallKey) -> CallKey:
-    """The arrays and options of a call as views of arrays on a GPU."""
+    """Return the arrays and options of a call as views of arrays on a GPU."""
 
     def on_gpu(name: str, value: Any) -> Any:
         value = as_int32(name, value) if name in INT32 else value
@@ -232,7 +232,7 @@ def _on_gpu(key: CallKey) -> CallKey:
 
 
 def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any, ...]:
-    """The arrays, with views instead of missing arrays, which are like others."""
+    """Return the arrays, with views instead of missing arrays, which are like others."""
     missing = {name: like for name, like in likes.items() if arrays[name] is None}
     if not missing:
         return tuple(arrays.values())

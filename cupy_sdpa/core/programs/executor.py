@@ -83,7 +83,7 @@ class ReadCall:
         return device_of(self.arrays["q"]) is not None
 
     def on(self, arrays: dict[str, Any]) -> ReadCall:
-        """The same call on other arrays of the same dtypes, shapes, strides and alignments."""
+        """Return the same call on other arrays of the same dtypes, shapes, strides and alignments."""
         call = copy.copy(self)
         call.arrays, call.launched = arrays, None
         return call
@@ -126,7 +126,7 @@ class ReadCall:
         return self.returned()
 
     def returned(self) -> list[Any]:
-        """The arrays of the results in order; gradients of ``tensors`` are one dictionary."""
+        """Return the arrays of the results in order; gradients of ``tensors`` are one dictionary."""
         results = [self.arrays[name] for name in self.results]
         return self.gradients.as_last(results) if self.gradients else results
 
@@ -152,7 +152,7 @@ class ReadCall:
             check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        """Return what computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
         if not self.program.plan_only or self.fills or self.gradients:
             return None
         (attend,) = self.program.launches
@@ -229,7 +229,7 @@ class ReadCall:
         return None
 
     def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
-        """Each step with its arguments: a tuple for a kernel, a dictionary for attention."""
+        """Yield each step with its arguments: a tuple for a kernel, a dictionary for attention."""
         program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
         if block is None and program.memory_bytes:
             block = cupy_runtime.temporary(like, (program.memory_bytes,), np.dtype(np.uint8))
@@ -293,7 +293,7 @@ class ReadCall:
 
 
 def _filled(fill: Fill, like: Any) -> Any:
-    """An array of equal integers, on the device of another array."""
+    """Return an array of equal integers, on the device of another array."""
     dtype, size, value = fill
     if not cupy_runtime.is_array(like):
         return np.full(size, value, dtype)
@@ -306,7 +306,7 @@ def _filled(fill: Fill, like: Any) -> Any:
 
 
 def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
-    """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
+    """Return the check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
     problem = attend.of
     if not problem.backward or problem.has_score_mod or attend.given_stats == "other":
         return None
@@ -332,7 +332,7 @@ def _workspace(plan: Plan) -> Any:
 
 
 def compiled(call: BoundProblem) -> ReadCall:
-    """The call of one problem. Calls of equal problems share the program."""
+    """Return the call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
     functions = call.functions._replace(arrays={})  # the cache keeps the call, but not the arrays that functions read
     program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
@@ -351,7 +351,7 @@ def _compiled(
     gradients: Gradients | None,
     given_stats: GivenStats,
 ) -> tuple[Program, dict[str, View]]:
-    """The program of a problem, and the views of its results."""
+    """Return the program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
     views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
@@ -393,12 +393,12 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
 
 
 def view_of(name: str, array: Any) -> View:
-    """The view of a whole array, or a view by another name."""
+    """Return the view of a whole array, or a view by another name."""
     return replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
 
 
 def is_any_array(value: Any) -> bool:
-    """Whether a value is an array of numpy or CuPy, or the view of one."""
+    """True if a value is an array of numpy or CuPy, or the view of one."""
     return isinstance(value, (np.ndarray, InterpretedArray, View)) or cupy_runtime.is_array(value)
 
 
@@ -419,7 +419,7 @@ def composed(
     refusal: Callable[[str, str], str] | None = None,
     programs: dict[Hashable, Program] | None = None,
 ) -> ReadCall:
-    """The call of several steps; calls with equal arguments share the program. Nothing is allocated.
+    """Return the call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
     Args:
         key: the call as it was parsed.
@@ -454,7 +454,7 @@ def composed(
 
 
 def _program_key(key: CallKey, views: Mapping[str, View]) -> Hashable | None:
-    """What a program depends on; None if an option cannot be compared."""
+    """Return what a program depends on; None if an option cannot be compared."""
     others = {name: value for name, value in key.options.items() if name != "tensors" and not is_any_array(value)}
     read = read_key(HOST, key.tag, (), others)
     return read and (read[0], *views.values())

@@ -22,7 +22,7 @@ from .steps import Steps
 
 
 def is_per_head(options: Mapping[str, Any]) -> bool:
-    """Whether the scale of a call is an array."""
+    """True if the scale of a call is an array."""
     return is_any_array(options.get("scale"))
 
 
@@ -46,14 +46,14 @@ def check_scales(views: Mapping[str, View], computed: str) -> None:
 
 
 def plain(options: ReadOptions) -> ReadOptions:
-    """The options of the passes on the product of q and its scale, which were read with the scale 1."""
+    """Return the options of the passes on the product of q and its scale, which were read with the scale 1."""
     return options.without("scale")
 
 
 def scaled(
     steps: Steps, arrays: Mapping[str, Any], options: ReadOptions, dscale: View | None = None
 ) -> tuple[dict[str, Any], ReadOptions, Callable[[], None]]:
-    """The arrays of a pass with q times the scale, the options with the scale 1, and what adds the steps after the pass.
+    """Return the arrays of a pass with q times the scale, the options with the scale 1, and what adds the steps after the pass.
 
     These write the gradient of q, if the pass is a backward pass, and that of the scale into ``dscale``. Without a scale for
     each head nothing changes.

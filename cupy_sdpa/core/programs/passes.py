@@ -163,7 +163,7 @@ def _results_of(
 
 
 def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
-    """The view of the gradient of the scale."""
+    """Return the view of the gradient of the scale."""
     scale = views["scale"]
     return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
 

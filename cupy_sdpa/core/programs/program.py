@@ -56,7 +56,7 @@ class Program:
     checks: tuple[Check, ...]
 
     def constant(self, name: str) -> Constant:
-        """A constant of a running program."""
+        """Return a constant of a running program."""
         found = self.constants[name]()
         assert found is not None
         return found
@@ -101,7 +101,7 @@ class Program:
         return f"{self.launches[0].of}; {steps}" if len(self.launches) == 1 else f"{len(self.launches)} launches; {steps}"
 
     def lines(self) -> Iterator[str]:
-        """One line for each step: what it does and writes, and the problem of a launch."""
+        """Yield one line for each step: what it does and writes, and the problem of a launch."""
         for number, step in enumerate(self.steps, 1):
             written = ", ".join(f"{x.storage.name} {'x'.join(map(str, x.shape))} {x.dtype}" for x in step.writes)
             what = f": {step.attend.problem}" if step.attend else ""
@@ -131,7 +131,7 @@ class Builder(Steps):
         attention_steps.add(self, name, call, with_values=True)
 
     def build(self) -> Program:
-        """The program; temporaries share memory where they can."""
+        """Return the program; temporaries share memory where they can."""
         places, total = _places(self.steps, self.sizes)
         constants = {name: weakref.ref(constant) for name, constant in self.constants.items()}
         return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept), tuple(self.checks))

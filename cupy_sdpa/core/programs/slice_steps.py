@@ -44,7 +44,7 @@ def _is_sum(problem: Problem, spec: TensorSpec) -> bool:
 
 
 def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: Slice) -> View:
-    """The view of the elements that belong to a slice, or a copy."""
+    """Return the view of the elements that belong to a slice, or a copy."""
     view = array[index_of(problem, spec.name, array.shape, part)]
     if spec.name == "offset":
         return _offset(steps, problem, view, part)
@@ -54,7 +54,7 @@ def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: S
 
 
 def _offset(steps: Steps, problem: Problem, offset: View, part: Slice) -> View:
-    """The offset with which dropout draws the numbers that it draws for these heads and batch items in one launch."""
+    """Return the offset with which dropout draws the numbers that it draws for these heads and batch items in one launch."""
     _, _, hq, hkv, *_ = problem.sizes
     first = part.batch.start * hq + part.heads.start * (hq // hkv)
     if not first:

@@ -30,12 +30,12 @@ REMEDY = (
 
 
 def rounded_up(width: int, multiple: int) -> int:
-    """The smallest multiple of a number that is not less than a width."""
+    """Return the smallest multiple of a number that is not less than a width."""
     return -(-width // multiple) * multiple
 
 
 def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
-    """The head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
+    """Return the head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
 
     >>> widths(64, 64, equal=False), widths(64, 64, equal=True), widths(128, 0, equal=True)
     ((64, 72), (80, 80), (128, 128))
@@ -48,13 +48,13 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
 
 
 def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
-    """Whether cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
+    """True if cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
     direct = deterministic or any(requests.get(name) not in (None, False) for name in ("return_dbias", "return_dtensors"))
     return block_mask or direct or options.get("cu_seqlens_q") is not None
 
 
 def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The arrays of a backward pass with the rows of ``dstats``, and a function that adds the steps after the pass.
+    """Return the arrays of a backward pass with the rows of ``dstats``, and a function that adds the steps after the pass.
 
     ``arrays`` are dout, q, k, v, out, stats, dq, dk and dv, and dstats, which the returned arrays do not have. Without ``dout``
     the rows of dL are the only ones: v is not read, and dv is 0.
@@ -128,7 +128,7 @@ def wide_shapes(
 
 
 def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: bool) -> str:
-    """Why the gradients cannot run, in terms of the caller's arrays; ``alone``: without dout."""
+    """Return why the gradients cannot run, in terms of the caller's arrays; ``alone``: without dout."""
     if alone:
         return f"attention_backward with dstats and head dim {head_dim} is not supported: {reason}"
     return (

@@ -25,7 +25,7 @@ class Constant:
         self._copies: dict[int, Any] = {}
 
     def on_device(self) -> Any:
-        """The copy in the current CUDA context; the first call makes it, and synchronizes.
+        """Return the copy in the current CUDA context; the first call makes it, and synchronizes.
 
         Raises:
             RuntimeError: there is no copy yet, and the stream is being captured.
@@ -104,13 +104,13 @@ class Step(NamedTuple):
     on_host: bool = False
 
     def views(self) -> Iterator[View]:
-        """All views that the step reads or writes."""
+        """Yield all views that the step reads or writes."""
         yield from self.writes
         yield from views_of(self.arguments if self.attend is None else tuple(self.attend.arrays.values()))
 
 
 def join_of(steps: Sequence[Step]) -> int:
-    """The number of the step before which the branch must have ended; the number of steps if there is none."""
+    """Return the number of the step before which the branch must have ended; the number of steps if there is none."""
     written = {view.storage.name for step in steps if step.branch for view in step.writes}
     begun = False
     for number, step in enumerate(steps):
@@ -121,7 +121,7 @@ def join_of(steps: Sequence[Step]) -> int:
 
 
 def views_of(value: Any) -> Iterator[View]:
-    """The views in an argument."""
+    """Yield the views in an argument."""
     if isinstance(value, View):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -164,7 +164,7 @@ class Steps:
     # arrays
 
     def temporary(self, shape: Sequence[int], dtype: Any) -> View:
-        """An array in Fortran order that only this program uses."""
+        """Return an array in Fortran order that only this program uses."""
         view = View.dense(f"temporary {len(self.sizes) + 1}", shape, dtype, self.device)
         self.sizes[view.storage.name] = view.nbytes
         return view
@@ -182,7 +182,7 @@ class Steps:
         return view if array.flags.f_contiguous else view.strided(array.shape, array.strides)
 
     def filled(self, fill: Fill) -> View:
-        """An array of equal integers."""
+        """Return an array of equal integers."""
         name = f"{fill.size} times {fill.value}, {fill.dtype}"
         self.fills[name] = fill
         return View.dense(name, (fill.size,), fill.dtype, self.device)
@@ -206,7 +206,7 @@ class Steps:
             self.run(copy, target, source, writes=(target,))
 
     def copied(self, source: View) -> View:
-        """A copy in Fortran order."""
+        """Return a copy in Fortran order."""
         made = self.temporary(source.shape, source.dtype)
         self.copy(made, source)
         return made

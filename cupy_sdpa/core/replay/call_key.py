@@ -34,11 +34,11 @@ class CallKey(NamedTuple):
     options: Mapping[str, Any]
 
     def named(self) -> dict[str, Any]:
-        """The arrays by name."""
+        """Return the arrays by name."""
         return dict(zip(self.names, self.arrays, strict=True))
 
     def array(self, name: str) -> Any:
-        """An array by its name."""
+        """Return an array by its name."""
         return self.arrays[self.names.index(name)]
 
 
@@ -54,7 +54,7 @@ HOST = ArrayType(np.ndarray)
 
 
 def read_key(of: ArrayType, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
-    """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
+    """Return the key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
     the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
@@ -110,7 +110,7 @@ address = operator.attrgetter("ptr")
 
 
 def array_names(ndarray: Any, key: CallKey) -> list[str]:
-    """The names of the arrays that the caller passed, in the order of :func:`read_key`."""
+    """Return the names of the arrays that the caller passed, in the order of :func:`read_key`."""
     names = [name for name, array in zip(key.names, key.arrays, strict=True) if array is not None]
     for name, value in key.options.items():
         if type(value) is ndarray:

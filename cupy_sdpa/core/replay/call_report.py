@@ -98,7 +98,7 @@ class Report:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
     def summary(self) -> str:
-        """The report without the operations of the graph."""
+        """Return the report without the operations of the graph."""
         return "\n".join(self._lines(operations=False))
 
     def _lines(self, *, operations: bool) -> Iterator[str]:
@@ -137,7 +137,7 @@ class Report:
             yield from launch._lines(operations=operations)
 
     def _operations(self) -> Iterator[str]:
-        """One line per input, then one line per step; results that exist only inside the kernel are marked."""
+        """Yield one line per input, then one line per step; results that exist only inside the kernel are marked."""
         values = {name: f"{value:.6g}" for name, value in self.scalars}
         formulas = [_CONSTANT.sub(lambda match: values.get(match[0], match[0]), node.formula) for node in self.graph.nodes]
         width = max(map(len, formulas))
@@ -148,14 +148,14 @@ class Report:
             yield f"  {number:4}.  {formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
+        """Return the shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
         for spec in self.problem.tensors:
             if spec.name == tensor.name:
                 return spec.shape
         return tensor.shape[::-1]
 
     def _facts(self, plan: PlanInfo) -> Iterator[tuple[str, str]]:
-        """The properties of the plan, and what becomes of the padding."""
+        """Yield the properties of the plan, and what becomes of the padding."""
         yield from plan.facts()
         if padding := padding_of(self.problem):
             yield "padding", padding
@@ -203,7 +203,7 @@ class Report:
 
 
 def _storage(node: Node) -> Iterator[str]:
-    """Which results of a step are stored; the others exist only inside the kernel."""
+    """Yield which results of a step are stored; the others exist only inside the kernel."""
     if node.out.role == "virtual":
         yield "never stored"
     yield from (f"output {t.name}" for t in node.outputs if t.role == "output")
@@ -214,7 +214,7 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """The report on several launches: that of the first one that cannot run, or of the first one with all launches."""
+    """Return the report on several launches: that of the first one that cannot run, or of the first one with all launches."""
     first, *others = reports
     for report in reports:
         if report.reasons:
@@ -223,7 +223,7 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def explain_on_device(problem: Problem, device: int) -> Report:
-    """Whether and how a problem would run on the current device; the plan is built and cached."""
+    """Report whether and how a problem would run on the current device; the plan is built and cached."""
     graph = graph_of(problem)
     if problem.trivial:
         return Report("cuDNN", problem, graph)
@@ -237,14 +237,14 @@ def explain_on_device(problem: Problem, device: int) -> Report:
 
 
 def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
-    """The report on a problem that has a plan."""
+    """Return the report on a problem that has a plan."""
     target = problem, info.cudnn, capability
     bugs, doubts = workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
 
 
 def with_workarounds(report: Report, problems: Iterable[Problem], target: Callable[[], tuple[int, int]]) -> Report:
-    """The report with the bugs that the caller's problems work around; the engine's problems may no longer have them.
+    """Return the report with the bugs that the caller's problems work around; the engine's problems may no longer have them.
 
     ``target`` returns the version of cuDNN and the compute capability, of a report on a call that can run.
     """
@@ -255,13 +255,13 @@ def with_workarounds(report: Report, problems: Iterable[Problem], target: Callab
 
 
 def unplanned_report(problem: Problem, cudnn: int, capability: int, note: str) -> Report:
-    """The report on a problem of which the support table knows no reason against it, without a plan."""
+    """Return the report on a problem of which the support table knows no reason against it, without a plan."""
     target = problem, cudnn, capability
     graph, bugs, doubts = graph_of(problem, guards(*target)), workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, graph, note=note, workarounds=bugs, unverified=doubts)
 
 
 def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
-    """The report on a problem that the support table refuses."""
+    """Return the report on a problem that the support table refuses."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)

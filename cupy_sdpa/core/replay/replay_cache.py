@@ -157,11 +157,11 @@ class DeviceProgram(BoundProgram):
             plan.dependents.add(self)
 
     def belongs_to(self, session: Session) -> bool:
-        """Whether the plans are those of a session."""
+        """True if the plans are those of a session."""
         return session.cache is self._cache
 
     def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
-        """Whether arrays are on the device of the call and have the alignments of its problem."""
+        """True if arrays are on the device of the call and have the alignments of its problem."""
         for array in arrays:
             if array.data.device_id != self._device:
                 return False
@@ -229,7 +229,7 @@ class DeviceProgram(BoundProgram):
         return self.gradients.as_last(results) if self.gradients else results
 
     def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
-        """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
+        """True if the call may run on addresses without a graph; False if it must be parsed, which checks them."""
         if self._closed or (self._may_overlap and pointers[: len(arrays)] not in self._validated):
             return False
         return pointers in self._counts or self.accepts(arrays, pointers)
@@ -401,7 +401,7 @@ def _forget(programs: weakref.ref[BoundPrograms], key: Any) -> None:
 
 
 def is_cacheable(key: CallKey) -> bool:
-    """Whether a call can be cached; otherwise it is parsed every time."""
+    """True if a call can be cached; otherwise it is parsed every time."""
     array = key.arrays[0] if key.arrays[0] is not None else key.arrays[1]
     of = HOST if type(array) is np.ndarray else ArrayType(type(array)) if cupy_runtime.is_array(array) else None
     return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
@@ -477,7 +477,7 @@ def _bound(
     results: Mapping[str, Any],
     programs: BoundPrograms | None,
 ) -> DeviceProgram:
-    """The program that is cached with a key, or that of the call, which is then cached."""
+    """Return the program that is cached with a key, or that of the call, which is then cached."""
     key, arrays = arguments
     kept: dict[Any, Any] = session.bound_programs if programs is None else programs
     cached: DeviceProgram | None = kept.get(key)

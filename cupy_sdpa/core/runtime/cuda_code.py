@@ -70,7 +70,7 @@ class Struct:
         return " ".join([*inner, f"struct {self.name} {{ {' '.join([numbers, *structs])} }};"])
 
     def __call__(self, *values: Any) -> Any:
-        """The struct as an argument of a kernel.
+        """Return the struct as an argument of a kernel.
 
         Args:
             values: the values of the fields: a number, or an array of CuPy for its address; a sequence of the values of a

@@ -153,14 +153,14 @@ def capture(run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = 
 
 @functools.cache  # saves 0.6 us of attribute look-ups in each repeated call
 def _busy_functions() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    """The functions and the constant that :func:`is_busy` needs."""
+    """Return the functions and the constant that :func:`is_busy` needs."""
     cuda = driver.bindings()
     relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     return cupy_runtime.cupy().cuda.runtime.streamQuery, cuda.cuThreadExchangeStreamCaptureMode, relaxed
 
 
 def is_busy(stream: int) -> bool:
-    """Whether a stream has unfinished work. Safe while another thread captures, in any capture mode."""
+    """True if a stream has unfinished work. Safe while another thread captures, in any capture mode."""
     query, exchange_mode, relaxed = _busy_functions()
     _, mode = exchange_mode(relaxed)
     try:
@@ -170,7 +170,7 @@ def is_busy(stream: int) -> bool:
 
 
 def has_nodes(graph: int) -> bool:
-    """Whether there is work in a graph."""
+    """True if there is work in a graph."""
     status, *_, count = driver.bindings().cuGraphGetNodes(graph)
     return bool(status or count)
 
@@ -189,7 +189,7 @@ def driver_calls(graph: int, stream: int) -> list[Call]:
 
 
 def _lists_of(function: Any, graph: int) -> list[Any]:
-    """The lists that a driver function returns for a graph; empty lists if it fails. A first call reads their length."""
+    """Return the lists that a driver function returns for a graph; empty lists if it fails. A first call reads their length."""
     status, *_, count = function(graph)
     if status or not count:
         return [[], []]
@@ -198,7 +198,7 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
 
 
 def _driver_call(node: Any, stream: int) -> Iterator[Call]:
-    """The driver call of a kernel node or of a memset node of one row; nothing for other nodes.
+    """Yield the driver call of a kernel node or of a memset node of one row; nothing for other nodes.
 
     CuPy's functions take integers, in half the time of those of ``cuda.bindings``, which are used for what CuPy does not have.
     """
@@ -243,7 +243,7 @@ def _kernel_launch(node: Any, params: Any, stream: int) -> Call:
 
 
 def _launch_attributes(node: Any) -> Iterator[Any]:
-    """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
+    """Yield the launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
 
     A launch without the attribute has clusters of one block.
     """
@@ -261,5 +261,5 @@ def _launch_attributes(node: Any) -> Iterator[Any]:
 
 
 def _blocks(dimensions: Any) -> int:
-    """The number of blocks in a cluster; 0 if the attribute is not set."""
+    """Return the number of blocks in a cluster; 0 if the attribute is not set."""
     return int(dimensions.x * dimensions.y * dimensions.z)

@@ -11,7 +11,7 @@ from .cupy_runtime import cupy
 
 @functools.cache
 def bindings() -> Any:
-    """The module ``cuda.bindings.driver``.
+    """Return the module ``cuda.bindings.driver``.
 
     Raises:
         RuntimeError: cuda-python is not installed.

@@ -29,7 +29,7 @@ class LinearForm(NamedTuple):
     constant: float
 
     def plus(self, other: LinearForm, sign: int = 1) -> LinearForm:
-        """The sum of two forms, or their difference with the sign -1."""
+        """Return the sum of two forms, or their difference with the sign -1."""
         return LinearForm(*(x + sign * y for x, y in zip(self, other, strict=True)))
 
 
@@ -41,13 +41,13 @@ class LinearForms:
         self._forms: dict[int, LinearForm | None] = {}
 
     def of(self, root: int) -> LinearForm | None:
-        """The linear form of a step, or None if it is not linear in the indices."""
+        """Return the linear form of a step, or None if it is not linear in the indices."""
         for step in self.writer.reachable(root, known=self._forms):
             self._forms[step] = self._form(self.writer.steps[step])
         return self._forms[root]
 
     def _form(self, step: Step) -> LinearForm | None:
-        """The linear form of a step whose operands have been analyzed."""
+        """Return the linear form of a step whose operands have been analyzed."""
         match step.mode:
             case "index" if step.name == "q_idx":
                 return LinearForm(1, 0, 0)
@@ -129,7 +129,7 @@ def _split_selection(writer: Writer, step: int, x: SplitScore, b: SplitScore) ->
 
 
 def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:
-    """The conditions without those that are True; if one of them is False, a condition of positions that never holds."""
+    """Return the conditions without those that are True; if one of them is False, a condition of positions that never holds."""
     if any(writer.value(condition) == 0 for condition in conditions):
         return [writer.add("cmp_lt", writer.leaf("index", "kv_idx", "int"), writer.constant(0, "int"))]
     return [condition for condition in conditions if writer.value(condition) is None]
@@ -158,7 +158,7 @@ def conjunction(writer: Writer, conditions: Sequence[int]) -> int | None:
 
 
 def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
-    """The operands of nested logical ands, each once."""
+    """Yield the operands of nested logical ands, each once."""
     visited: set[int] = set()
     stack = list(reversed(conditions))
     while stack:

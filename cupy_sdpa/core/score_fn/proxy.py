@@ -94,7 +94,7 @@ class Tracer:
 
 
 def line_of_function() -> str:
-    """The line of the function that is being traced; of a recorded function, the line that was recorded."""
+    """Return the line of the function that is being traced; of a recorded function, the line that was recorded."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
         if frame.f_code is Recorded.__call__.__code__:
@@ -211,7 +211,7 @@ class CapturedArray:
         return len(self.shape)
 
     def as_parameter(self) -> CapturedArray | Value:
-        """The argument of the function: the array, or the element of an array without axes."""
+        """Return the argument of the function: the array, or the element of an array without axes."""
         return self if self.ndim else self[()]
 
     def __repr__(self) -> str:
@@ -275,7 +275,7 @@ class CapturedArray:
 
 
 def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
-    """A number or a traced value as a traced value; integers are recorded as integers only if ``kind`` is ``int``.
+    """Return a number or a traced value as a traced value; integers are recorded as integers only if ``kind`` is ``int``.
 
     Raises:
         TypeError: ``x`` is neither a traced value nor a number, or was traced in another call.

@@ -137,7 +137,7 @@ def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: A
 def relocated(
     function: Recorded, reads: Mapping[Access, Access], *, starts: Mapping[str, Any], places: Mapping[str, Access]
 ) -> Recorded:
-    """The function for a call at other positions: a function of the indices in the call.
+    """Return the function for a call at other positions: a function of the indices in the call.
 
     ``reads`` has the elements of arrays of the call in place of those that the function reads. ``starts`` are added to indices
     of the call, by axis: numbers, or elements of arrays. ``places`` are the elements that contain the positions, for other
@@ -158,12 +158,12 @@ def relocated(
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """The module, the qualified name and the first source line of a function."""
+    """Return the module, the qualified name and the first source line of a function."""
     module, name = getattr(function, "__module__", None) or "?", getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     return module, name, f"{code.co_filename}:{code.co_firstlineno}" if code else f"{module}.{name}"
 
 
 def _type_and_value(operand: Any) -> tuple[type, str]:
-    """What distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    """Return what distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
     return type(operand), repr(operand)

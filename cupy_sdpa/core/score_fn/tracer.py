@@ -65,7 +65,7 @@ class FunctionTracer(Tracer):
         return result
 
     def full(self, step: int) -> int:
-        """A modified score that depends on the score: engines need a result of the full shape of the scores."""
+        """Return a modified score that depends on the score: engines need a result of the full shape of the scores."""
         if self.writer.depends(step, "score"):
             return step
         score = self.writer.leaf("score")
@@ -99,7 +99,7 @@ class FunctionTracer(Tracer):
         return as_value(self, result)
 
     def _tensors(self, function: Callable[..., Any], option: str, positional: int) -> dict[str, Any]:
-        """The arrays that a function takes; the remaining ones may belong to the other function."""
+        """Return the arrays that a function takes; the remaining ones may belong to the other function."""
         if not self.arrays:
             return {}  # reading a signature takes 15 us
         try:
@@ -130,7 +130,7 @@ class Recorder(FunctionTracer):
         super().__init__({}, arrays)
 
     def recorded(self, function: Callable[..., Any], result: Value) -> Recorded:
-        """A traced function, which returned ``result``."""
+        """Return a traced function, which returned ``result``."""
         return recorded(function, self._calls, self._operand(result))
 
     def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
@@ -146,7 +146,7 @@ class Recorder(FunctionTracer):
         return element
 
     def _operand(self, x: Any) -> Any:
-        """An operand of a recorded call, see :class:`NumpyCall`."""
+        """Return an operand of a recorded call, see :class:`NumpyCall`."""
         if not isinstance(x, Value) or x.step in self._results:
             return self._results[x.step] if isinstance(x, Value) else x
         mode, _, name, kind, value = self.writer.steps[x.step]
@@ -216,7 +216,7 @@ def trace(
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """The functions of a call as they are now, by the names of their options; raises what :func:`trace` raises."""
+    """Return the functions of a call as they are now, by the names of their options; raises what :func:`trace` raises."""
     known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
     if len(known) == len(functions):
         return known

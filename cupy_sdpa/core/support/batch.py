@@ -68,5 +68,5 @@ def check_batch_invariant(problem: Problem, *, on_cudnn: bool) -> None:
 
 
 def not_invariant(reason: str) -> Unsupported:
-    """The error of a call with ``batch_invariant=True``."""
+    """Return the error of a call with ``batch_invariant=True``."""
     return Unsupported(f"batch_invariant is True, but {reason}")

@@ -78,7 +78,7 @@ def without_sinks(problem: Problem) -> Problem:
 
 
 def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """The form of a captured array: on the GPU it is dense, and float16 instead of bool."""
+    """Return the form of a captured array: on the GPU it is dense, and float16 instead of bool."""
     dtype = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
     keys, queries, _, batch = spec.shape
     *_, sq, skv, _ = problem.sizes
@@ -107,7 +107,7 @@ def _bias_and_mask_specs(problem: Problem, guards: frozenset[str]) -> dict[str, 
 
 
 def _gradient_specs(problem: Problem) -> dict[str, Any]:
-    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only, because
+    """Return the gradients of bias and captured arrays: of q's dtype, summed over heads and batch only, because
     cuDNN's results are wrong otherwise.
     """
     *_, sq, skv, _ = problem.sizes

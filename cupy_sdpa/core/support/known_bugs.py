@@ -95,7 +95,7 @@ class Bug:
         return not self.guards
 
     def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
-        """Whether the bug affects a problem with this version of cuDNN on this GPU."""
+        """True if the bug affects a problem with this version of cuDNN on this GPU."""
         return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
 
     def violations(self, problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _one_query_forward(problem: Problem) -> bool:
 
 
 def _one_paged_key_of_heads(problem: Problem) -> bool:
-    """One query, and one key in a page, with scores or a mask that differ between heads."""
+    """True for one query, and one key in a page, with scores or a mask that differ between heads."""
     program = problem.settings.program
     of_head = program is not None and any(step.mode == "index" and step.name == "h" for step in program.steps)
     of_head |= any(spec.shape[2] > 1 for spec in problem.captured)
@@ -123,14 +123,14 @@ def _one_paged_key_of_heads(problem: Problem) -> bool:
 
 
 def _one_paged_query_with_sinks(problem: Problem) -> bool:
-    """One query, grouped heads and sinks, with paged keys that are not split because of another option."""
+    """True for one query, grouped heads and sinks, with paged keys that are not split because of another option."""
     _, _, hq, hkv, *_ = problem.sizes
     affected = _one_query_forward(problem) and problem.paged and not problem.packed
     return bool(affected and problem.sinks is not None and hq != hkv and obstacle(problem))
 
 
 def _may_mask_all_keys(problem: Problem) -> bool:
-    """Whether a band may leave a query without keys, although its sequence has keys."""
+    """True if a band may leave a query without keys, although its sequence has keys."""
     band, (*_, sq, skv, _) = problem.band, problem.sizes
     if band is None:
         return False

@@ -14,12 +14,12 @@ from ..problem.tensor_spec import TensorSpec
 
 
 def has_padding(problem: Problem) -> bool:
-    """Whether the problem is a batch of dense arrays with lengths."""
+    """True if the problem is a batch of dense arrays with lengths."""
     return problem.seq_lens_q is not None and not problem.paged and not problem.packed
 
 
 def obstacle(problem: Problem) -> str:
-    """Why arrays of a batch with lengths are copied; empty if they are not."""
+    """Return why arrays of a batch with lengths are copied; empty if they are not."""
     d, dv, _, _, sq, _, _ = problem.sizes
     settings, backward = problem.settings, problem.backward
     large = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
@@ -47,14 +47,14 @@ def obstacle(problem: Problem) -> str:
 
 
 def _is_interleaved(spec: TensorSpec) -> bool:
-    """Whether a batch item of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    """True if a batch item of an array begins before the end of the one before; also if it is broadcast along the batch."""
     *shape, batch = spec.shape
     extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
     return batch > 1 and spec.strides[3] <= extent
 
 
 def masked_inputs(problem: Problem) -> dict[str, str]:
-    """The inputs that are copied with zeros as padding, each with the array of its lengths.
+    """Return the inputs that are copied with zeros as padding, each with the array of its lengths.
 
     The values are multiplied by a probability of 0 in the forward pass, every operand in the backward pass.
     """
@@ -66,7 +66,7 @@ def masked_inputs(problem: Problem) -> dict[str, str]:
 
 
 def description(problem: Problem) -> str:
-    """How the padding of a problem that the engine runs is kept from spreading; empty without padding."""
+    """Return how the padding of a problem that the engine runs is kept from spreading; empty without padding."""
     if not has_padding(problem):
         return ""
     if problem.settings.padded:

@@ -38,7 +38,7 @@ Violations = Callable[[Problem, int, int], Iterator[str]]
 
 
 def when(condition: Callable[[Problem], Any], text: str, capabilities: Container[int] = _ANY) -> Violations:
-    """The violation of problems with a condition on some GPUs.
+    """Yield the violation of problems with a condition on some GPUs.
 
     ``text`` is a format of the problem ``p``, the compute capability ``gpu`` and the version ``cudnn``.
     """
@@ -171,7 +171,7 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
 
 
 def writes_16_bits(capability: int) -> bool:
-    """Whether a GPU writes outputs of FP8 arrays in 16 bits."""
+    """True if a GPU writes outputs of FP8 arrays in 16 bits."""
     return capability in BLACKWELL
 
 
@@ -258,7 +258,7 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _has_gradients_through_scores(problem: Problem) -> Any:
-    """Whether the gradients are those of a bias or ``tensors``, or pass through a softcap or a score function."""
+    """Return whether the gradients are those of a bias or ``tensors``, or pass through a softcap or a score function."""
     return problem.backward and (problem.ds_reductions or problem.settings.softcap or problem.has_score_mod)
 
 

@@ -45,7 +45,7 @@ class Reason(NamedTuple):
 
 
 def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
-    """Every known reason why cuDNN cannot run a problem, with this version (9.19.0 is 91900) on this GPU (9.0 is 90)."""
+    """Return every known reason why cuDNN cannot run a problem, with this version (9.19.0 is 91900) on this GPU (9.0 is 90)."""
     return [reason._replace(lift=_lift(reason, problem, cudnn, capability)) for reason in _reasons(problem, cudnn, capability)]
 
 
@@ -56,7 +56,7 @@ def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 
 def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
-    """The cuDNN releases and the GPUs that have no reason against the problem; empty if there are none."""
+    """Return the cuDNN releases and the GPUs that have no reason against the problem; empty if there are none."""
     if reason.error is not Unsupported:
         return ""
 
@@ -72,7 +72,7 @@ def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
 
 @functools.cache
 def disabled_names() -> frozenset[str]:
-    """The rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
+    """Return the rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
 
     Raises:
         ValueError: a name is unknown, or names a rule that protects memory.
@@ -85,7 +85,7 @@ def disabled_names() -> frozenset[str]:
 
 
 def _bugs_of(problem: Problem, cudnn: int, capability: int) -> list[Bug]:
-    """The bugs that affect a problem and are not disabled."""
+    """Return the bugs that affect a problem and are not disabled."""
     disabled = disabled_names()
     return [bug for bug in BUGS if bug.name not in disabled and bug.affects(problem, cudnn, capability)]
 
