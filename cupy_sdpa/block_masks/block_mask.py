@@ -32,7 +32,7 @@ from .block_size import (
 from .blocks import BLOCK
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks, partial_blocks
 
-#: What a block is in :func:`numbers_of`, in place of the number of a partial block.
+#: What :func:`numbers_of` returns for full and empty blocks, instead of the number of a partial block.
 ALL, NONE = -1, -2
 #: Numbers the masks.
 _next_number = itertools.count().__next__
@@ -144,7 +144,7 @@ class BlockMask(NoArray):
     kinds: NDArray[np.uint8]
     # (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit.
     bits: NDArray[np.uint8]
-    # Those of each batch item if all rows are intervals.
+    # The segments of each batch item if all rows are intervals.
     segments: tuple[segments.Segments, ...] | None
     # The mask function as it was, if it reads no arrays and can be traced.
     function: Recorded | None
@@ -250,7 +250,7 @@ class BlockMask(NoArray):
         Args:
             kv_num_blocks: integers ``(B, Hq, query blocks)``; B and Hq may be 1.
             kv_indices: integers ``(B, Hq, query blocks, key blocks)``.
-            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: there are none.
+            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: no full blocks.
             sq, skv, mask_mod, block, tensors: as for :meth:`from_blocks`; ``block`` is FlexAttention's ``BLOCK_SIZE``. Without
                 a mask function all blocks are full.
 
@@ -370,7 +370,7 @@ class BlockMask(NoArray):
 
 
 def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
-    """The number of every partial tile, with the shape of ``kinds``; :data:`ALL` for full ones, :data:`NONE` for others."""
+    """Return the numbers of the partial tiles, with the shape of ``kinds``; :data:`ALL` for full tiles, else :data:`NONE`."""
     found = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
     found.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
     return found

@@ -19,7 +19,7 @@ from .method import check_groups, check_type, method_of
 def reasons_for_dense(
     options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The arguments of a call for which it computes all blocks with a dense mask; none if it computes the mask by blocks."""
+    """Return the arguments that force a call to compute all blocks with a dense mask; empty if it computes by blocks."""
     check_spelling(options)
     found = [name for name, value in options.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
@@ -27,7 +27,7 @@ def reasons_for_dense(
 
 
 def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
-    """The options of a function that computes no blocks: with the dense mask in place of ``block_mask``, if that is passed.
+    """Return the options of a function that does not compute blocks: with a dense mask instead of ``block_mask``, if passed.
 
     q and k are arrays or shapes. Without k, as for the part of a group, the sizes are not checked here.
     """
@@ -88,7 +88,7 @@ def _dense(q: Any, mask: BlockMask) -> Any:
 
 
 def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a mask has other sizes than the scores of a call; arrays of wrong ranks are refused later."""
+    """Raise ValueError if a mask's sizes differ from the scores of a call; arrays of wrong ranks raise errors later."""
     queries, keys = (tuple(getattr(x, "shape", x)) for x in (q, k))
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     if hasattr(q, "dtype"):  # they are arrays or lists, not shapes

@@ -59,7 +59,8 @@ class _Parts:
     def options_of(self, part: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> ReadOptions:
         """Return the options of a part, with the score function at its positions.
 
-        ``part`` has what is different in this part, see :class:`.ReadOptions`; ``key`` identifies it among those of the sizes.
+        ``part`` has the options that differ in this part, see :class:`.ReadOptions`; ``key`` identifies it among the parts of
+        these sizes.
         """
         options = self.options | part
         if self.scores is None:
@@ -84,7 +85,7 @@ class _Parts:
         return options | {"score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
     def constants(self, key: tuple[Any, ...], make: Callable[..., Iterable[Any]], *arguments: Any) -> list[View]:
-        """Arrays that are known now, which are made once for a mask; ``key`` identifies them among those of the sizes."""
+        """Arrays that are known now and made once for a mask; ``key`` identifies them among the arrays of these sizes."""
         found = stored(self.mask, (self.sizes, *key), lambda: [Constant(array) for array in make(*arguments)])
         return [self.builder.constant(constant) for constant in found]
 
@@ -175,7 +176,7 @@ def add(
     *,
     deterministic: bool,
 ) -> None:
-    """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
+    """Add the steps that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
     backward = "dout" in arrays
     if backward:  # the log-sum-exp contains the sinks
         options = options.without("sinks")
@@ -282,7 +283,7 @@ def _gaps(written: Sequence[tuple[int, int]], begin: int, end: int) -> list[tupl
 
 
 def _results(arrays: Arrays) -> tuple[str, ...]:
-    """Return the names of the results of a pass that have a head dim."""
+    """Return the names of a pass's results with a head dim."""
     return ("dq", "dk", "dv") if "dout" in arrays else ("out",)
 
 

@@ -30,7 +30,7 @@ class Positions(NamedTuple):
     Attributes:
         queries, keys: int32 ``(Sq, E)`` and ``(Skv, E)``, the positions in the arrays of the caller.
         entries: int32 ``(E,)``, the batch items.
-        heads: int32 ``(E,)``, the head, if each entry has one head; None if the heads are those of the caller.
+        heads: int32 ``(E,)``, the head, if each entry has one head; None for the caller's heads.
     """
 
     queries: NDArray[np.int32]
@@ -98,7 +98,7 @@ def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: An
 
 
 class MovableFunction:
-    """A score function of the caller, the arrays that it reads, and the lengths of the axes of the scores."""
+    """A caller's score function, the arrays that it reads, and the lengths of the scores' axes."""
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self.tensors = dict(tensors)
@@ -125,7 +125,7 @@ class MovableFunction:
         return {_POSITIONS[axis]: np.asfortranarray(array) for axis, array in arrays.items()}
 
     def index(self, access: Access, array: Any, positions: Positions) -> NDArray[np.int64]:
-        """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
+        """Return the offsets of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
 
         Of the array only the metadata are read.
         """
@@ -149,7 +149,7 @@ class MovableFunction:
         return np.asfortranarray(offsets[kept])
 
     def located(self, names: Mapping[Access, str], axes: Mapping[str, int]) -> Recorded:
-        """The function at positions, from the names of the copied arrays, and the number of axes of those of :meth:`places`."""
+        """Return the function at positions, given the names of the copied arrays and the rank of :meth:`places`' arrays."""
         one_head = _POSITIONS["h"] in axes
         reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
         first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}

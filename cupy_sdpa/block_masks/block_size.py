@@ -82,7 +82,7 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
 
 
 def tile_kinds(listed: NDArray[np.bool_], full: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> NDArray[np.uint8]:
-    """The kinds of tiles ``(key tiles, query tiles, heads, batch)`` of blocks ``(key blocks, query blocks, heads, batch)``.
+    """Return the kinds of tiles ``(key tiles, query tiles, heads, batch)``, from blocks with the same axes.
 
     A query attends to a key in ``listed`` blocks, and every query to every key in ``full`` ones.
     """
@@ -105,7 +105,7 @@ def with_blocks(
     block: BlockSize,
     lengths: tuple[int, int],
 ) -> NDArray[np.uint8]:
-    """Return the pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
+    """Return the pairs of partial tiles: all pairs of ``full`` blocks, and the pairs in ``bits`` of other ``listed`` blocks.
 
     The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch item.
     """
@@ -123,7 +123,7 @@ def with_blocks(
 def with_exact_kinds(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], tiles: NDArray[np.int32], lengths: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The kinds and bits of :class:`.BlockMask` after ``tiles`` without pairs became empty, and those with all of them full."""
+    """Return the kinds and bits of :class:`.BlockMask`, with ``tiles`` without pairs empty and tiles with all pairs full."""
     ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
     of_queries, of_keys = (np.minimum(BLOCK, n - BLOCK * tiles[:, axis]) for n, axis in zip(lengths, (1, 0), strict=True))
     found = kinds_of(ones[bits].sum(axis=1), of_queries * of_keys)
@@ -145,7 +145,7 @@ def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: in
 def kinds_of_blocks(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], block: BlockSize, sq: int, skv: int
 ) -> NDArray[np.uint8]:
-    """The kinds of blocks of another size ``(key blocks, query blocks, heads, batch)``, from those of tiles and their bits."""
+    """Return the kinds of blocks of another size, ``(key blocks, query blocks, heads, batch)``, from tiles and their bits."""
     if block == TILE:
         return kinds
     # pairs of the parts into which a tile is divided: (key tiles, parts, query tiles, parts, heads, batch)

@@ -15,7 +15,7 @@ from ..extend import Struct, cuda_kernel, cupy_runtime
 THREADS = 128
 #: The rows of an array as kernels read them: the address, and strides in bytes.
 _ROWS = Struct("Rows", "data head row batch rows")
-#: The arguments of :func:`copy_blocks`; width is the bytes of a row of a head of the copies.
+#: The arguments of :func:`copy_blocks`; width is the number of bytes in one head's row of the copies.
 _COPY = Struct("Arguments", source=_ROWS, target=Struct("Copies", "data width heads items"))
 
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from .block_mask import ALL, NONE, BlockMask, numbers_of
 from .blocks import BLOCK
 
-#: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
-#: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
-#: 128: 8 blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
+#: The time of a block with a mask, and of copying and merging a block of queries, relative to a block without a mask, in the
+#: forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim 128: 8
+#: blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
 MASKED_COST, MERGE_COST = 1.45, 3.0
 #: In the backward pass: the time of a block with a mask, and of each copy of a block of queries and of keys. They follow from
 #: the times of 512 blocks as 64 sequences of 128 queries and 1024 keys (731 us), 64 of 1024 and 128 (1112 us) and 8 of 1024 and
@@ -115,7 +115,7 @@ def _split(found: Sequence[Any]) -> list[Any]:
 
 
 def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
-    """Return the row of pages of a group and batch item: pages are those of each entry, or of each key/value head and entry."""
+    """Return the row of pages of a group and batch item: pages belong to an entry, or to a key/value head and an entry."""
     return entry if mask.heads == 1 else group // (sizes.hq // sizes.hkv) + sizes.hkv * entry
 
 
@@ -149,7 +149,7 @@ def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
 
 
 def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the copies of every block, as offsets and numbers: those of ``(block, group, batch item)``, the first fastest."""
+    """Return each block's copies as offsets and numbers, for ``(block, group, batch item)`` with the block fastest."""
     targets = items[:, 0] + blocks * (items[:, 1] + groups * items[:, 2])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=blocks * groups * batch))])
     return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
@@ -173,13 +173,13 @@ class Rectangle(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The time of the backward pass relative to that of a block without a mask."""
+        """The time of the backward pass relative to a block without a mask."""
         block = 1.0 if self.partial is None else MASKED_GRADIENT_COST
         return block * len(self.queries) * len(self.keys) + QUERY_COPY_COST * len(self.queries) + KEY_COPY_COST * len(self.keys)
 
 
 def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Rectangle]]:
-    """Return the blocks of a mask as rectangles: those of full blocks, and those with a mask.
+    """Return the blocks of a mask as rectangles: rectangles of full blocks, and rectangles with a mask.
 
     For each group of heads and batch item the cheapest of these is taken: full blocks without a mask and partial blocks with
     one; or all blocks with one.
@@ -284,7 +284,7 @@ def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> Pack
 
 
 def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
-    """The mask of batch items as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
+    """Return the mask of batch items as an array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
 
     ``partial`` is int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
     """

@@ -41,7 +41,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
-    """Name our arguments in the error of a call with those of FlexAttention's ``create_block_mask``."""
+    """Name our arguments in the error of a call that uses the arguments of FlexAttention's ``create_block_mask``."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -75,7 +75,7 @@ class Function:
     Attributes:
         xp: the module of its arrays, numpy or CuPy.
         dtype: the dtype of the positions: integers have 64 bits on the CPU and 32 bits on the GPU, as in all calls.
-        recorded: the function as it is now; None if only arrays can evaluate it, such as ``table[q_idx - kv_idx]``.
+        recorded: the recorded function; None if only arrays can evaluate it, such as ``table[q_idx - kv_idx]``.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDA
 
 
 def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The number of pairs in each block ``(key blocks, query blocks)``; the first key, the end and the count of each row."""
+    """Return each block's number of pairs, ``(key blocks, query blocks)``; each row's first key, end and count."""
     queries, keys = attends.shape
     blocks = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = attends

@@ -1,4 +1,4 @@
-"""The intersection of a block mask with a band: ``causal`` and ``window`` beside ``block_mask``."""
+"""The intersection of a block mask with a band: ``causal`` and ``window`` together with ``block_mask``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BlocksOfBand:
         self.kinds = kinds_of(pairs, lengths_of(sq, query_blocks) * np.diff(edges)[:, None])[:, :, None, None]
 
     def bits(self, j: int, i: int) -> NDArray[np.uint8]:
-        """Return the pairs of a block, in the form of the bits of a block mask."""
+        """Return a block's pairs as the bits of a block mask."""
         attends, keys = np.zeros((BLOCK, BLOCK), bool), BLOCK * j + np.arange(BLOCK)
         of_tile = slice(BLOCK * i, BLOCK * (i + 1))
         queries = self.first[of_tile, None]
@@ -84,7 +84,7 @@ def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
 
 
 def _function(own: Recorded, band: Band, corner: int) -> Recorded:
-    """A mask function within a band, whose diagonal from the bottom right is ``corner`` keys after that from the top left."""
+    """Return a mask function within a band whose bottom-right diagonal is ``corner`` keys after the top-left diagonal."""
     left, right, shift = band.left, band.right, corner if band.bottom_right else 0
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -136,7 +136,7 @@ def as_pages(array: View) -> View | None:
 
 
 def check_type(mask: Any) -> None:
-    """Raise TypeError for a block mask that is none."""
+    """Raise TypeError if ``block_mask`` is not a BlockMask."""
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
@@ -184,8 +184,8 @@ def check_arrays(
 ) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
-    ``results`` are the names of the arrays that are written. ``dtype`` is that of dout, dq, dk and dv, by default that of q.
-    ``rounded``: the call computes in another dtype than that of its arrays.
+    ``results`` are the names of the arrays that are written. ``dtype`` is the dtype of dout, dq, dk and dv, by default q's.
+    ``rounded``: the call computes in a dtype other than its arrays' dtype.
     """
     q, k, v = (arrays[name] for name in "qkv")
     given = {**arrays, "sinks": sinks}

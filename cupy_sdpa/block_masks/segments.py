@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
 
 def find_segments(rows: Rows, most: int) -> Segments | None:
-    """The segments of the rows of a mask; None if a row is not an interval, or if there are more than ``most`` segments."""
+    """Return the segments of a mask's rows; None if a row is not an interval, or for more than ``most`` segments."""
     first, end, count = rows
     used = count > 0
     if (end - first != count)[used].any():
@@ -88,13 +88,13 @@ def find_segments(rows: Rows, most: int) -> Segments | None:
 
 
 def _distance(distance: NDArray[np.int64], moving: NDArray[np.bool_]) -> int | None:
-    """Return the most frequent distance from the diagonal among rows whose bound moves with it; None if there is none."""
+    """Return the most frequent distance from the diagonal among rows whose bound moves with it; None without such rows."""
     values, counts = np.unique(distance[moving], return_counts=True)
     return int(values[counts.argmax()]) if len(values) else None
 
 
 def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | None) -> Bound | None:
-    """The bound of a segment with one more row: its key is ``bounds[i]``, that of the band ``band[i]``; None if it has none."""
+    """Return a segment's bound with one more row: its key is ``bounds[i]``, the band's is ``band[i]``; None for no bound."""
     key = bounds[i]
     moves = band is not None and key >= band[i]
     clipped = band is not None and key > band[i]
@@ -230,7 +230,7 @@ def slices(entry: Segments) -> list[Slice] | None:
         if segment.q1 - segment.q0 == segment.end.key - segment.first.key == 1:
             return None
         sides = band_sides(entry, [segment])
-        assert sides  # those of one segment do not differ
+        assert sides  # the bands of one segment do not differ
         for bottom_right in (False, True):
             try:
                 band = local_band(segment, *sides, bottom_right)
@@ -244,11 +244,11 @@ def slices(entry: Segments) -> list[Slice] | None:
 
 
 def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
-    """The slices of the backward pass, in which no slice has a diagonal from the bottom right where a top left one is possible.
+    """Return the slices of the backward pass, with diagonals from the top left wherever possible.
 
     cuDNN's backward kernels compute all tiles of a mask from the bottom right. The first keys of such a slice, to which all
-    its queries attend, and the other keys are separate slices; the log-sum-exp is that of all keys, so nothing is merged.
-    Slices of consecutive queries with the same keys become one.
+    its queries attend, and the other keys are separate slices; the log-sum-exp covers all keys, so nothing is merged. Slices of
+    consecutive queries with the same keys become one.
     """
     found: list[Slice] = []
     for part in parts:

@@ -76,7 +76,7 @@ def _prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
 class CaseRunner:
     """Makes the calls of one case on numpy or CuPy arrays, with two sets of values, and counts them.
 
-    The options are those of :meth:`options`, ``deterministic``, and in the backward pass ``backward_options``, too.
+    The options are :meth:`options`, ``deterministic``, and in the backward pass also ``backward_options``.
     """
 
     def __init__(self, case: Case) -> None:
@@ -235,7 +235,7 @@ class CaseRunner:
         self.load(memory, index)
         names = {"cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "bucket", "layout", "engine"}
         q, k = memory.views["q"], memory.views["k"]
-        if case.paged:  # the random numbers are those of dense arrays
+        if case.paged:  # the random numbers are drawn as for dense arrays
             names, dense = {"engine"}, case.without("packed")
             q, k = (self.xp.zeros(dense_shape(dense, name), dtype_of(case.dtype), order="F") for name in "qk")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
@@ -265,7 +265,7 @@ def plan(case: Case, outcome: Outcome) -> None:
 
 
 def problems(case: Case) -> list[Any]:
-    """Return the problems of the passes of a case."""
+    """Return the problem of each pass of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
     table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
     q, k, v = (memory.views[name] for name in "qkv")

@@ -25,7 +25,7 @@ SINGLE = float(np.finfo(np.float32).eps)
 APPROXIMATE = 2.0**-10
 #: The error of a sum of FP8 products relative to the norms. Tensor cores truncate every addend to about 13 bits below the
 #: leading one of the largest (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2). The error of rows with one key
-#: is up to 1.2 of this for normal numbers; that of rows with many keys is much smaller.
+#: is up to 1.2 of this for normal numbers, and much smaller for rows with many keys.
 FP8_SUM = 2.0**-13
 
 

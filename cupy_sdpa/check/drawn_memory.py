@@ -38,7 +38,7 @@ def named_layout(case: Case) -> dict[str, Any]:
     >>> named_layout(Case(layouts={"k": "hdsb"}))
     {'layout': 'dhsb'}
     """
-    one = 1 in (case.d, case.dv)  # a head dim of 1 has no stride: the order of the other axes may be that of another layout
+    one = 1 in (case.d, case.dv)  # a head dim of 1 has no stride: the other axes may be in the order of another layout
     needed = any(
         layout != "qkv" and (layout[0] != "d" or "-" in layout or (one and not layout.startswith("dhs")))
         for layout in case.layouts.values()
@@ -126,7 +126,7 @@ class Memory:
 
 
 def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
-    """Allocate arrays of a case in its layouts, full of NaN; ``names`` are those of q, k, v, dout and the results."""
+    """Allocate arrays of a case in its layouts, full of NaN; ``names`` names q, k, v, dout and the results."""
     memory, dtype = Memory(xp), dtype_of(case.dtype)
     if case.paged:
         memory.allocate_table("page_table", (case.skv // case.paged.page, case.b))

@@ -1,7 +1,7 @@
 """The score and mask functions that the self-test draws: plain Python functions that also accept numpy arrays.
 
 The package traces them. The reference calls them with numpy arrays that broadcast to ``(B, Hq, Sq, Skv)``. Each captured array
-is read with one index expression, so its gradient is a sum of the gradient of the scores times an elementwise derivative.
+is read with one index expression, so its gradient is the sum of dS times an elementwise derivative.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class LargeCase(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a case; the defaults are those of a GPU.
+    """The sizes of a case; the defaults are for a GPU.
 
     Attributes:
         elements: the number of elements that arrays exceed.
@@ -118,7 +118,7 @@ def _qkv(d: int, hq: int, hkv: int, sq: int, skv: int, b: int) -> tuple[Any, Any
 
 
 def _entries(count: int, *others: int) -> list[int]:
-    """Return the first and the last index, those beside the middle, and others that exist."""
+    """Return the first and the last index, the indices around the middle, and others that exist."""
     return sorted({n for n in (0, count // 2, count - 2, count - 1, *others) if 0 <= n < count})
 
 
@@ -142,7 +142,7 @@ def _both_passes(
 ) -> Iterator[str]:
     """Run both passes of q, k, v and dout, into results full of NaN, and compare samples of all results.
 
-    ``truth_options`` are the options of the reference. Default: those of the call.
+    ``truth_options`` are the options of the reference. Default: the call's options.
     """
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     out, stats = _nan(*q.shape), _nan(q.shape[2], q.shape[1], q.shape[3], dtype=np.float32)

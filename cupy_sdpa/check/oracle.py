@@ -1,7 +1,7 @@
 r"""The expected results of a case: what the public reference lacks, and the intermediate values for the tolerances.
 
-The masks and the softmax are those of :mod:`cupy_sdpa.reference`. Besides, the self-test needs score functions, derivatives,
-the roundings of a kernel, and all heads at once. It uses no other code of the package.
+The masks and the softmax come from :mod:`cupy_sdpa.reference`. The self-test also needs score functions, derivatives, the
+roundings of a kernel, and all heads at once. It uses no other code of the package.
 
 All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
 In float64 the result is the truth. With the roundings of a fused kernel (P, dS and the results to the dtype of the arrays, the
@@ -162,7 +162,7 @@ class Inputs:
         return np.broadcast_to(np.asarray(result), self.merged_shape).reshape(self.shape)
 
     def to_call_shape(self, array: Array, side: int, fill_value: float = 0.0) -> Array:
-        """A result ``(B, H, S, ...)`` of the queries (side 0) or keys (1) in the call's shape, with a value in the padding."""
+        """Return a result ``(B, H, S, ...)`` of queries (0) or keys (1) in the call's shape, with a value in the padding."""
         lengths = self.lengths[side]
         inside = (np.arange(array.shape[2]) < lengths[:, None])[:, None, :]
         array = np.where(inside.reshape(*inside.shape, *(1,) * (array.ndim - 3)), array, fill_value)
@@ -212,7 +212,7 @@ class Results:
         softcap_input: the scores before the softcap.
         scores: the scores after the mask, -inf where masked.
         sink: the score of the sink, ``(B, Hkv, G, Sq, 1)``.
-        p, sink_weight: the weights, softmax of the scores, and that of the sink.
+        p, sink_weight: the weights (the softmax of the scores), and the weight of the sink.
         attended: which weights are not masked.
         stats: the log-sum-exp, ``(B, Hkv, G, Sq)``.
         ds: the gradient of the scores before the softmax.
@@ -250,7 +250,7 @@ class Results:
             return array if self.dtype is None else array.astype(self.dtype).astype(self.work)
 
     def _round_stats(self, array: Array) -> Array:
-        """Round to the dtype of row statistics, that of the work."""
+        """Round to the dtype of row statistics, which is the dtype to compute in."""
         return array if self.dtype is None else array.astype(self.work)
 
     def _add_outputs(self) -> None:
@@ -359,7 +359,7 @@ class Results:
         self.values["dstats"] = inputs.to_call_shape(inputs.merge_heads(self.mean[..., 0]), 0)
 
     def _add_gradients(self) -> None:
-        """Add the gradients; the derivatives of the score function are those of the truth."""
+        """Add the gradients, with the true derivatives of the score function."""
         inputs, options, work, values = self.inputs, self.inputs.case.options, self.work, self.values
         dout = inputs.dout.astype(work)
         stats = self.stats[..., None]

@@ -1,6 +1,6 @@
 """Other ways to compute the attention of a case: FP8 arrays, a group of threads, a shared prefix, merged parts, and a cache.
 
-Their results are those of one call, so they have the same reference.
+Their results equal one call's results, so they have the same reference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .formats import FORMATS, FP8_SCALE
 
 #: Seconds after which a member of a group gives up.
 _TIMEOUT = 60.0
-#: The factors of the queries of a member before each of its calls. On the GPU the third call is captured as a CUDA graph.
+#: The factors that multiply a member's queries before each of its calls. On the GPU the third call is captured as a CUDA graph.
 _FACTORS = {"cpu": (1,), "gpu": (-1, -1, -1, -1)}
 #: Parts of the seed.
 _PARTS_STREAM, _CACHE_STREAM = 79, 80
 
 
 def _scalings(case: Case, views: dict[str, Any]) -> dict[str, Any]:
-    """The scalings of q, k and v, which begin with the scale at which the values are exact, and the lengths of the arrays."""
+    """Return the scalings of q, k and v, which begin at a scale with exact values, and the lengths of the arrays."""
     dtype = case.options["fp8"]
     amax = FORMATS[dtype].largest / FP8_SCALE
     lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
@@ -51,7 +51,7 @@ def arrays_in_fp8(data: Data, views: dict[str, Any], xp: Any) -> list[Any]:
 
 
 def wrong_scale(data: Data, views: dict[str, Any]) -> str:
-    """What is wrong with the scale of a second conversion, that of the first array's largest magnitude, or with a mean."""
+    """Return what is wrong with a second conversion's scale, which the first array's magnitudes set, or with a mean."""
     case = data.case
     if case.dv and case.hkv and case.skv and "mean" in case.options and (wrong := _wrong_mean(data, views)):
         return wrong
@@ -87,7 +87,7 @@ def forward_function(case: Case) -> Callable[..., Any]:
 
 
 def with_tree(case: Case, data: Data, k: Any, options: dict[str, Any], xp: Any) -> dict[str, Any]:
-    """Return the options of a call with those of :func:`cupy_sdpa.tree_mask`, if the case has a tree."""
+    """Return the options of a call, with the mask of :func:`cupy_sdpa.tree_mask` if the case has a tree."""
     if data.parents is None:
         return options
     parents: Any = data.parents
@@ -182,7 +182,7 @@ def on_host(x: Any) -> Any:
 
 
 def rotation(case: Case) -> Any:
-    """Return the rotation of queries and keys by quarter turns; None if the case has none."""
+    """Return the rotation of queries and keys by quarter turns; None if the case has no rotation."""
     assert case.cache
     *_, form, dim = case.cache
     frequencies = np.pi / 2 * _quarter_turns(dim)

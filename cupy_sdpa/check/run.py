@@ -170,7 +170,7 @@ def run(
     before_shrinking: Callable[[Summary], None] = lambda summary: None,
     modules: tuple[str, ...] = (),
 ) -> Summary:
-    """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result is that of the finished cases.
+    """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result then covers the finished cases.
 
     ``progress`` is called after each case, with the current activity, and ``before_shrinking`` before findings are shrunk, if
     there are any; the first of a run that it ends is not. Each of ``jobs`` worker processes imports the modules first.

@@ -36,7 +36,7 @@ DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024
 
 
 def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
-    """The sizes of a case, halved until they are within limits: the batch and the heads, the head dims, then the lengths.
+    """Return the sizes of a case, halved to fit the limits: first the batch and the heads, the head dims, then the lengths.
 
     >>> within({"d": 8, "dv": 8, "hq": 4, "hkv": 2, "sq": 10, "skv": 10, "b": 3}, Limits(500, 1000))
     {'d': 8, 'dv': 8, 'hq': 4, 'hkv': 2, 'sq': 10, 'skv': 10, 'b': 1}
@@ -61,7 +61,7 @@ def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
 
 
 class Sampler:
-    """Draws the parts of one case. Sq and Skv may be given, and other limits than those of the engine."""
+    """Draws the parts of one case. Sq, Skv and limits other than the engine's may be given."""
 
     def __init__(
         self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None, limits: Limits | None = None

@@ -15,7 +15,7 @@ def same_failure(a: Outcome, b: Outcome) -> bool:
 
 
 def shrink(case: Case, outcome: Outcome, run_case: Callable[[Case], Outcome], seconds: float = 60.0) -> tuple[Case, Outcome]:
-    """The smallest case that fails in the same way as a finding, and its outcome; after the time limit the smallest so far."""
+    """Return the smallest case (found in time) that fails in the same way as a finding, and its outcome."""
     end, tried = time.monotonic() + seconds, {repr(case)}
     progress = True
     while progress:

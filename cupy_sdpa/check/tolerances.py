@@ -114,7 +114,7 @@ class _Floors:
         return floors
 
     def _entropy(self, of_stats: float) -> float:
-        """The floor of the entropy: the errors of L, of the mean score, whose error is of the mean key, and of the sink."""
+        """Return the floor of the entropy: the errors of L, of the mean score (that is, of the mean key), and of the sink."""
         inputs, p = self.inputs, self.p
         weights = (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0)) ** 2
         of_keys = weights @ inputs.k**2 + (2 * self.half * (p @ inputs.k)) ** 2 + self.subnormal**2
@@ -188,7 +188,7 @@ class _Floors:
         return {"jvp": found, "dstats": DEVIATIONS * _finite_max(of_mean) + (2 * self.half + 2 * drift) * _max_abs(mean)}
 
     def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
-        """The floors of sums of dS: from the errors of each term and of the row sums of dO * O, and the magnitudes of dS."""
+        """Return the floors of sums of dS, from the errors of each term and of rowsum(dO * O), and the magnitudes of dS."""
         inputs, values, floors = self.inputs, self.truth.values, {}
         if "dbias" in values:
             bias = inputs.data.arrays["bias"]

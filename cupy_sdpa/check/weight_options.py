@@ -15,7 +15,7 @@ from .formats import LARGEST, dtype_of
 
 
 class Row(NamedTuple):
-    """An option of a case that has the name of the option of the call.
+    """An option of a case with the same name as the call's option.
 
     Attributes:
         draw: draws the literal of a case (:mod:`.case`) with a :class:`.sampler.Sampler`.

@@ -163,7 +163,7 @@ def _large(arguments: argparse.Namespace) -> int:
         else:
             try:
                 errors = large.run(case)
-            except Exception as error:  # a call that is refused or fails is a finding: these problems must run
+            except Exception as error:  # an unsupported or failing call is a finding: these problems must run
                 errors = [f"{type(error).__name__}: {error}"]
             outcome = f"{len(errors)} wrong" if errors else "passed"
         seconds = time.perf_counter() - began

@@ -91,7 +91,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _input(seq: int | None, dtype: Any) -> tuple[str, list[str], Any]:
-    """The title, the tokens, q, k and v: keys are words in the first head, positions in the second; queries are scaled keys."""
+    """Return the title, the tokens, q, k and v: keys are words in head 0, positions in head 1; queries are scaled keys."""
     text = importlib.resources.files(__package__).joinpath("alice.txt").read_text(encoding="utf-8")
     text = text.translate(str.maketrans("’‘—", "''-"))
     words = re.findall(r"\w+(?:['-]\w+)*|[^\w\s]", text.lower())
@@ -115,7 +115,7 @@ def _input(seq: int | None, dtype: Any) -> tuple[str, list[str], Any]:
 
 
 def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[Any, str, str]:
-    """Select the engine, in the options of the call, too; return the arrays on its device, the reason and the plan."""
+    """Select the engine, also in the call's options; return the arrays on its device, the reason and the plan."""
     reasons = machine.obstacles_of_cupy() if requested == "cupy" else machine.obstacles()
     if requested != "numpy" and not reasons:
         cupy = cupy_runtime.cupy()

@@ -63,7 +63,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
-    """Return the report; where no plan can be built for a described GPU, that of the support table for the newest cuDNN."""
+    """Return the report; if no plan can be built for a described GPU, the support table's report for the newest cuDNN."""
     try:
         return explained(problem, gpu=gpu, cudnn=cudnn)
     except CudnnError as error:

@@ -37,7 +37,7 @@ command failed and one line on stderr gives the reason.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the process, and return its :func:`exit_status`."""
+    """Run a command, by default the process's, and return its :func:`exit_status`."""
 
     def command() -> int:
         parser = _parser(sys.argv[1:] if argv is None else argv)

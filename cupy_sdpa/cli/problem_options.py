@@ -88,7 +88,7 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     With ``stats`` the forward pass returns the log-sum-exp, also without ``--stats``.
 
     Raises:
-        CommandError: the shapes are not those of a call.
+        CommandError: the shapes do not describe a call.
         TypeError, ValueError: as :func:`cupy_sdpa.problem`.
     """
     sizes = [_sizes(arguments, queries)]
@@ -136,7 +136,7 @@ def _on_the_command_line(message: str) -> str:
 
 
 def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes ``d``, ``h``, ``s`` and ``b``; refused if there are not four, or probably in another order."""
+    """Return the lengths of the axes ``d``, ``h``, ``s`` and ``b``; raise if not four, or probably in another order."""
     text = ",".join(map(str, lengths))
     if len(lengths) != 4:
         raise CommandError(f"{text} has {len(lengths)} numbers; a shape has 4: {','.join(arguments.layout.upper())}")
@@ -155,7 +155,7 @@ def _axes(arguments: argparse.Namespace, name: str) -> str:
     """Return the axes of q, k or v in the shape that the call gets."""
     if arguments.packed and not (arguments.pages and name != "q"):
         return "dht" if arguments.layout == "dhsb" else "thd"
-    if arguments.pages and name != "q":  # pages of tokens in place of sequences
+    if arguments.pages and name != "q":  # pages of tokens instead of sequences
         return str(arguments.layout).replace("s", "g").replace("b", "p")
     return str(arguments.layout)
 

@@ -59,7 +59,7 @@ def _facts(version: int) -> dict[str, Any]:
 
 
 class _Support(NamedTuple):
-    """Whether a GPU runs a problem; and the rules that refuse it, or for which its results are unverified."""
+    """Whether a GPU runs a problem, and the rules that rule it out or leave its results unverified."""
 
     runs: bool
     rules: tuple[str, ...]

@@ -32,7 +32,7 @@ INSTALL_FOR_GPU = pip_install("cuda12", "cuda13")
 
 
 class Unsupported(NotImplementedError):
-    """The arguments are valid, but this cuDNN version or GPU does not support them; the message states reason and remedy."""
+    """The arguments are valid, but this cuDNN version or GPU does not support them; the message gives reason and fix."""
 
 
 class CudnnError(RuntimeError):
@@ -53,7 +53,7 @@ class CudnnError(RuntimeError):
 
 
 class OutOfPages(MemoryError):
-    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message states the remedy."""
+    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message gives the fix."""
 
 
 class DiskCacheWarning(UserWarning):

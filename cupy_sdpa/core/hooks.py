@@ -31,8 +31,8 @@ class OptionModule(Protocol):
     def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], results: Any, **dtypes: Any) -> None:
         """Check the arrays of a call by name. ``results`` are the names of those that are written.
 
-        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for that of q; and ``rounded``, whether the call computes in
-        another dtype than that of its arrays.
+        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for q's dtype; and ``rounded``, whether the call computes in
+        a dtype other than its arrays' dtype.
         """
 
     def add(self, builder: Any, arrays: Any, value: Any, options: Mapping[str, Any], *, deterministic: bool) -> None:

@@ -18,7 +18,7 @@ from .libraries import check_one_library, library_of
 
 #: The arguments that are int32.
 INT32 = frozenset(INTEGERS)
-#: What to pass in place of an object that is no array, by the names of arguments.
+#: What to pass instead of an object that is not an array, by argument name.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
@@ -57,7 +57,7 @@ def read_array(name: str, array: Any) -> Any:
     """Check that an argument is an array of numpy or CuPy, or a view, and return it; lists of lengths become int32 arrays.
 
     Raises:
-        TypeError: it is none; the message says how to convert it.
+        TypeError: it is not an array; the message says how to convert it.
     """
     if isinstance(array, View):
         return array
@@ -103,7 +103,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     result is whether the arrays are CuPy's. A seed or an offset that is an integer is not an array.
 
     Raises:
-        TypeError: q, k or v is None, an array is none, or arrays of several libraries are mixed.
+        TypeError: q, k or v is None, an argument is not an array, or arrays of several libraries are mixed.
         ValueError: arrays are on different devices.
     """
     passed = {**arrays, **{name: options[name] for name in OPTION_ARRAYS if options.get(name) is not None}}
@@ -131,7 +131,7 @@ def _is_integer(name: str, value: Any) -> bool:
 def as_int32(name: str, array: Any) -> Any:
     """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
 
-    Anything else is returned unchanged, to be refused later; offsets of int64 too, which calls take.
+    Anything else is returned unchanged and raises an error later; so are int64 offsets, which calls accept.
     """
     listed = isinstance(array, (list, tuple))
     if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
@@ -187,7 +187,7 @@ def _library(array: Any, device: int | None) -> str:
 
 
 def share_elements(a: Any, b: Any) -> bool:
-    """True if two arrays of one engine have an element in common; views of missing arrays have none."""
+    """True if two arrays of one engine have an element in common; False for views of missing arrays."""
     if isinstance(a, View) or isinstance(b, View) or not a.size or not b.size:
         return False
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

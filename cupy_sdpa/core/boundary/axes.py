@@ -11,7 +11,7 @@ from . import layouts
 
 
 class Axes:
-    """The caller's axes: those of the option ``layout``, and no batch axis if q has none."""
+    """The caller's axes, from the option ``layout``, and without a batch axis if q has no batch axis."""
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
         self._named: str | None = options.get("layout")

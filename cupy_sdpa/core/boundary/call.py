@@ -38,8 +38,8 @@ class LaunchRecord(NamedTuple):
 
     Attributes:
         plans: the plans of its launches.
-        memory_bytes: the memory that it needed besides its arrays, its results and the inputs that were created.
-        plan_only: whether nothing ran besides one plan, whose workspace is this memory.
+        memory_bytes: the memory that it needed in addition to its arrays, its results and the inputs that were created.
+        plan_only: whether only one plan ran, whose workspace is this memory.
     """
 
     plans: tuple[Plan, ...]

@@ -21,9 +21,9 @@ from .axes import Axes
 from .libraries import library_of
 from .sharing import Sharing
 
-#: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
+#: Types of arrays that need no conversion without options: numpy's and CuPy's. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
-#: The names of the results of the forward pass, in the order in which they are returned.
+#: The names of the forward pass's results, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
 
 
@@ -74,7 +74,7 @@ class Conversion:
             return tuple(self.back(results, returned, arrays))
 
     def converted(self, arrays: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-        """Return the arrays with the package's axes, by name; those of the ``results`` are written."""
+        """Return the arrays with the package's axes, by name; the call writes to the arrays named in ``results``."""
         converted = {}
         for name, array in arrays.items():
             if array is not None and name in results:

@@ -35,9 +35,9 @@ from .argument import as_int32, spec_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: The layouts that calls take. The first two are that of this package, dense and packed.
+#: The layouts that calls take. The first two are this package's layout, dense and packed.
 LAYOUTS = get_args(Layout)
-#: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
+#: The arrays with a head dim, including ``outs[0]`` and the others; for a group also other arrays with the axes of q.
 VECTORS = frozenset((*ARRAYS_WITH_HEAD_DIM, "outs", "mean"))
 #: The options with more than one axis.
 _OPTIONS = (*SCORE_INPUTS, "page_table")
@@ -73,7 +73,7 @@ def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def takes_default(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function with ``layout=``, whose default is that of :func:`cupy_sdpa.layout.default`."""
+    """Return a function whose ``layout=`` defaults to the layout of :func:`cupy_sdpa.layout.default`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -143,13 +143,13 @@ def _batch_axis(name: str, layout: str | None, axes: int) -> int:
 
 
 def other_layout(options: Mapping[str, Any]) -> str | None:
-    """Return the option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted."""
+    """Return the option ``layout`` if it is in C order; None for this package's layout, so that nothing is permuted."""
     layout: str | None = options.get("layout")
     return None if layout is None or layout[0] == "d" else layout
 
 
 def to_own(name: str, array: Any, layout: str) -> Any:
-    """An array or a shape of a layout in C order in that of this package; anything else, which is refused later, unchanged."""
+    """Return an array or a shape of a C-order layout in this package's layout; anything else unchanged, to raise later."""
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:
@@ -161,7 +161,7 @@ def to_own(name: str, array: Any, layout: str) -> Any:
 
 
 def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any:
-    """A result in the caller's layout, one in C order: a view. ``axes`` is the number of axes of the bias for its gradient."""
+    """Return a view of a result in the caller's C-order layout. ``axes`` is the rank of the bias, for its gradient."""
     if name in VECTORS:
         # pages of keys are bshd
         return array.transpose(order(_own(array.ndim), layout if len(layout) == array.ndim else "bshd"))
@@ -228,7 +228,7 @@ _CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and ac
 
 
 def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
-    """Why an array with a head dim is probably in another layout; empty if it is not. A GPU refuses a head dim of 1 itself."""
+    """Return why an array with a head dim is probably in another layout, or ""; a GPU itself rejects a head dim of 1."""
     return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
 
 
@@ -272,7 +272,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
 def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array, if ``unbatched`` without the batch axis."""
     places: Sequence[int] = range(len(axes))
-    if len(letters_of(name)) == 1:  # any other shape is a mistake, shown as it is
+    if len(letters_of(name)) == 1:  # any other shape is a mistake, shown unchanged
         return tuple(axes)
     if layout and name not in VECTORS:
         places = places[::-1]
@@ -282,7 +282,7 @@ def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequenc
 
 
 def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:
-    """An array or a shape with its axes in reverse order; masks and biases with less than four axes get axes of length 1."""
+    """Return an array or a shape with reversed axes; masks and biases with fewer than four axes get axes of length 1."""
     missing = max(4 - len(shape), 0) if name in SCORE_INPUTS else 0
     if is_shape:
         return shape[::-1] + (1,) * missing

@@ -50,7 +50,7 @@ _libraries: dict[type, Library | None] = {}
 
 
 def _library(kind: type) -> Library | None:
-    """The library of a type that has not occurred yet; the layers that know libraries are not imported for our own types."""
+    """Return the library of a new type; the layers that know libraries are not imported for our own types."""
     root = kind.__module__.partition(".")[0]
     return None if root in ("numpy", "cupy", "builtins", "ml_dtypes", "cupy_sdpa") else library_of_type(kind)
 
@@ -93,7 +93,7 @@ def on_stream_of(library: Library, device: int) -> Iterator[None]:
 
 
 def sharing_stream(library: Library, array: Any) -> Any:
-    """A context in which arrays are shared: CuPy's current stream is that of the library on the device of one of its arrays."""
+    """Return a context that shares arrays: CuPy uses the library's current stream on the device of one of its arrays."""
     if library.stream is None or not is_on_gpu(array):
         return contextlib.nullcontext()
     _, device = array.__dlpack_device__()

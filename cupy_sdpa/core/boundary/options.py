@@ -16,7 +16,7 @@ from .layouts import check_layout, in_default, refuse_default
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: What to write in place of options of other libraries.
+#: What to write instead of other libraries' options.
 _ANSWERS = {
     "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",
     "pass seq_lens_kv=, the length of each sequence; or mask=, bool, where True attends: with a layout in C order "
@@ -143,8 +143,8 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
     The table of options says which. ``name`` is the function's name there, by default its own. With ``gradients`` it also takes
     the flags that request gradients.
 
-    A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
-    :func:`special_call`; others are wrapped, which takes 0.2 us per call.
+    A call that does not fit the signature raises an error that names the fix. A function with ``*positional`` raises it itself,
+    with :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
         return functools.partial(takes_options, name=name, gradients=gradients)
@@ -171,7 +171,7 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
 
 
 def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
-    """Return the function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+    """Return the function; a call that does not fit its signature raises an error that names the fix, if there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A call in :func:`cupy_sdpa.layout.default`, or one that lacks an array or has too many, which raises TypeError.
+    """Make a call in :func:`cupy_sdpa.layout.default`, or raise TypeError for missing arrays or too many.
 
     ``arguments`` are the ``locals()`` of the function, with ``*positional`` and ``**options``, at the beginning.
     """
@@ -211,7 +211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
-    """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
+    """Raise our own error, not Python's, for a call with unknown options or too many arguments."""
     check_spelling(options)
     if others:
         names = [p.name for p in _positional(function)]

@@ -15,7 +15,7 @@ from ..problem.bucket import read_bucket
 from .options import check_names, read_settings
 from .user_functions import FUNCTIONS, check_tensors
 
-#: The options that remain as they are: arrays, seeds, functions and the arrays that these read.
+#: The options that are kept unchanged: arrays, seeds, functions and the arrays that functions read.
 _INPUTS = (*OPTION_ARRAYS, *FUNCTIONS, "tensors")
 
 
@@ -28,7 +28,7 @@ class ReadOptions(Mapping[str, Any]):
     Attributes:
         inputs: the arrays, seeds, functions and ``tensors`` that are passed.
         settings: what determines a plan; not deterministic, and without the program of functions.
-        scalars: the numbers that are passed by value.
+        scalars: the scalars, which are passed by value.
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
         batch_invariant: whether bits must not depend on the batch.
         causal, bucket, layout: as they were passed, for messages and for what depends on how they were written.

@@ -13,7 +13,7 @@ from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_
 
 
 class Sharing:
-    """How the arrays of a call are shared; with ``engine="cupy"``, CuPy arrays become those of the interpreter.
+    """How the arrays of a call are shared; with ``engine="cupy"``, CuPy arrays become arrays of the interpreter.
 
     Attributes:
         keeps_arrays: whether the arrays are those that the caller passed, or views of them.
@@ -30,7 +30,7 @@ class Sharing:
         self.keeps_arrays = self._library is None and self._engine != "cupy"
 
     def stream_of(self, q: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the options are shared: CuPy's current stream is that of q's library."""
+        """Return a context that shares the options: CuPy uses the current stream of q's library."""
         return contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:

@@ -48,7 +48,7 @@ class Functions(NamedTuple):
     identities: tuple[Hashable | None, ...] = ()
 
 
-#: Those of a call without functions.
+#: The identities of a call without functions.
 NO_FUNCTIONS = Functions()
 
 
@@ -58,7 +58,7 @@ def has_functions(options: Mapping[str, Any]) -> bool:
 
 
 def function_identities(options: Mapping[str, Any]) -> tuple[Hashable | None, ...]:
-    """Return the identities of the functions of a call, see :mod:`.core.score_fn.identity`."""
+    """Return the identities of a call's functions, see :mod:`.core.score_fn.identity`."""
     return tuple(identity(options.get(name)) for name in FUNCTIONS)
 
 
@@ -68,7 +68,7 @@ _MAX_RECORDED = 1024
 
 
 def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and of lists.
+    """Return a snapshot of the options for a later call: with recorded functions, and copies of ``tensors`` and of lists.
 
     Functions that were recorded before are recognized by their identities, as in a repeated call.
     """
@@ -84,7 +84,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         kept["tensors"] = tensors
         tensors = Conversion(q, {"tensors": tensors}).options["tensors"] if needs_conversion(q, {}) else tensors
         if not all(isinstance(getattr(array, "dtype", None), np.dtype) for array in tensors.values()):
-            return kept  # the call refuses other arrays
+            return kept  # the call raises an error for other arrays
     identities = function_identities(options)
     key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
     found = _recorded.get(key)

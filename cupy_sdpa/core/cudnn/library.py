@@ -266,7 +266,8 @@ def library() -> Library:
 
     If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
     already loaded is used, or else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
-    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``; or else that of the wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``.
+    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``; otherwise the library of the wheels ``nvidia-cudnn-jit-cu12`` and
+    ``-cu13``.
 
     Raises:
         CudnnError: cuDNN is not found; the message lists every place searched.

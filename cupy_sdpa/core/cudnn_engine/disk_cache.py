@@ -246,7 +246,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read_trusted(folder: Path, path: Path) -> bytes:
-    """The bytes of an entry, none if it is too large; OSError if it is not an entry that only this user or root can write."""
+    """Return an entry's bytes, or b"" if it is too large; OSError unless only this user or root can write it."""
     descriptor = os.open(path, os.O_RDONLY | _SAFE)
     try:
         _check_trust(folder.stat())

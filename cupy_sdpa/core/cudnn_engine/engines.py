@@ -36,7 +36,7 @@ class EngineSearch:
     """A search for engine configs of a graph that can be finalized and do not exceed the workspace limit.
 
     ``device`` is the description of a GPU that need not be installed, finalized; else None. The search appends to ``refused``
-    the reasons of the configs that are refused.
+    the reasons against the configs that were rejected.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineSearch:
         self._handle, self._device = target.cudnn_handle, device
 
     def first(self, config: EngineConfig | None = None) -> Candidate:
-        """Return the plan of ``config``; by default that of the first proposed config that is supported.
+        """Return the plan of ``config``; by default the plan of the first proposed config that is supported.
 
         Raises:
             Unsupported: no config is supported; the message contains every reason.
@@ -169,8 +169,8 @@ def described_device(target: Target, stack: contextlib.ExitStack) -> Descriptor 
 def graph_retention() -> dict[str, Any]:
     """Return the attribute of a plan that prevents captured CUDA graphs from keeping it alive.
 
-    From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
-    6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
+    By default, cuDNN 9.28 and newer add an object to every captured graph that owns the plan. A launch of such a graph takes 2
+    to 6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
     """
     return {"CUDA_GRAPH_RETENTION": CudaGraphRetention.NONE} if library().version >= GRAPH_RETENTION_SINCE else {}
 
@@ -178,7 +178,7 @@ def graph_retention() -> dict[str, Any]:
 def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
     """True if an engine config runs the split-K kernel, which distributes the keys of a single query over many blocks.
 
-    This is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 from 9.23 on.
+    The kernel is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 since 9.23.
 
     >>> splits_keys(1, {"KERNEL_CFG": 35}), splits_keys(1, {"KERNEL_CFG": 2, "STREAM_K": 1}), splits_keys(2, {"KERNEL_CFG": 7})
     (True, True, False)

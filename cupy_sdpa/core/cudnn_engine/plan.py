@@ -18,7 +18,7 @@ from ..problem.tensor_spec import ITEMSIZE
 from ..runtime import memory
 from ..version import version_text
 
-#: Alignment of scratch tensors in the workspace, in bytes; that of CuPy's allocations.
+#: Alignment of scratch tensors in the workspace, in bytes; the same as for CuPy's allocations.
 ALIGNMENT = 256
 
 
@@ -192,7 +192,7 @@ class Scratch:
         self._sizes = {t.name: _align(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
 
     def total_bytes(self, workspace_bytes: int) -> int:
-        """Bytes of the whole workspace, given those of cuDNN's own part."""
+        """Bytes of the whole workspace, given the bytes of cuDNN's own part."""
         return _align(workspace_bytes) + sum(self._sizes.values()) if self._sizes else workspace_bytes
 
     def offsets(self, workspace_bytes: int) -> dict[str, int]:

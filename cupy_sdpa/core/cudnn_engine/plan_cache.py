@@ -139,7 +139,7 @@ class PlanCache:
             return self._entries.get(problem)
 
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
-        """Call ``run`` with the plan of a problem; if there is none, ``build`` it first.
+        """Call ``run`` with the plan of a problem; ``build`` it first if necessary.
 
         The lock is held during ``run`` but not during ``build``. If another thread stores a plan in the meantime, its plan is
         used. Raises Unsupported if ``build`` raised it, in this call or an earlier one.

@@ -65,7 +65,7 @@ class Emitter:
         return self._virtual(root)
 
     def on(self, scores: Tensor, prefix: str) -> Emitter:
-        """An emitter of the same steps with the indices taken from other scores: cuDNN recognizes masks only as a chain."""
+        """Return an emitter of the same steps that takes indices from other scores: cuDNN recognizes masks only as a chain."""
         return Emitter(self.g, self.writer, scores, self.inputs, prefix)
 
     def derivative(self, root: int, of: str = "") -> int:
@@ -243,5 +243,5 @@ def _is_virtual(tensor: Tensor) -> bool:
 
 
 def is_repeated(tensor: Tensor) -> bool:
-    """True if an array is repeated along the keys by stride 0; cuDNN refuses to add such an array (9.26 to 9.28)."""
+    """True if an array is repeated along the keys by stride 0; cuDNN cannot add such an array (9.26 to 9.28)."""
     return tensor.role in ("input", "constant") and tensor.strides[3] == 0

@@ -31,7 +31,7 @@ class Tensor:
         strides: in elements, in the order of ``shape``.
         axes: the axes of the caller's array, ``array.transpose(axes)``; -1 is a new axis of length 1.
         value: the value of a scalar that is the same in every call; None if it is an argument of the call.
-        ragged: ``(B+1, 1, 1, 1)``, the offset of each sequence, in elements; ``shape`` is that of the longest. Default None.
+        ragged: ``(B+1, 1, 1, 1)``, the offset of each sequence, in elements; ``shape`` is the longest sequence's. Default None.
         elements: the number of elements of ragged scratch memory. It is not part of a plan.
         step: the difference between consecutive integers of a constant.
     """
@@ -231,7 +231,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 @dataclass
 class Builder:
-    """Builds a graph step by step; the steps are those of the nodes."""
+    """Builds a graph step by step, with a method for each node."""
 
     compute_dtype: str = "float32"
     nodes: list[Node] = field(default_factory=list)
@@ -287,7 +287,7 @@ class Builder:
         return self.add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, **others))
 
     def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False, amax: bool = False) -> Tensor:
-        """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
+        """Add the sum over dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
         return self.add(Reduction(formula, out, x, negative, amax))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:

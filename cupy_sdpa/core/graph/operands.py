@@ -53,7 +53,7 @@ class Operands:
         self.results = {spec.name for spec in problem.results}
 
     def __call__(self, name: str, axes: tuple[int, ...] = QKV_AXES) -> Tensor:
-        """An array of the problem: q, k, v, out, the row statistics, or one of their gradients; or the pages of k or v."""
+        """Return an array of the problem: q, k, v, out, the row statistics, one of their gradients, or the pages of k or v."""
         spec = self.specs[name]
         packed = self.problem.packed and not (self.problem.paged and name in KEY_ARRAYS)
         if packed:
@@ -87,7 +87,7 @@ class Operands:
 
         An array with a single row is broadcast along the queries by stride 0, unless it also has a single column. cuDNN reads
         a single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction). If there is
-        only one key, a single element is broadcast, too: cuDNN reads the elements of another batch item (9.19 and 9.28).
+        only one key, a single element is also broadcast: cuDNN reads the elements of another batch item (9.19 and 9.28).
         """
         tensor = self.optional(name, SCORE_AXES)
         if tensor is None:
@@ -98,11 +98,11 @@ class Operands:
         )
 
     def index_input(self, name: str, heads: int, strides: tuple[int, ...]) -> Tensor | None:
-        """The index of every key, or of every head, as a constant array ``(1, heads, 1, Skv)``; None without ``full_keys``."""
+        """Return each key's or each head's index as a constant array ``(1, heads, 1, Skv)``; None without ``full_keys``."""
         return Tensor(name, (1, heads, 1, self.skv), "int32", "constant", strides) if self.full_keys else None
 
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of queries and keys of each batch item, ``(B, 1, 1, 1)``; None if they are equal for all entries."""
+        """Return each batch item's numbers of queries and keys, ``(B, 1, 1, 1)``; None if all batch items are equal."""
         if not self.problem.ragged:
             return None, None
         shape = (self.batch, 1, 1, 1)
@@ -142,7 +142,7 @@ class Operands:
         return replace(tensor, ragged=offsets)
 
     def _ragged(self, tensor: Tensor, stride: int, like: str = "", elements: int = 0) -> Tensor:
-        """Return a tensor of packed sequences: its shape is that of the longest sequence."""
+        """Return a tensor of packed sequences, with the longest sequence's shape."""
         name = ragged_offset_name(like or tensor.name, stride)
         offsets = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), BATCH_AXES)
         longest = self.skv if name.startswith("cu_seqlens_kv") else self.sq

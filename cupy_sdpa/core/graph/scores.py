@@ -23,7 +23,7 @@ from .operands import Operands
 
 #: The modes with which a score function may mask a score.
 _MAY_MASK = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
-#: The dtypes with numbers below ``MASKED_SCORE``; float16 has none.
+#: The dtypes with numbers below ``MASKED_SCORE``; float16 does not reach it.
 _WIDE = ("bfloat16", "float32", "float64")
 
 

@@ -1,4 +1,4 @@
-"""CUDA kernels beside attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
+"""CUDA kernels around attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
 
 cuDNN's kernels for several queries load a whole tile of keys: the pages of all its table entries, and page 0 after the end of
 the table. They multiply the values after the length by 0. So the table must consist of whole tiles, and every entry after the
@@ -106,7 +106,7 @@ def _queries(q: Any, keys: Keys) -> tuple[Any, ...]:
     return q, *q.strides[1:], q.shape[2], q.shape[1], keys.lengths_q, *bounds, bottom_right
 
 
-#: Device functions for table entries (after the length, that of the first page) and for the keys of queries.
+#: Device functions for table entries (after the length, the first page's entry) and for the keys of queries.
 _DEVICE_CODE = """
     __device__ long long least(long long a, long long b) { return a < b ? a : b; }
     __device__ long long most(long long a, long long b) { return a > b ? a : b; }
@@ -175,7 +175,7 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
     Args:
         table, lengths: the page table ``(P, B)`` and the lengths, int32 ``(B,)``.
         prefix: the length of the prefix.
-        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if there is none.
+        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if no sequence has it.
         shared_length: int32 ``(1,)``, written: the length of the prefix, or 0.
         rest: int32 ``(B,)``, written: the lengths after the prefix.
     """

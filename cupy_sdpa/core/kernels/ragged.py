@@ -1,6 +1,6 @@
 """Kernels that run before and after attention: they compute offsets, clear padding, and convert row statistics.
 
-Functions that the steps of programs run take arrays of numpy or CuPy; the numpy code is beside the CUDA kernel.
+Functions that run as steps take numpy or CuPy arrays; the numpy code is next to the CUDA kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ClearedResult(NamedTuple):
 
     Attributes:
         array: ``(D, H, S, B)`` or packed ``(D, H, T)``; row statistics ``(S, H, B)`` or packed ``(H, T)``.
-        of_keys: whether its positions are those of keys.
+        of_keys: whether its positions are key positions.
         per_row: whether it is a row statistic.
         fill_value: 0, or -inf in float32.
         sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch items without keys; or None.
@@ -72,8 +72,8 @@ def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets
     cuDNN 9.19 writes nothing to a batch item without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
-    The written offsets never decrease and stay inside the array, whatever the cumulative lengths are: an offset below an
-    earlier one becomes the earlier one, because cuDNN accesses other memory if offsets decrease.
+    The written offsets never decrease and stay inside the array for any cumulative lengths: an offset below an earlier one
+    becomes the earlier one, because cuDNN accesses other memory if offsets decrease.
 
     Args:
         queries, keys: the lengths of the queries and of the keys.
@@ -270,7 +270,7 @@ def replace_infinite(bias: Any) -> None:
 
 
 def at_least_one(copy: Any, lengths: Any) -> None:
-    """Copy lengths, with 1 in place of 0."""
+    """Copy lengths, with 1 instead of 0."""
     cupy_runtime.array_module(lengths).maximum(lengths, 1, out=copy)
 
 

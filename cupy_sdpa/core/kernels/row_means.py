@@ -20,7 +20,7 @@ _MEANS = Struct(
 
 
 def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mean_index: int, scale: float) -> None:
-    """Write the mean of the derivatives of the scores of each row, which is the derivative of the log-sum-exp; one launch.
+    """Write each row's mean score derivative, which is the derivative of the log-sum-exp; one launch.
 
     It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus the element ``mean_index`` of
     ``means``, the mean that it does not subtract; 0 where the log-sum-exp is -inf.

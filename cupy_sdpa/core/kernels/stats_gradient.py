@@ -24,7 +24,7 @@ _THREADS, _MAX_BLOCKS = 256, 1 << 16
 
 
 def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
-    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout, and -1 into those of out; one launch.
+    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout, and -1 into the same rows of out; one launch.
 
     The first of them is dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
 

@@ -28,7 +28,7 @@ class ArrayRow:
     Attributes:
         name: the name of the argument or the result.
         axes: the letters of its axes, separated by spaces; ``1`` for a single number.
-        dtype: a numpy dtype; ``"q"``, ``"k"``, ``"v"``, ``"bias"`` and ``"sinks"`` are that of another array;
+        dtype: a numpy dtype; ``"q"``, ``"k"``, ``"v"``, ``"bias"`` and ``"sinks"`` stand for that array's dtype;
             ``"statistics"`` is float32, and float64 for float64 arrays; ``"float32 or wider"`` is float32, for float64 arrays
             also float64; ``"float"`` is any float dtype of q.
         role: see :data:`Role`.
@@ -100,12 +100,12 @@ CAPTURED = ArrayRow("tensors", "Skv Sq Hq B", "float", "option")
 
 @functools.cache
 def row_of(name: str) -> ArrayRow | None:
-    """Return the row of an array; None for an array that is none of a call, such as offsets that a program computes."""
+    """Return the row of an array; None for an array that does not belong to a call, such as offsets that a program computes."""
     return ARRAYS.get(name) or (CAPTURED if is_captured(name) else None)
 
 
 def letters_of(name: str, *, packed: bool = False) -> tuple[str, ...]:
-    """Return the axes of an array in letters; empty for an array that is none of a call.
+    """Return the axes of an array in letters; empty for an array that does not belong to a call.
 
     >>> letters_of("dv"), letters_of("dv", packed=True), letters_of("t0")
     (('Dv', 'Hkv', 'Skv', 'B'), ('Dv', 'Hkv', 'Tkv'), ('Skv', 'Sq', 'Hq', 'B'))
@@ -123,9 +123,9 @@ def _with_role(role: Role) -> tuple[ArrayRow, ...]:
     return tuple(row for row in _ROWS if row.role == role)
 
 
-#: The results of each pass in order: those of the forward pass, and the gradients.
+#: The results of each pass in order: the forward pass's results, and the gradients.
 RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
-#: The gradients that a flag requests, besides those of ``tensors``.
+#: The gradients that a flag requests, except the gradients of ``tensors``.
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
 #: The flags of the backward pass that request gradients.
 REQUESTS = (*(row.request for row in REQUESTED_GRADIENTS), "return_dscale", "return_dtensors")

@@ -172,7 +172,7 @@ class Problem:
 
     @property
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
-        """The gradients that are reductions of dS, the gradient of the scores: those of the bias and of captured arrays."""
+        """The gradients that are reductions of dS, the gradient of the scores: for the bias and captured arrays."""
         return (*([self.dbias] if self.dbias else []), *self.dcaptured)
 
     @property
@@ -264,8 +264,8 @@ def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
 def writes_dq_directly(problem: Problem) -> bool:
     """True if dq is the result of one matmul instead of a sum in scratch memory.
 
-    This is needed for deterministic gradients and for reductions of dS: with a sum in scratch memory, cuDNN plans the
-    reductions but never writes them (measured with 9.19).
+    Deterministic gradients and reductions of dS need it: with a sum in scratch memory, cuDNN plans the reductions but never
+    writes them (measured with 9.19).
     """
     return problem.deterministic or bool(problem.ds_reductions)
 

@@ -24,7 +24,7 @@ OFFSET_OF_HEADS = 32
 
 #: The arrays that are read by the kernel whose addresses have 32 bits.
 LIMITED = ("out", "dout")
-#: The arrays whose axis 1 is that of the query heads or of the key/value heads.
+#: The arrays whose axis 1 is the query heads or the key/value heads.
 _QUERY_HEADS, _KEY_HEADS = ("q", "out", "dout", "dq"), ("k", "v", "dk", "dv")
 
 
@@ -53,7 +53,7 @@ def is_too_large(problem: Problem) -> bool:
 
 
 def slices(problem: Problem) -> tuple[Slice, ...]:
-    """The slices of gradients that are too large for one launch; empty for others, and where no slices are small enough."""
+    """Return the slices of gradients that are too large for one launch; empty if not too large, or too large to slice."""
     _, dv, hq, hkv, sq, _, batch = problem.sizes
     rows = problem.out.shape[2] if problem.packed else sq
     heads, entries = range(hkv), range(batch)
@@ -74,7 +74,7 @@ def slices(problem: Problem) -> tuple[Slice, ...]:
 
 
 def _largest_batch(problem: Problem, of_entry: int, *, copied: bool) -> int:
-    """The largest number of batch items whose slices are small enough as views, or as dense copies; 0 if there is none."""
+    """Return the largest number of batch items whose slices are small enough as views or dense copies; 0 if even one is not."""
     if copied:
         return LIMIT // of_entry
     largest = problem.out.shape[3]

@@ -54,7 +54,7 @@ def obstacle(problem: Problem) -> str:
 
 
 def split_of(problem: Problem) -> Split | None:
-    """Return how to split a problem on the GPU; None if cuDNN runs it as it is.
+    """Return how to split a problem on the GPU; None if cuDNN runs it unsplit.
 
     The number of chunks depends on the batch size, the heads, and the width of the page table or of the window; the lengths are
     on the device. For a single query, cuDNN's own kernel that splits the keys is as fast; it takes no FP8 arrays.
@@ -122,7 +122,7 @@ def padded_pages(pages: int, page: int, tile: int = TILE_KEYS) -> int:
 
 
 def with_whole_tiles(problem: Problem) -> Problem:
-    """The problem with a page table of whole tiles of keys, if cuDNN loads tiles; arrays of the scores get as many keys."""
+    """Return the problem with a page table of whole key tiles, if cuDNN loads tiles; score arrays get as many keys."""
     *_, sq, skv, _ = problem.sizes
     table, page = problem.page_table, problem.k.shape[2]
     if table is None or (sq == 1 and not problem.packed):

@@ -2,8 +2,8 @@
 
 The gradient of an array that is added to the scores, or that a score function reads, is a reduction: ``dX = sum dS * dS/dX``.
 A kernel computes one such reduction. An array whose ``dS/dX`` equals the derivative with respect to the scores shares the
-launch that computes dq and dk. Every other array needs one more launch: the same graph with ``dS/dX`` in place of the
-derivative with respect to the scores; its dq and dk are discarded.
+launch that computes dq and dk. Every other array needs one more launch: the same graph with ``dS/dX`` instead of the derivative
+with respect to the scores; its dq and dk are discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tensor_spec import TensorSpec, dense_spec
 
 @functools.lru_cache(maxsize=1024)
 def subproblems(problem: Problem) -> tuple[Problem, ...]:
-    """The launches of a problem: the first computes everything except some reductions of dS, each other one a reduction."""
+    """Return a problem's launches: the first computes all but some reductions of dS, each further one a reduction."""
     if problem.trivial or not problem.ds_reductions or problem.settings.gradient_of:
         return (problem,)
     shared = next((spec for spec in problem.ds_reductions if _shares_launch(problem, spec)), None)

@@ -37,7 +37,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
-    """Return the dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
+    """Return the dtype that arrays are stored in: on the GPU uint8 for FP8, which CuPy does not have."""
     return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
 
 
@@ -115,10 +115,10 @@ def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int,
 
 
 class CallersAxes(NamedTuple):
-    """The axes of the arrays of a call with another layout, or without a batch axis, for messages.
+    """The axes of a call's arrays with another layout, or without a batch axis, for messages.
 
     Attributes:
-        permute: the axes of an argument from those of this package to the caller's.
+        permute: permutes an argument's axes from this package's order to the caller's.
         shapes: the shapes of the caller's arrays.
         has_layout: whether the layout is another one.
     """
@@ -128,7 +128,7 @@ class CallersAxes(NamedTuple):
     has_layout: bool
 
 
-#: The axes of the current call; None if they are those of this package.
+#: The axes of the current call; None for this package's axes.
 callers_axes: ContextVar[CallersAxes | None] = ContextVar("callers_axes", default=None)
 
 

@@ -1,6 +1,6 @@
 """Validation: construct a problem from array signatures and settings, and check shapes and dtypes.
 
-Every error message names the value, the limit and a remedy.
+Every error message names the value, the limit and the fix.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RequestedOutputs(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, requested: RequestedOutputs) -> Problem:
-    """The problem of arrays and settings. Results that are not among the arrays are dense, and so are dout, out and stats."""
+    """Return the problem of arrays and settings. Results that are not passed are dense, and so are dout, out and stats."""
     arrays = {spec.name: spec for spec in specs_of_arrays}
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
@@ -117,7 +117,7 @@ def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem
 
 
 def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
-    """Return the problem of the inputs of the forward pass, with q as a placeholder for out."""
+    """Return the problem of the forward pass's inputs, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
     packed, paged = any(name in arrays for name in CU_SEQLENS), "page_table" in arrays
     if paged and "cu_seqlens_kv" in arrays:
@@ -313,8 +313,8 @@ def expected_arrays(
 ) -> dict[str, Expected]:
     """Return what the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
 
-    The row statistics are of :func:`row_stats_dtype`, sinks and slopes float32. Those of float64 arrays may be of either dtype:
-    that of the array in ``given``. ``computed`` is the dtype to compute in, by default that of q.
+    The row statistics have :func:`row_stats_dtype`, sinks and slopes are float32. For float64 arrays they may have either
+    dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in, by default q's.
     """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}

@@ -38,7 +38,7 @@ def ragged_offsets(problem: Problem) -> dict[str, tuple[str, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def round_up_totals(problem: Problem) -> Problem:
-    """The problem with its total lengths rounded up by at most an eighth, so that batches of similar totals share a plan.
+    """Round a problem's total lengths up by at most an eighth, so that batches of similar totals share a plan.
 
     A plan depends on the totals only through its scratch memory. Nothing is copied, and no array is read beyond its true total.
     """

@@ -18,7 +18,7 @@ class Storage(NamedTuple):
     """The memory that views lie in.
 
     Attributes:
-        name: the name of the array of a call, or of the memory within a program.
+        name: the name of a call's array, or of memory within a program.
         alignment: the alignment of its first element in bytes, at most 16.
         device: the number of the GPU; None for the memory of the host.
     """
@@ -44,7 +44,7 @@ class View:
         dtype: the numpy dtype.
         shape: the lengths of the axes.
         strides: in bytes.
-        offset: the bytes from the first element of the storage to that of the view.
+        offset: the bytes from the storage's first element to the view's.
     """
 
     storage: Storage
@@ -187,7 +187,7 @@ def on_host(view: View, array: Any) -> Any:
 
 
 def placed(view: View, array: Any) -> Any:
-    """The part of an array of numpy or CuPy that a view of its storage describes; the array itself if that is all of it."""
+    """Return the part of a numpy or CuPy array that a view of its storage describes; the array itself for a whole view."""
     if not view.offset and array.shape == view.shape and array.strides == view.strides and array.dtype == view.dtype:
         return array
     if cupy_runtime.is_array(array):

@@ -35,7 +35,7 @@ _LOGARITHMS = ("stats", "max")
 
 
 def views_of(problem: Problem, gradients: Gradients | None, device: int | None) -> dict[str, View]:
-    """Return the views of the arrays of a problem, and of the requested gradients of ``tensors``, by name."""
+    """Return views of a problem's arrays, and of the requested gradients of ``tensors``, by name."""
     on_gpu = device is not None
     hidden = {spec.name for spec in problem.dcaptured}
     views = {
@@ -51,7 +51,7 @@ def views_of(problem: Problem, gradients: Gradients | None, device: int | None) 
 def add(steps: Steps, name: str, call: BoundProblem, *, with_values: bool = False) -> None:
     """Add the steps of a call whose arrays are views. Results without a view are temporary.
 
-    ``with_values``: the values of its scalars belong to the program; by default they are those of the run.
+    ``with_values``: the values of its scalars belong to the program; by default each run passes them.
     """
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}

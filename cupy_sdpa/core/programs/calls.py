@@ -47,7 +47,7 @@ class Call(NamedTuple):
         finish: returns what the caller gets, from the results of the program.
         check: checks what is checked in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
-        programs: the programs of an object that has its own, such as a group. Default None: those of all calls.
+        programs: the programs of an object that has its own, such as a group. Default None: the programs of all calls.
     """
 
     key: CallKey
@@ -60,7 +60,7 @@ class Call(NamedTuple):
     programs: BoundPrograms | None = None
 
     def conversion(self) -> Conversion | None:
-        """How the caller's arrays, which are checked, become views with the package's axes; None if they have these axes."""
+        """Check the caller's arrays, and return how they become views with the package's axes; None if they have these axes."""
         if self.check:
             self.check()
         _, names, arrays, options = self.key
@@ -148,7 +148,7 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
         if missing:
             key = key._replace(arrays=_with_missing(key.named(), missing))
         read_call = _read(call, key)
-        if for_gpu:  # the views have no elements, and those of numpy arrays are checked as on numpy
+        if for_gpu:  # the views have no elements; views of numpy arrays are checked as on numpy
             elements = {name: as_int32(name, x) for name, x in on_host.items() if name in INT32}
             read_call.check_elements({name: x for name, x in elements.items() if isinstance(x, np.ndarray)})
         return read_call
@@ -172,8 +172,8 @@ def run(
 
     Args:
         call: the call.
-        looked_up: the key that was looked up, with arrays of which those of the call are views. Default None: the call's own.
-        tag: the tag of the call's own key that was looked up. Default None: that of the call.
+        looked_up: the key that was looked up; the call's arrays are views of its arrays. Default None: the call's own key.
+        tag: the tag of the call's own key that was looked up. Default None: the call's tag.
         check: raises an error if the call must not run. It is called before anything runs.
         back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
 

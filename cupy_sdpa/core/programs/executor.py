@@ -58,7 +58,7 @@ class ReadCall:
         fills: inputs that the caller did not pass, by name; they are created when the call runs.
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
-        planned: whether the plans have been built, so that nothing can be refused after something was written.
+        planned: whether the plans have been built, so that nothing can fail after something was written.
         refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
             None: the reason itself.
     """
@@ -102,9 +102,9 @@ class ReadCall:
                         self._raise(error, step)
 
     def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Plan] = ()) -> list[Any]:
-        """Compute and return the results, with ``plans`` in place of those in the plan cache.
+        """Compute and return the results, with ``plans`` instead of the plan cache's.
 
-        ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
+        ``memory`` holds everything that is allocated, except the results and the inputs that the caller did not pass.
         """
         self.launched = None
         if not self.planned and not plans and len(self.program.steps) > 1:
@@ -306,7 +306,7 @@ def _filled(fill: Fill, like: Any) -> Any:
 
 
 def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
-    """Return the check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
+    """Return the check of the log-sum-exp and the output that a backward pass gets on the CPU; None for no check."""
     problem = attend.of
     if not problem.backward or problem.has_score_mod or attend.given_stats == "other":
         return None
@@ -317,10 +317,10 @@ def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCh
 
 
 def _workspace(plan: Plan) -> Any:
-    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the remedy."""
+    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the fix."""
     try:
         return cupy_runtime.allocate(plan.info.workspace)
-    except Exception as error:  # CuPy's OutOfMemoryError, or that of another allocator
+    except Exception as error:  # CuPy's OutOfMemoryError, or another allocator's
         error.add_note(
             f"cuDNN's workspace for this call is {plan.info.workspace} bytes. max_workspace= limits it: cuDNN then uses an "
             "engine that needs less, if it has one"
@@ -368,9 +368,9 @@ class Operands(NamedTuple):
     """The arguments of a call of several steps after they were read: everything else is checked and built with these.
 
     Attributes:
-        arrays: the arrays that are passed by name, also those of the options.
+        arrays: the arrays by name, including the options' arrays.
         views: their views.
-        options: the options, with views in place of arrays.
+        options: the options, with views instead of arrays.
     """
 
     arrays: dict[str, Any]
@@ -427,7 +427,7 @@ def composed(
         results: the views of the results in order, by which those that the caller did not pass are created.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
-        programs: keeps the program. Default None: with those of all calls.
+        programs: keeps the program. Default None: with the programs of all calls.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.

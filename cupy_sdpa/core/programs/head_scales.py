@@ -1,7 +1,7 @@
 """A scale for each head: q is multiplied by it before the passes, which then have the scale 1.
 
-The gradient of q is that of the product times the scale, and the gradient of the scale is the sum of q times that of the
-product, over all elements of a head. Neither divides by the scale, so it may be 0.
+The gradient of q is the product's gradient times the scale, and the gradient of the scale is the sum of q times the gradient of
+the product, over all elements of a head. Neither divides by the scale, so it may be 0.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Program:
 
     @functools.cached_property
     def plan_only(self) -> bool:
-        """Whether nothing runs besides one plan, on the arrays of the call by their names."""
+        """Whether only one plan runs, on the call's arrays by their names."""
         if len(self.steps) > 1 or not self.launches or self.constants or self.fills:
             return False
         (attend,) = self.launches
@@ -138,7 +138,7 @@ class Builder(Steps):
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
-    """A place for each temporary: the first gap among those that are in use at the same time; and the size of the block."""
+    """Place each temporary in the first gap between temporaries in use at the same time; return the block's size too."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     join = join_of(steps)

@@ -20,7 +20,7 @@ def parts(
 ) -> Iterator[tuple[Problem, dict[str, View]]]:
     """Yield the problem and the arrays of each slice, whose launches the caller adds before it asks for the next one.
 
-    A gradient that is a sum over the slices, such as that of a bias shared by all batch items, is summed in float32.
+    A gradient that is a sum over the slices, such as for a bias shared by all batch items, is summed in float32.
     """
     summed = {spec.name for spec in problem.results if _is_sum(problem, spec)}
     totals = {name: steps.temporary(arrays[name].shape, np.float32) for name in summed}

@@ -93,7 +93,7 @@ def _by_rows(x: View, rows: int) -> View:
 
 
 def _parts(out: View, stats: View, chunks: int, sq: int) -> merge.Parts:
-    """The parts of the first ``sq`` queries of arrays ``(Dv, S, Hq, B C)`` and ``(S, Hq, B C)``: C chunks of a batch item."""
+    """Return the first ``sq`` queries of ``(Dv, S, Hq, B C)`` and ``(S, Hq, B C)`` by part: C chunks per batch item."""
     dv, staged, hq, entries = out.shape
     shape = (staged, hq, chunks, entries // chunks)
     parts = out.reshape((dv, *shape), order="F").transpose(0, 2, 1, 4, 3)[:, :, :sq]

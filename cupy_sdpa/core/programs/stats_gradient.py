@@ -1,8 +1,8 @@
 """The gradient of the log-sum-exp: rows along head dim, from which the backward pass computes it.
 
 With dL, the gradient of the log-sum-exp, the gradient of the scores is ``dS = P ∘ (dO Vᵀ − D + dL)``, where
-``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays: two rows of O are -1, those of dO are dL in two parts,
-and those of V are 0. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
+``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays with two more rows: -1 in O, dL in two parts in dO, and
+0 in V. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
 
 
 def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
-    """The gradient of the sinks of a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
+    """Add the gradient of sinks for a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
     of_heads = dstats if dstats.ndim == 2 else dstats.transpose(1, 0, 2)
     rows = steps.temporary((ROWS, *of_heads.shape), dstats.dtype)
     steps.run(append_stats_gradient, rows, None, dstats, stats, writes=[rows])
@@ -116,7 +116,7 @@ def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
 def wide_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
 ) -> tuple[View, View, View, dict[str, Any]]:
-    """The arrays, or shapes with a dtype, of q, k and v as views with the rows of dL, and the options without a layout."""
+    """Return q, k and v (arrays, or shapes with a dtype) as views with the rows of dL, and the options without a layout."""
     own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
     views, options = views_of_shapes(**own, options=options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]

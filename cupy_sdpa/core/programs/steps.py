@@ -45,7 +45,7 @@ class Constant:
 
 
 class Scalar(NamedTuple):
-    """A number that is not known when a program is built: an argument of a kernel, by the name of the scalar of the call."""
+    """A number that is not known when a program is built: a kernel's argument, by the name of the call's scalar."""
 
     name: str
 
@@ -68,7 +68,7 @@ class Attend(NamedTuple):
         arrays: the views of its arrays, by name; empty if nothing runs, because the problem is trivial.
         of: the problem that the caller or a builder asked for.
         given_stats: what the statistics of gradients are, so that they can be checked.
-        scalars: the values of by-value scalars that belong to the program; the others are those of the call.
+        scalars: the values of by-value scalars that belong to the program; the call passes the others.
         source_lines: the source line of each operation of the score and mask functions, if they belong to the program.
     """
 
@@ -110,7 +110,7 @@ class Step(NamedTuple):
 
 
 def join_of(steps: Sequence[Step]) -> int:
-    """Return the number of the step before which the branch must have ended; the number of steps if there is none."""
+    """Return the number of the step before which the branch must have ended; the number of steps if no step waits for it."""
     written = {view.storage.name for step in steps if step.branch for view in step.writes}
     begun = False
     for number, step in enumerate(steps):
@@ -143,7 +143,7 @@ class Steps:
         branch: whether the next steps are a branch, see :class:`Step`. A program has at most one branch.
         sizes: the bytes of each temporary.
 
-    The other attributes are those of :class:`.Program`, with the constants themselves.
+    The other attributes are as in :class:`.Program`, with the constants themselves.
     """
 
     device: int | None
@@ -170,7 +170,7 @@ class Steps:
         return view
 
     def constant(self, constant: Constant, *, keep: bool = False) -> View:
-        """An array that is known now; ``keep`` if the program keeps it, because it belongs to nothing that the caller holds."""
+        """Add an array that is known now; ``keep``: the program keeps it alive, because nothing that the caller holds does."""
         array = constant.array
         if keep:
             self.kept.append(constant)

@@ -76,7 +76,7 @@ class BoundProgram:
         return self.call.on(by_name | dict(zip(self._new, created, strict=True)))
 
     def addresses(self, addresses: Sequence[int]) -> dict[str, int]:
-        """Return the addresses of the operands by name, from those of the caller's arrays and of the created results."""
+        """Return the operands' addresses by name, from the addresses of the caller's arrays and of the created results."""
         by_name = {name: addresses[position] for name, position in self._whole}
         for name, position, view in self._parts:
             by_name[name] = addresses[position] + view.offset
@@ -84,7 +84,7 @@ class BoundProgram:
 
 
 class HostProgram(BoundProgram):
-    """A bound program of numpy arrays; the arguments are those of :class:`BoundProgram`."""
+    """A bound program of numpy arrays; the arguments are as for :class:`BoundProgram`."""
 
     __slots__ = ("_evaluate", "_permuted", "_strided")
 
@@ -169,7 +169,7 @@ def operands(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any,
 
 
 def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str, Any]:
-    """The results of a call by name; ``results`` are those that the caller gets, if these are views of those of the call."""
+    """Return a call's results by name; ``results`` are the caller's, if they are views of the call's results."""
     if results is None:
         return {name: call.arrays[name] for name in call.results}
     arrays = [*results[:-1], *results[-1].values()] if call.gradients else results

@@ -12,7 +12,7 @@ from ..boundary.argument import tensor_name
 from ..boundary.user_functions import FUNCTIONS
 from ..score_fn.identity import identity
 
-#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
+#: Options of these types are part of the key unchanged. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
 #: A key, and the arrays that the caller passed.
@@ -49,7 +49,7 @@ class ArrayType:
         self.ndarray, self.has_flag = ndarray, hasattr(ndarray, "_f_contiguous")
 
 
-#: That of numpy.
+#: The key of numpy.
 HOST = ArrayType(np.ndarray)
 
 
@@ -58,8 +58,8 @@ def read_key(of: ArrayType, kind: Any, arrays: tuple[Any, ...], options: Mapping
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
     the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
-    of axes of length 1, on which no address depends, may then differ. ``kind`` is the part besides arrays and options,
-    hashable.
+    of axes of length 1, on which no address depends, may then differ. ``kind`` is the part of the key without arrays and
+    options, hashable.
     """
     ndarray, has_flag = of.ndarray, of.has_flag
     # Every repeated call runs this: the branches repeat code instead of calling a function.

@@ -50,11 +50,12 @@ class Report:
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
         accuracy: the expected error of FP8, and its cause; empty for other dtypes.
-        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
+        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has no
+            values.
         steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
-        batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the remedy; empty if they
-            do not, for arrays of equal lengths; None if it is unknown.
+        batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the fix; empty if they do not, for
+            arrays of equal lengths; None if it is unknown.
     """
 
     engine: str
@@ -77,7 +78,7 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of cuDNN's workspace, with ``engine="cupy"`` those of a tile; 0 on numpy, None if unknown.
+        """Bytes of cuDNN's workspace, or of a tile with ``engine="cupy"``; 0 on numpy, None if unknown.
 
         Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
         """
@@ -148,7 +149,7 @@ class Report:
             yield f"  {number:4}.  {formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
+        """Return a graph tensor's shape in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
         for spec in self.problem.tensors:
             if spec.name == tensor.name:
                 return spec.shape
@@ -214,7 +215,7 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """Return the report on several launches: that of the first one that cannot run, or of the first one with all launches."""
+    """Return the report on several launches: the report of the first that cannot run, or the first with all launches."""
     first, *others = reports
     for report in reports:
         if report.reasons:
@@ -262,6 +263,6 @@ def unplanned_report(problem: Problem, cudnn: int, capability: int, note: str) -
 
 
 def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
-    """Return the report on a problem that the support table refuses."""
+    """Return the report on a problem that the support table rules out."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)

@@ -8,7 +8,7 @@ the addresses of its arrays (docs/speed.md):
   consists of a look-up, the allocation of its results and its memory, and a graph launch.
 - Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
 
-Everything that a call allocates besides its results, the workspace and copies of arrays, is one block of memory. A graph is
+Everything that a call allocates, except its results, is one block of memory: the workspace and copies of arrays. A graph is
 launched only if the block has the address of the capture, so graphs own no large memory.
 
 The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
@@ -88,7 +88,7 @@ class DeviceProgram(BoundProgram):
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
         names, arrays, results: as for :class:`.BoundProgram`.
-        forget: removes the program from those of its session; called when it is closed.
+        forget: removes the program from its session; called when it is closed.
     """
 
     __slots__ = (
@@ -157,7 +157,7 @@ class DeviceProgram(BoundProgram):
             plan.dependents.add(self)
 
     def belongs_to(self, session: Session) -> bool:
-        """True if the plans are those of a session."""
+        """True if the plans belong to a session."""
         return session.cache is self._cache
 
     def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
@@ -362,7 +362,7 @@ class BoundPrograms(dict[Any, Any]):
 def run_cached(
     tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], programs: BoundPrograms | None = None
 ) -> list[Any] | None:
-    """Run a call that is cached; None if it must be parsed. The arguments are those of a :class:`.CallKey`.
+    """Run a cached call; return None if it must be parsed. The arguments are as for :class:`.CallKey`.
 
     ``programs`` is as for :func:`cache_call`.
     """
@@ -413,9 +413,9 @@ def cache_call(
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
-        key: the call's key. Its arrays contain those of the call, perhaps with other axes.
+        key: the call's key. Its arrays contain the call's arrays, perhaps with other axes.
         call: the call, with its arrays.
-        results: the results as the caller gets them: views of those of the call. Default None: these.
+        results: the results as the caller gets them, views of the call's results. Default None: the call's results.
         programs: where the bound program is kept, by an object that has its own. Default None: with all numpy calls, or in the
             session of the current context.
     """
@@ -477,7 +477,7 @@ def _bound(
     results: Mapping[str, Any],
     programs: BoundPrograms | None,
 ) -> DeviceProgram:
-    """Return the program that is cached with a key, or that of the call, which is then cached."""
+    """Return the program that is cached with a key; otherwise cache and return the call's program."""
     key, arrays = arguments
     kept: dict[Any, Any] = session.bound_programs if programs is None else programs
     cached: DeviceProgram | None = kept.get(key)
