@@ -30,7 +30,7 @@ from .table import Row, complete
 
 #: The largest accepted difference from cupy_sdpa's results, relative to the largest magnitude.
 TOLERANCE = 0.02
-#: The most input sets. More would only add launches: the products before the calls sweep the cache, too.
+#: The most input sets. More would only add launches: the products before the calls also sweep the cache.
 MAX_SETS = 64
 #: The columns that are printed.
 SHOWN = ("preset", "direction", "way", "ms", "ours_over_it", "share", "share_of", "host_us", "peak_bytes", "clock", "left_out")
@@ -119,7 +119,7 @@ class ContenderRun:
             if expected:
                 self.row["difference"] = device.largest_difference(self.results, expected)
                 self.results = []
-                if not self.row["difference"] < TOLERANCE:  # also refuses NaN
+                if not self.row["difference"] < TOLERANCE:  # also rejects NaN
                     raise device.WrongResultError(
                         f"its results differ from ours by {self.row['difference']:.3g} of the largest value"
                     )

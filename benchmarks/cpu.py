@@ -279,7 +279,7 @@ def rows(given: argparse.Namespace) -> Iterator[runner.Row]:
 
 
 def _us(call: Callable[[], Any]) -> float:
-    """The microseconds of a call: of one thread its processor time, which other programs change less than the wall clock."""
+    """Return a call's microseconds: for one thread its processor time, which other programs disturb less than wall time."""
     clock = time.thread_time if os.environ.get("OPENBLAS_NUM_THREADS") == "1" else time.perf_counter
     begin = clock()
     call()

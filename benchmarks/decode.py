@@ -48,7 +48,7 @@ class Keys:
     Args:
         batch: the number of sequences.
         keys: their length.
-        pages: the number of pages; by default those of all sequences.
+        pages: the number of pages; by default the pages of all sequences.
         dense: whether the dense copy is needed.
     """
 

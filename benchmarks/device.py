@@ -53,7 +53,7 @@ def as_torch(array: Any) -> Any:
 
 
 def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
-    """A matrix whose products keep the device busy, and its dtype: bfloat16 of PyTorch, or without it float16 of CuPy."""
+    """Return a matrix whose products keep the device busy, and its dtype: PyTorch's bfloat16, else CuPy's float16."""
     try:
         import torch
     except ImportError:
@@ -113,7 +113,7 @@ def free_memory() -> None:
 
 
 def peak_of(name: str, call: Call) -> int:
-    """The peak of the memory that a call allocates, in the pool of PyTorch if the name of its contender contains ``torch``."""
+    """Return the peak memory that a call allocates, in PyTorch's pool if its contender's name contains ``torch``."""
     return (torch_peak if "torch" in name.lower() else peak_allocation)(call)
 
 

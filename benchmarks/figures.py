@@ -36,7 +36,7 @@ KINDS = {"measured": ("2 GPUs", "#1b6ca8"), "PyTorch": ("PyTorch, 2 GPUs", "#d16
 
 
 def write(path: Path | None = None, folder: Path = FOLDER) -> list[Path]:
-    """Write all figures, or those of a file of ``compare``; returns their paths.
+    """Write all figures, or the figures of a file from ``compare``; return their paths.
 
     Raises:
         OSError: a file cannot be read or written.

@@ -1,4 +1,4 @@
-"""FP8 attention beside bfloat16 and PyTorch's scaled_dot_product_attention: times, or with --errors the errors.
+"""FP8 attention compared with bfloat16 and PyTorch's scaled_dot_product_attention: times, or with --errors the errors.
 
     python -m benchmarks fp8 [results.csv] [--lengths N ...]
     python -m benchmarks fp8 --decode [decode.csv] [--lengths N ...]
@@ -9,10 +9,10 @@ FP8 arrays, ``quantized`` the conversion of q, k and v and the attention, ``conv
 bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. The mean of v is subtracted before and added after, except in
 those with ``mean_kept``: the difference is what that costs. PyTorch chooses its fastest backend.
 
-Decoding: one query per sequence with an FP8 cache beside a bfloat16 cache of the same tokens, pages of 64 tokens. ``fp8`` has
-FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output;
+Decoding: one query per sequence with an FP8 cache, compared with a bfloat16 cache of the same tokens, pages of 64 tokens.
+``fp8`` has FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output;
 ``converted_mean_kept`` adds no mean to it, so its values are wrong. The keys exceed the L2 cache. Errors: see
-benchmarks/fp8_errors.py; without a GPU they are those of the CPU engine.
+benchmarks/fp8_errors.py; without a GPU they are the CPU engine's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def contenders(q: Any, k: Any, v: Any, *, causal: bool) -> dict[str, Callable[[]
 
 
 def measure(length: int, heads: tuple[int, int], *, causal: bool) -> dict[str, Any]:
-    """Return one row of the table: milliseconds, and the time of bfloat16 divided by that of each other contender."""
+    """Return one row of the table: milliseconds, and the time of bfloat16 divided by each other contender's time."""
     hq, hkv = heads
     several: dict[str, list[Callable[[], Any]]] = {}
     for _ in range(input_sets(2 * D * length * (2 * hq + 2 * hkv))):
@@ -119,7 +119,7 @@ def decoding(batch: int, keys: int) -> dict[str, Callable[[], Any]]:
 
 
 def measure_decoding(batch: int, keys: int) -> dict[str, Any]:
-    """Return one row: milliseconds, the time of bfloat16 divided by that of FP8, and the rate at which FP8 pages are read."""
+    """Return one row: milliseconds, bfloat16's time divided by FP8's, and the rate at which FP8 pages are read."""
     times = timed({name: [call] for name, call in decoding(batch, keys).items()}, ROUNDS, **LIMITS)
     row: dict[str, Any] = {"batch": batch, "keys": keys, "heads": f"{DECODE_HEADS}/{KEY_HEADS}"}
     row |= {f"{name}_ms": f"{statistics.median(found):.4f}" for name, found in times.items()}

@@ -10,8 +10,8 @@ each measured round follows one of the same library that is not measured, as in 
 medians of the ratios of rounds next to each other.
 
 If PyTorch has several ways to compute a kind, the first that runs is measured: for scaled dot-product attention the backends in
-the order cuDNN, flash, efficient, math. FlexAttention is compiled first, which takes most of the time. Needs PyTorch besides
-CuPy; without it, and where a call fails, cells are empty.
+the order cuDNN, flash, efficient, math. FlexAttention is compiled first, which takes most of the time. Needs PyTorch in
+addition to CuPy; without it, and where a call fails, cells are empty.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .timing import affordable_calls, host_us, interleaved, ratio
 HEAD_DIM, HEADS, LENGTH, BATCH = 64, 8, 128, 2
 #: The lengths of the batch items of a padded batch, and of packed sequences, which have the same total as the other calls.
 LENGTHS, SEQUENCES = (128, 80), (64, 96, 64, 32)
-#: The keys on a page, the keys of a window, the dropout probability, the soft cap, and the keys of a chunk.
+#: The keys per page, the window's keys, the dropout probability, the soft cap, and the keys per chunk.
 PAGE, WINDOW, DROPOUT, CAP, CHUNK = 64, 32, 0.1, 30.0, 32
 #: The mix of the options, and the mix of the other calls.
 OPTIONS, OTHERS = "options", "others"
@@ -54,7 +54,7 @@ ROUNDS, SECONDS, CALLS = 11, 4.0, 50
 #: Repetitions of a call before a measurement: until a CUDA graph is captured, and more; and of a mix, in which the addresses of
 #: results vary.
 WARM_UP, MIX_WARM_UP = 2 * CAPTURE_AFTER, 96
-#: The columns of a row besides the versions. ``message`` has the reasons why something did not run.
+#: The columns of a row, except the versions. ``message`` has the reasons why something did not run.
 COLUMNS = (
     "kind", "mix", "us", "peer", "peer_us", "ratio", "mix_us", "peer_mix_us", "mix_ratio", "message",
 )  # fmt: skip
@@ -350,7 +350,7 @@ Row = dict[str, Any]
 
 
 def load_peers(*, with_flex: bool) -> tuple[Any, str]:
-    """PyTorch's calls, and why there are none."""
+    """PyTorch's calls, or why they are missing."""
     try:
         from .host_peers import Peers
 

@@ -179,7 +179,7 @@ class Peers:
     # packed sequences
 
     def _packed(self) -> list[Way]:
-        """The function for packed sequences, nested tensors, and the cuDNN operator, which builds a plan in every call."""
+        """Return the function for packed sequences, nested tensors, and the cuDNN operator, which plans in every call."""
         starts, longest = torch.tensor(self._starts, dtype=torch.int32, device="cuda"), max(SEQUENCES)
 
         def varlen(x: Tensors) -> Call:

@@ -1,4 +1,4 @@
-"""Host time of repeated calls of this tree, divided by that of another tree of the repository.
+"""Host time of repeated calls of this checkout, divided by another checkout's.
 
     git worktree add ../before COMMIT
     python -m benchmarks host_trees --before ../before [results.csv]

@@ -97,7 +97,7 @@ class Problem:
         def attend(*given: Any) -> Any:
             chosen = iter(given)
             q, k, v = (next(chosen) if one else x for one, x in zip(moved, primals, strict=True))
-            if group > 1:  # enable_gqa repeats them, too
+            if group > 1:  # enable_gqa also repeats them
                 k, v = (x.repeat_interleave(group, 1) for x in (k, v))
             return scaled_dot_product_attention(q, k, v, is_causal=self.size.causal)
 

@@ -3,10 +3,10 @@
     python -m benchmarks parallel [results.csv] [--members N] [--cpu] [--only NAME ...] [--methods METHOD ...]
 
 Each GPU has its own process if torchrun, mpirun or srun started them; otherwise the members are threads of this process. With
-fewer GPUs than members, they are threads on one GPU, and transfers are then copies on it. The ideal time is that of one GPU for
+fewer GPUs than members, they are threads on one GPU, and transfers are then copies on it. The ideal time is one GPU's time for
 the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers (on the CPU, where none is hidden,
-the rest of the time), ``transfers_ms`` that of the same transfers alone; the hidden fraction is
-1 - (total - calls) / transfers. Of several processes, rank 0 prints and writes.
+the rest of the time), ``transfers_ms`` the time of the same transfers alone; the hidden fraction is 1 - (total - calls) /
+transfers. Of several processes, rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[
         exchanges = list(group.exchanges)
         transfers = timed(engine, group, functools.partial(group.replay, engine.xp, exchanges), count)
         calls = total - transfers
-        if engine.gpus:  # the CPU refuses the statistics of keys that were not received
+        if engine.gpus:  # the CPU rejects the log-sum-exp of keys that were not received
             group.silent = True
             calls = timed(engine, group, call, count)
             group.silent = False
@@ -313,7 +313,7 @@ def _is_launched() -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--members", type=positive, metavar="N", help="number of members; by default that of GPUs, at least 2")
+    parser.add_argument("--members", type=positive, metavar="N", help="number of members (default: the number of GPUs, at least 2)")
     parser.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods")

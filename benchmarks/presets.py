@@ -177,7 +177,7 @@ PRESETS: tuple[Preset, ...] = (
 
 
 def select(names: Sequence[str] | None) -> list[Preset]:
-    """The presets with the given names. A name that no preset has selects the presets that begin with it; None selects all.
+    """Return the presets with the given names. Any other name selects the presets that begin with it; None selects all.
 
     Raises:
         CommandError: no preset has such a name or prefix.

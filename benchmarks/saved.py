@@ -43,7 +43,7 @@ def full(case: Case) -> Case:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[runner.Row]:
-    """Yield the time of each problem, or the reason why it has none.
+    """Yield the time of each problem, or the reason why it was not timed.
 
     Raises:
         CommandError: the file is not one of problems.

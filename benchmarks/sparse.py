@@ -5,7 +5,7 @@
 bfloat16, batch 1, 16 heads, head dim 128. Both have their block mask before the measurement; FlexAttention is compiled. Times
 are by CUDA events, as in ``compare``. An error is the largest difference from PyTorch in float64 with the whole score matrix,
 of two heads and at most 8192 positions, divided by the largest magnitude. Several processes with different names fill PyTorch's
-cache of compiled kernels faster. Needs PyTorch and Triton besides CuPy.
+cache of compiled kernels faster. Needs PyTorch and Triton in addition to CuPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import runner
 from .device import free_memory, input_sets, random_normal, timed
 from .timing import host_us, ratio
 
-#: Heads and head dim, lengths, queries and keys of a block, average length of a document, size of a window.
+#: Heads and head dim, lengths, queries and keys per block, average document length, window size.
 H, D, LENGTHS, BLOCK, DOCUMENT, WINDOW = 16, 128, (8192, 32768), 128, 1024, 1024
 #: The longest problem whose errors are computed, and the number of heads of which they are.
 EXACT_LENGTH, EXACT_HEADS = 8192, 2

@@ -91,7 +91,7 @@ def speed(*paths: str | Path) -> Iterator[str]:
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     yield (
         f"Measured on an {rows[0]['gpu']} with {libraries(rows[0])} by `python -m benchmarks compare`. "
-        "Milliseconds, TFLOP/s, and our time divided by that of the fastest other contender, which is named: cudnn and flash "
+        "Milliseconds, TFLOP/s, and our time divided by the fastest other contender's, which is named: cudnn and flash "
         "are PyTorch's backends, fe is cudnn-frontend, flex is FlexAttention.\n"
     )
     yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
@@ -188,7 +188,7 @@ def host_options() -> Iterator[str]:
     yield (
         f"Microseconds of the host per call on an {rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, by "
         "`python -m benchmarks host_options`: a repeated call on an idle device, and in a mix of calls of all kinds on 64 sets "
-        "of arrays in turn. The ratios are those of our time to that of PyTorch's closest call in the same run.\n"
+        "of arrays in turn. The ratios divide our time by the time of PyTorch's closest call in the same run.\n"
     )
     yield "| call | alone | ratio | in the mix | ratio | PyTorch's call |"
     yield "|---|---|---|---|---|---|"
@@ -205,7 +205,7 @@ def jvp() -> Iterator[str]:
     head = next(iter(next(iter(problems.values())).values()))
     yield (
         f"Milliseconds and MiB beyond the inputs on an {head['gpu']}, cuDNN {head['cudnn']}, by `python -m benchmarks jvp`: "
-        "bfloat16. The ratios are those of PyTorch's time and memory to ours, for `torch.func.jvp` on its math backend; both "
+        "bfloat16. The ratios divide PyTorch's time and memory by ours, for `torch.func.jvp` on its math backend; both "
         "passes are the forward and the backward pass of the same arrays.\n"
     )
     yield "| problem | batch, heads, length, head dim | jvp | memory | both passes | PyTorch's time | PyTorch's memory |"
@@ -247,7 +247,7 @@ def fp8() -> Iterator[str]:
     rows = read("h200_cudnn919_fp8.csv")
     yield (
         f"{rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, head dim 128, batch 1, by `python -m benchmarks fp8`. The last three "
-        "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of "
+        "columns are bfloat16's time divided by FP8's: of *attention* alone, *with conversions* of q, k, v and of "
         "the output, and also with q and k *rotated*. The *mean of v* is the part of the call with conversions that the mean "
         "takes.\n"
     )

@@ -326,7 +326,7 @@ def _notes(
     outputs: Mapping[str, Any],
     return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype``, a block mask, and the empty blocks of a mask function: no program shows it."""
+    """Return what a report says about ``compute_dtype``, a block mask, and a mask function's empty blocks."""
     q, k, v = (arrays[name] for name in "qkv")
     conversion = ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
@@ -350,7 +350,7 @@ def _notes(
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:
-    """Return the report on a problem; refuses other arguments."""
+    """Return the report on a problem; raise TypeError for other arguments."""
     if extra := [name for name, value in others.items() if value is not None and value is not False]:
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
     parts = launched_problems(problem)

@@ -336,7 +336,7 @@ def _gradients_of_parts(
 
 
 def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
-    """Return the arrays of the parts of a merge by name; checks that there are some, and the layout."""
+    """Return the arrays of a merge's parts by name; check that there are some, and the layout."""
     check_layout(layout)
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
@@ -356,7 +356,7 @@ def _groups(outs: Sequence[Any], stats: Sequence[Any]) -> list[Parts]:
 def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
     """Check the arrays of :func:`merge` and of its gradients, by name.
 
-    ``like`` and ``rows`` are those of the first of ``count`` parts.
+    ``like`` and ``rows`` belong to the first of ``count`` parts.
     """
     required = [name for name in arrays if "[" in name]
     on_gpu = arrays_on_gpu({name: read_array(name, x) for name, x in arrays.items() if x is not None or name in required})

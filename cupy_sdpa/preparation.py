@@ -151,7 +151,7 @@ class Prepared(Generic[ResultT]):
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
             out, stats, dq, dk, dv: arrays to write the results into.
             dstats: the gradient of the log-sum-exp, if the backward pass was prepared with one.
-            options: options that differ from those of :func:`prepare`, such as other lengths.
+            options: options that differ from the options of :func:`prepare`, such as other lengths.
 
         Raises:
             ValueError: the arguments define a problem that differs from the prepared one.
@@ -205,7 +205,7 @@ def _in_words(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
 
 
 def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -> str:
-    """A message that describes how two problems differ, or the arguments ``given`` if several launches compute the call."""
+    """Describe how two problems differ, or the arguments ``given`` if several launches compute the call."""
     one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, passed))
     if one == other:
         one, other = str(prepared), str(passed)

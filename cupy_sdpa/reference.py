@@ -64,7 +64,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)``, for packed sequences: arrays are ``(D, H, total)``, and sequence b is
             ``cu_seqlens[b]:cu_seqlens[b + 1]``. Bias, mask and dropout_mask keep their four axes; each sequence uses their
             first keys and queries.
-        max_sumexp: whether to return :math:`m` and :math:`\ell` too.
+        max_sumexp: whether to also return :math:`m` and :math:`\ell`.
         options: softcap, alibi_slopes, bias, mask, causal, window, seq_lens_q, seq_lens_kv, as for :func:`scores`.
 
     Returns:
@@ -135,7 +135,7 @@ def attention_backward(
 
     Dao 2023, "FlashAttention-2", section 2.2. The output and the log-sum-exp of the forward pass are not needed. With
     dropout, :math:`p_{ij}` in :math:`dv_j` and :math:`dp_{ij}` have a factor :math:`\mathrm{keep}_{ij} / (1 - P)`. The
-    gradient of a bias is that of its score. A sink has no value, so its dp is 0. With softcap, :math:`ds` has a factor:
+    gradient of a bias is its score's gradient. A sink has no value, so its dp is 0. With softcap, :math:`ds` has a factor:
 
     .. math:: \frac{\partial}{\partial x}\, c \tanh \frac{x}{c} = 1 - \tanh^2 \frac{x}{c}, \quad x = \tau\, q_i \cdot k_j
 
@@ -144,7 +144,7 @@ def attention_backward(
         q, k, v, scale, softcap, bias, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as for
             :func:`attention`.
         dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``; None is 0.
-        return_dbias, return_dsinks: whether to return the gradients of the bias and of the sinks too.
+        return_dbias, return_dsinks: whether to also return the gradients of the bias and of the sinks.
 
     Returns:
         dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; dk and dv are summed over the
@@ -318,7 +318,7 @@ def gradients(
 def directional_derivative(
     p: Any, ds: Any, v: Any, dv: Any, *, keep: Any = 1.0, rounded: Callable[[Any], Any] = _unrounded
 ) -> tuple[Any, Any]:
-    r"""Return the derivative of the output in a direction, and the mean of the derivatives of the scores of each row.
+    r"""Return the derivative of the output in a direction, and each row's mean score derivative.
 
     .. math:: \sum_j p_{ij} \Bigl(ds_{ij} - \sum_l p_{il}\, ds_{il}\Bigr) \mathrm{keep}_{ij}\, v_j
               + \sum_j p_{ij}\, \mathrm{keep}_{ij}\, dv_j
@@ -446,7 +446,7 @@ def _attending(q: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float6
 
 
 def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The keys or values ``(D, Skv)`` in float64; those that no query attends to, which may be NaN, are replaced by 0."""
+    """Return the keys or values ``(D, Skv)`` in float64, with 0 where no query attends (they may be NaN there)."""
     return np.where(attends.any(axis=0), k.astype(np.float64), 0.0)
 
 

@@ -180,7 +180,7 @@ def _save_at_exit() -> None:
             reason = error.strerror or error
             print(f"cupy_sdpa: {trace.VARIABLE} is {path!r}, and no problem is saved: {reason}", file=sys.stderr)
 
-    process = os.getpid()  # a forked child has none of its own
+    process = os.getpid()  # a forked child does not have its own
     atexit.register(save)
 
 

@@ -185,8 +185,8 @@ class Pullback(Generic[GradientsT]):
     """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: do not change them before the last call. On
-    the CPU a change of q, k or v is refused, because stats and out are then those of other arrays. Score and mask functions are
-    those of the forward pass, also if they have changed since. If the forward pass is captured in a CUDA graph, keep the
+    the CPU a change of q, k or v raises ValueError, because stats and out then belong to other arrays. Score and mask functions
+    stay as in the forward pass, even if they have changed since. If the forward pass is captured in a CUDA graph, keep the
     pullback as long as the graph: with ``compute_dtype`` it owns arrays that the graph writes.
     """
 

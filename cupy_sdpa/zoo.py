@@ -68,7 +68,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
         distance: ``kv_idx - q_idx``, an integer array.
         bidirectional: whether half of the buckets is for later keys; otherwise these have bucket 0. Default True.
         buckets: the number of buckets. Default 32.
-        max_distance: the distance from which on all keys have the last bucket. Default 128.
+        max_distance: keys at this distance or farther share the last bucket. Default 128.
 
     Raises:
         ValueError: there are no logarithmic buckets.
@@ -95,7 +95,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
 
 
 def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The bias of a learned table whose rows are chosen by the positions of query and key, and the gradient of the table.
+    """Return the bias of a learned table, whose rows the query and key positions select, and the table's gradient.
 
     cuDNN's kernels have no gather: the elements are gathered before the call. The bias takes Skv x Sq x Hq elements, and its
     gradient as many in float32.

@@ -36,7 +36,7 @@ def appended(rope, positions=None, **options):
 
 
 def rotation(*given, **options):
-    """A rotation that is refused."""
+    """A rotation that raises."""
     return lambda x: Rope(*given, **options)
 
 

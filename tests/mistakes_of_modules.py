@@ -42,7 +42,7 @@ FP8 = [
     row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
     row("fp8.quantize_qkv", "rotate by position", lambda x: fp8.quantize_qkv(*x.qkv, True), TypeError, "True", "float8_e4m3fn"),
     row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a numpy.ndarray", "fp8.quantize"),
-    row("fp8.attention", "elements in place of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
+    row("fp8.attention", "elements instead of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
         TypeError, "factors", "fp8.quantize"),
     row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
         fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),
@@ -97,7 +97,7 @@ FP8 = [
     row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),),
     row("fp8.DelayedScaling.quantize", "numpy arrays with a history of CuPy", lambda x: fp8.DelayedScaling(x.q).quantize(x.q.get()),
         TypeError, "another DelayedScaling", engine="fake"),
-    row("fp8.DelayedScaling.update", "an array in place of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
+    row("fp8.DelayedScaling.update", "an array instead of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
         "(8, 4, 6, 3)", "(1,)"),
     row("fp8.DelayedScaling.update", "a maximum of 0", lambda x: fp8.DelayedScaling(x.q).update(0.0), ValueError, "above 0"),
 ]  # fmt: skip
@@ -253,7 +253,7 @@ PARALLEL = [
         ValueError, "'a'", "number"),
     row("parallel.environment", "ranks from 1", lambda x: parallel.environment({"RANK": "2", "WORLD_SIZE": "2"}), ValueError,
         "RANK is 2", "lower"),
-    row("parallel.run_threads", "the group in place of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
+    row("parallel.run_threads", "the group instead of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
         TypeError, "Loopback", "members"),
     row("parallel.run_threads", "an error of one member", lambda x: parallel.run_threads(
         parallel.Loopback(2, timeout=5).members, lambda g: 1 // g.rank), ZeroDivisionError),
@@ -272,10 +272,10 @@ def group_backward(x, cp, dout, change=lambda stats: stats, **options):
 
 
 STORE = [
-    row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
+    row("store.build", "a shape instead of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
-    row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
-    row("store.read_problems", "numbers in place of problems", read_from("1"), ValueError, "line 1 is not a problem"),
+    row("store.build", "one problem instead of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
+    row("store.read_problems", "numbers instead of problems", read_from("1"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.jsonl"),
         FileNotFoundError, "problems.jsonl"),
     row("store.kept", "an argument", lambda x: store.kept(1), TypeError, "positional"),

@@ -52,10 +52,10 @@ def dropped(**options):
 
 
 HELPERS = [
-    row("merge", "arrays in place of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a numpy.ndarray", "list"),
+    row("merge", "arrays instead of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a numpy.ndarray", "list"),
     row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
     row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
-    row("merge", "None in place of an output", merged(lambda o, s: ([o[0], None], s)), TypeError, "outs[1] is None"),
+    row("merge", "None instead of an output", merged(lambda o, s: ([o[0], None], s)), TypeError, "outs[1] is None"),
     row("merge", "outputs of two shapes with a layout", merged(lambda o, s: ([o[0].T, o[1].T[:, :1]], [a.T for a in s]), layout="bhsd"),
         ValueError, "outs[1] has shape (3, 1, 4, 16)", "must be (3, 4, 6, 16), the shape of outs[0] ["),
     row("merge", "inf of flash-attention 2 in the log-sum-exp", lambda x: merge(*infinite_parts(x)), ValueError,
@@ -178,7 +178,7 @@ CACHE = [
     row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer 2 of this step is appended already",
         "layers [1] are not: pass layer="),
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_lengths(x), ValueError, "3", "2"),
-    row("KVCache.append", "lengths in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
+    row("KVCache.append", "lengths instead of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
         "layer is [3, 3, 3]"),
     row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
         "numpy arrays"),
@@ -332,7 +332,7 @@ MASKS = [
         x.s, x.s, x.s, allowed=documents())),
     row("block_mask", "the variable of a loop", lambda x: looped_masks(x), lambda x: [
         output(x.s, x.s, x.s, allowed=np.abs(np.arange(6)[:, None] - np.arange(6))[:, :, None, None] <= n) for n in (1, 3)]),
-    row("BlockMask.from_blocks", "elements in place of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
+    row("BlockMask.from_blocks", "elements instead of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
         "sq is 6", "1 blocks of 128"),
     row("BlockMask.from_blocks", "integers", lambda x: BlockMask.from_blocks(np.ones((1, 1), int)), TypeError, "int64",
         ".astype(bool)"),
@@ -394,7 +394,7 @@ def with_zoo(mask_mod=None, score_mod=None, **tensors):
 
 
 ZOO = [
-    row(f"zoo.{name}", "the maker in place of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
+    row(f"zoo.{name}", "the maker instead of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
     for option, name in [
         *(("score_mod", name) for name in ("softcap", "length_scaled")),
         *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "image_window", "fixed")),

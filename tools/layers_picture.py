@@ -1,4 +1,4 @@
-"""Draw the core and the layers beside it: ``python tools/layers_picture.py`` writes ``docs/_static/layers.svg``.
+"""Draw the core and its layers: ``python tools/layers_picture.py`` writes ``docs/_static/layers.svg``.
 
 A box is a folder, with its modules and lines; modules in the root of the package are one box. The core is drawn below the
 layers. A line leads from each unit down to a unit that it imports from, unless another import already leads there. Everything
@@ -18,7 +18,7 @@ PICTURE = ROOT / "docs" / "_static" / "layers.svg"
 WIDTH, BOX, HEIGHT, GAP, ROW = 940, 132, 40, 14, 74
 #: Colours that are visible on light and dark pages.
 STROKE, CORE, LAYER, LINE = "#888888", "#76b90033", "#4c8bf533", "#88888877"
-#: The name of the box of the modules in the root.
+#: The name of the box for the modules in the root.
 ROOT_MODULES = "public functions"
 
 

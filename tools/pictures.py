@@ -116,7 +116,7 @@ DHSB, SIDE, COLOURS = (4, 2, 2, 2), 18, ("#1b6ca8", "#d9822b")
 
 
 def memory() -> str:
-    """The elements of an array in the order of their addresses, with the first index of each head in both orders of axes."""
+    """Draw an array's elements in the order of their addresses, with each head's first index in both orders of axes."""
     dim, heads, seq, _ = DHSB
     x = np.zeros(DHSB, np.float16, order="F")
     c_order = x.T  # (batch, seq, heads, head_dim)

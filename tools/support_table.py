@@ -166,7 +166,7 @@ class Finding:
     Attributes:
         probe: the title of the problem.
         gpu: the name of the description.
-        rules: the rules and bugs that refuse the problem.
+        rules: the rules and bugs that rule the problem out.
         measured: ``engine`` and its number, or cuDNN's refusal.
         agree: whether both agree. Entries about wrong results agree with any plan, which cannot confirm them.
     """

@@ -144,7 +144,7 @@ class Frontend(Contender):
         def run() -> Sequence[Any]:
             for execute in runners:
                 execute()
-            return [arrays[name] for name in self._results]  # ``arrays`` keeps the inputs alive, too
+            return [arrays[name] for name in self._results]  # ``arrays`` also keeps the inputs alive
 
         return run
 

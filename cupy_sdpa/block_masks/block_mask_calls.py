@@ -39,7 +39,7 @@ def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
 
 
 def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call with a block mask as the option ``mask``; beside another ``mask``, as a mask function.
+    """Return the options with a block mask as ``mask=``, or as a mask function if ``mask`` is already passed.
 
     The array is created by the first call, and belongs to the block mask.
     """

@@ -42,8 +42,8 @@ from ..extend import (
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
-#: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
-#: the tangents.
+#: The names of a call's arrays, of the tangents and the results among them, and of the wider arrays, which may replace the
+#: tangents.
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
@@ -182,7 +182,7 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
 
 
 def check_widened(widened: Any) -> None:
-    """Check that wider arrays are those of :func:`cupy_sdpa.widen`; raises TypeError."""
+    """Check that wider arrays come from :func:`cupy_sdpa.widen`; raises TypeError."""
     if not isinstance(widened, Widened):
         raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.widen")
 
@@ -212,9 +212,9 @@ def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]
 
 
 def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -> None:
-    """Check the dtypes, shapes and strides of the arrays that the results are written to; those of None are created.
+    """Check the dtypes, shapes and strides of the arrays that the results are written to; for None they are created.
 
-    ``dtype`` is the dtype to compute in, or None for that of q.
+    ``dtype`` is the dtype to compute in, or None for q's dtype.
     """
     table = expected_arrays(q, v, v, given=given, computed=dtype)
     check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})

@@ -6,7 +6,7 @@ mean of the derivatives of the scores. It does so if O2, the output for Q2, K2 a
 *centered*.
 
 The mean is also a result of the backward pass: a row of K2 is 1, if D + Dv + 1 head dims need no larger kernel than D + Dv. In
-the centered form this is the error of the mean that was subtracted, and is subtracted, too. With sinks it is not: the
+the centered form this is the error of the mean that was subtracted, and is also subtracted. With sinks it is not: the
 derivatives of the scores of the keys do not add up to 0.
 
 The backward pass subtracts the mean before it multiplies by the derivative of a softcap or of a score function, and it drops
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
     @property
     def mean_index(self) -> int:
-        """The row of the gradient of Q2 with the mean of the derivatives of the scores."""
+        """The row of Q2's gradient with the mean of the score derivatives."""
         return self.head_dim + (self.value_dim if self.joint else 0)
 
     @property
@@ -76,7 +76,7 @@ class Form(NamedTuple):
 class Widened(NamedTuple):
     """The arrays from which :func:`cupy_sdpa.attention_jvp` computes; returned by :func:`cupy_sdpa.widen`.
 
-    W is the head dim of q and k, and X that of v and dout. New tangents may be written into these arrays in place.
+    W is the head dim of q and k, X the head dim of v and dout. You may write new tangents into these arrays in place.
 
     Attributes:
         q: ``(W, Hq, Sq, B)``: q in the first D rows, then 0.
@@ -97,7 +97,7 @@ class Widened(NamedTuple):
     form: Form
 
     def named(self) -> dict[str, Any]:
-        """Return the arrays by name, without those that are None."""
+        """Return the arrays by name, except None."""
         return {name: array for name, array in self._asdict().items() if name != "form" and array is not None}
 
     def __repr__(self) -> str:

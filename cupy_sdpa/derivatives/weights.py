@@ -50,7 +50,7 @@ from ..extend import (
 )
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
-#: The options of queries, and those of keys in their place.
+#: The options of queries, and the options of keys that take their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
 
 
@@ -95,7 +95,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
 
 
 def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call, without the values of others that are as good as none; q must be an array of numpy or CuPy."""
+    """Return a call's options, without others that are passed but have no effect; q must be a numpy or CuPy array."""
     if library_of(q) is not None:
         raise TypeError(f"q is an array of another library; {name} takes numpy and CuPy arrays: share it with cupy.from_dlpack")
     return {option: x for option, x in options.items() if option == "layout" or option not in refused_by(name)}
@@ -300,7 +300,7 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
 def _of_heads(
     builder: Builder, function: Recorded, tensors: Mapping[str, View], own: slice, count: int
 ) -> tuple[Recorded, dict[str, View]]:
-    """Return a score or mask function for some heads, and the arrays that it reads: those of these heads, and their numbers."""
+    """Return a score or mask function for some heads, and the arrays that it reads: the heads' slices, and head numbers."""
     reads, arrays = {}, {}
     for access in function.reads:
         array = tensors[access.name]

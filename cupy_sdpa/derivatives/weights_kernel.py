@@ -45,7 +45,7 @@ def _negated_rows_on_numpy(bias: Any, stats: Any, starts: Any) -> None:
 
 @cuda_kernel
 def _negated_rows_kernel(integer: str) -> str:
-    """The kernel of :func:`negated_rows` for packed sequences; ``blockIdx.y`` is the head and ``blockIdx.z`` the sequence."""
+    """Return the kernel of :func:`negated_rows` for packed sequences; ``blockIdx.y`` is the head, ``.z`` the sequence."""
     return f"""extern "C" __global__ void cupy_sdpa_negated_rows(
             float* bias, const float* stats, const {integer}* starts, long long stride, long long head_stride,
             long long token_stride, long long total, long long queries, long long heads

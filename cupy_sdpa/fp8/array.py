@@ -30,7 +30,7 @@ class Fp8Array:
     Args:
         data: the elements: a numpy array of dtype ``ml_dtypes.float8_e4m3fn`` or ``float8_e5m2``, or a CuPy array of uint8.
         descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``. An array is
-            kept, not copied: if it changes, so do the values, also those of outputs with the factor of v.
+            kept, not copied: if it changes, so do the values, including outputs with v's factor.
         scale: 1/d, a number or such an array. Default: ``1 / descale``; of an array it is computed in every call that needs it.
         dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
@@ -116,7 +116,7 @@ class Fp8Array:
         return self._inverse(self._descale) if self._scale is None else self._scale
 
     def _inverse(self, factor: Any) -> Any:
-        """The inverse of a factor, which may have changed, in an array that is kept: captured graphs contain its address."""
+        """Return a factor's current inverse in an array that is kept, because captured graphs contain its address."""
         if self._reciprocal is None:
             self._reciprocal = factor.copy()
         self._reciprocal[...] = 1
@@ -175,7 +175,7 @@ class Fp8Array:
         return made(data, *factors, rotated=self.rotated, axis=axis, mean=mean, of_pages=self._of_pages)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        """Refuse a conversion without the factor.
+        """Raise an error for a conversion without the factor.
 
         Raises:
             TypeError: always.
@@ -212,7 +212,7 @@ class Fp8Array:
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
-        """Return the axes with increasing strides; that of head_dim of a rotated array first, those without a stride last."""
+        """Return the axes with increasing strides: a rotated array's head_dim first, axes without a stride last."""
         strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
         return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
@@ -269,13 +269,13 @@ def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
 
 
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, mean: Any = None) -> Fp8Array:
-    """An FP8 array whose scale is at a place of an array, and its descale :data:`.fp8_kernels.FACTOR_STEP` places after it."""
+    """Return an FP8 array whose scale is an element of an array, with its descale :data:`.fp8_kernels.FACTOR_STEP` later."""
     descale, scale = one_of(factors, place + fp8_kernels.FACTOR_STEP), one_of(factors, place)
     return made(data, descale, scale, dtype, rotated=rotated, mean=mean)
 
 
 def along_keys(mean: Any, shape: tuple[int, ...]) -> Any:
-    """A mean with one key as a view of a shape, constant along the keys; for CuPy arrays faster than ``broadcast_to``."""
+    """Return a view of a one-key mean with a shape, constant along the keys; on CuPy faster than ``broadcast_to``."""
     if type(mean) is np.ndarray:
         return _broadcast(mean, shape)
     return type(mean)(shape, mean.dtype, mean.data, (*mean.strides[:2], 0, *mean.strides[3:]))
@@ -314,11 +314,11 @@ def is_factor(value: Any) -> bool:
 
 
 def factor(name: str, value: Any, like: Array) -> Any:
-    """Return a scale or a descale as a float32 array ``(1,)`` in the memory of an array; other values are refused."""
+    """Return a scale or a descale as a float32 array ``(1,)`` in the memory of an array; raise for other values."""
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
         if not is_factor(value):
-            raise ValueError(f"{name} is {value}; it must be above 0, and finite in float32, as must its inverse")
+            raise ValueError(f"{name} is {value}; it and its inverse must be above 0 and finite in float32")
         if not on_gpu:
             return np.full(1, value, np.float32)
         with cupy_runtime.on_device_of(like):

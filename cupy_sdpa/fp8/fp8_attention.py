@@ -43,11 +43,11 @@ from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_dtypes, check_source
 
-#: The dtypes of an output that the engine may write besides FP8.
+#: The dtypes other than FP8 in which the engine may write an output.
 _OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
-#: The names of the arrays of a call.
+#: The names of a call's arrays.
 _NAMES = ("q", "k", "v", *FACTORS, *MEAN, "out", "stats")
 
 
@@ -89,11 +89,11 @@ def attention(
         q: queries ``(D, Hq, Sq, B)``.
         k: keys ``(D, Hkv, Skv, B)``, of q's dtype, rotated if and only if q is.
         v: values ``(Dv, Hkv, Skv, B)``, of q's dtype, not rotated.
-        return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is that of the values, not of the elements. Not
-            ``"max_sumexp"`` on the GPU.
+        return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is computed from the values, not from the
+            elements. Not ``"max_sumexp"`` on the GPU.
         return_amax: also return the largest magnitude of the output, float32 ``(1,)``, for the scale of the next one
             (:class:`DelayedScaling`). Rows in the padding do not count. Default False.
-        out_dtype: the dtype of the output: None for that of q; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
+        out_dtype: the dtype of the output: None for q's dtype; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
             capability 10.x. Default None.
         out_scale: s, the scale of an FP8 output, a number or a float32 array ``(1,)``. Default None: the scale of v. No output
             exceeds the largest value of v, so this scale saturates no output.
@@ -135,7 +135,7 @@ def attention(
 
 
 class _Request(NamedTuple):
-    """The arguments of a call, besides stats.
+    """The arguments of a call, except stats.
 
     Attributes:
         scale, descale: the scale of the output, and the descale of v.
@@ -155,7 +155,7 @@ class _Request(NamedTuple):
     converts: bool
 
     def check(self) -> None:
-        """Check the arguments besides arrays."""
+        """Check the arguments that are not arrays."""
         refuse_fp8(self.options)
         check_names({**self.options, "block_mask": None})  # which becomes a dense mask
         _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
@@ -237,7 +237,7 @@ Fp8Array._call_of = staticmethod(_call)
 
 
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
-    """True if the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
+    """True if the engine writes an output of a dtype; without a conversion it must, or raises Unsupported."""
     if out_dtype is None or not converts:
         return True
     if out_dtype not in _OUTPUTS:
@@ -338,7 +338,7 @@ def _dtype_of(q: Any) -> str:
 
 
 def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
-    """Check the arguments besides arrays; returns the dtype of the output, None for FP8."""
+    """Check the arguments that are not arrays; return the dtype of the output, None for FP8."""
     converts = type(q) is not Fp8Array
     name = _dtype_of(q) if converts else out_dtype
     dtype = k.dtype if converts else q.dtype

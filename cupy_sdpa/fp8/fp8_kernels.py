@@ -39,11 +39,11 @@ class Conversion(NamedTuple):
         target: FP8 (uint8 on the GPU), dense in Fortran order, with the shape of the source; None if nothing is converted.
         factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
-        lengths: int32 ``(B,)``, the length of each batch item; 0 is stored beyond it, whatever the source contains. None for
-            full lengths.
+        lengths: int32 ``(B,)``, the length of each batch item; beyond it 0 is stored, not the source's elements. None for full
+            lengths.
         mean: float32 ``(D, H, 1, B)`` or packed ``(D, H, 1)``, dense in Fortran order, which is subtracted; None for 0. Such an
-            array is not rotated. Its scale is that of the largest magnitude with or without the mean, so that it fits an
-            output of attention, too.
+            array is not rotated. Its scale follows from the largest magnitude with or without the mean, so that it also fits an
+            output of attention.
     """
 
     source: Any
@@ -201,7 +201,7 @@ def rotation_of(head_dim: int) -> int:
 
 
 def rotate(x: Any, rotation: int) -> Any:
-    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
+    """Multiply parts of a float32 numpy array's first axis by a normalized Hadamard matrix, which is its own inverse.
 
     The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
     (:data:`.core.runtime.dtypes.ROTATION`), hence the same bits.
@@ -244,7 +244,7 @@ def _array(conversion: Conversion) -> tuple[Any, ...]:
 
 _READ = """
 // The unit u of the source, rotated; 0 after the last unit and beyond the length. Every thread of the warp calls it.
-// Returns the mean of the unit, or null if it has none.
+// Returns the mean of the unit, or null without a mean.
 __device__ const float* read(const Array& a, long long u, float* x) {
     const float* mean = nullptr;
     for (int i = 0; i < 8; ++i) x[i] = 0;

@@ -15,7 +15,7 @@ from ..core.problem.tensor_spec import storage_dtype
 from ..extend import Builder, Check, ReadOptions, View, numpy_dtype, passes, read_forward, row_stats_shape
 from . import fp8_kernels, mean_kernels
 
-#: The factors of the arrays of a call.
+#: The factors of a call's arrays.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
 #: What is passed for values whose mean was subtracted: the mean, and their scale.
 MEAN = ("mean", "scale_v")
@@ -74,7 +74,7 @@ def mean_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def factors_in(factors: Any, number: int) -> tuple[Any, Any]:
-    """Return the scale and the descale of an array, float32 ``(1,)``, among those of several."""
+    """Return an array's scale and descale, float32 ``(1,)``, from the factors of several arrays."""
     place = 2 * fp8_kernels.FACTOR_STEP * number
     return factors[place : place + 1], factors[place + fp8_kernels.FACTOR_STEP : place + fp8_kernels.FACTOR_STEP + 1]
 
@@ -181,7 +181,7 @@ def _read(views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype:
 def read_results(
     views: Mapping[str, View], options: ReadOptions, *, dtype: str, out_dtype: str | None, return_stats: Any
 ) -> BoundProblem:
-    """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
+    """Return the kernel's call for dense elements, with the results of :func:`forward`; add nothing to a builder.
 
     ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats.
     """
@@ -224,7 +224,7 @@ def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, 
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
     ``views`` are dout, out, stats and the results; and q, k, v in FP8, "factors", and "mean" if one was subtracted from v. The
-    flags are those of :func:`.passes.add`.
+    flags are as for :func:`.passes.add`.
     """
     given = {**views}
     mean = given.pop("mean", None)

@@ -39,7 +39,7 @@ from .fp8_passes import add_conversions, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
-#: The names of the arrays of a conversion, and of their lengths.
+#: The names of a conversion's arrays, and of their lengths.
 _NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
 
 
@@ -296,7 +296,7 @@ class DelayedScaling:
         return of_factors(target, factors, 0, self.dtype, rotated=part > 1)
 
     def update(self, amax: Array) -> None:
-        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output; it is ignored if not finite."""
+        """Add a largest magnitude, float32 ``(1,)``, such as an output's, to the history; it is ignored if not finite."""
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
         with cupy_runtime.device_context(amax):

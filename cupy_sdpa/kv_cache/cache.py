@@ -243,7 +243,7 @@ class KVCache(CacheState):
         return {"k": k, "v": v, "page_table": self.table, "seq_lens_kv": self.lengths, **queries, **of_layout}
 
     def _of_queries(self) -> dict[str, Any]:
-        """Return the lengths or the offsets of the queries of the last append, as options of :func:`cupy_sdpa.attention`."""
+        """Return the lengths or offsets of the last append's queries, as options of :func:`cupy_sdpa.attention`."""
         step, (counts, starts) = self._step, self._queries
         captured = 0 in step.missing & self._captured
         tokens, packed = self._captured_tokens if captured else (step.tokens, step.packed)
@@ -418,7 +418,7 @@ class KVCache(CacheState):
             self._rope_compiled, self._ropes = True, {**self._ropes, layer: rope}
 
     def _check_rope(self, rope: Rope, layer: int, *, empty: bool) -> None:
-        """Check that keys are rotated as the earlier ones of their layer; ``empty`` if there are none."""
+        """Check that keys are rotated like the earlier keys of their layer; ``empty`` without earlier keys."""
         known = self._ropes.get(layer)
         if empty or known is None or rope == known:
             return

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
 
-#: Refuses other names of ``seq_lens_q`` in the methods of a cache.
+#: Raises an error for other libraries' names of ``seq_lens_q`` in the methods of a cache.
 refuse_names = other_names(
     {
         "pass seq_lens_q=, the number of new tokens of each sequence, as for attention": (

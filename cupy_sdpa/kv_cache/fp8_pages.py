@@ -22,8 +22,8 @@ class Fp8Pages:
     """Conversion of the tokens of a cache; ``scales`` are its ``k_scale`` and ``v_scale``, and ``dims`` are D and Dv.
 
     ``known`` are the sides (0 for keys, 1 for values) and layers whose scale is known. The values of a sequence are stored
-    without a mean, that of its first tokens (:func:`.mean_kernels.write_first_means`). Each page has it, so that sequences that
-    share pages share the mean, and a copied page keeps it.
+    without a mean, the mean of its first tokens (:func:`.mean_kernels.write_first_means`). Each page has it, so that sequences
+    that share pages share the mean, and a copied page keeps it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Fp8Pages:
         return int(self._factors.nbytes + self._means.nbytes)
 
     def _means_of(self, layer: int) -> Any:
-        """Return the means of the pages of a layer, ``(Dv, Hkv, pages)``."""
+        """Return the means of a layer's pages, ``(Dv, Hkv, pages)``."""
         return self._means[layer, :, :, 0].T
 
     def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
@@ -98,7 +98,7 @@ class Fp8Pages:
         return one_of(factors, 0), one_of(factors, fp8_kernels.FACTOR_STEP)
 
     def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
-        """Return the arrays of new keys and values, and their dtype; other dtypes than those of the cache are refused."""
+        """Return the arrays of new keys and values, and their dtype; raise for dtypes that the cache does not take."""
         names = [x.dtype if isinstance(x, Fp8Array) else dtype_name(x.dtype) if hasattr(x, "dtype") else "" for x in (k, v)]
         if names[0] != names[1] or isinstance(k, Fp8Array) is not isinstance(v, Fp8Array):
             raise TypeError(f"k is {names[0] or type(k)} and v is {names[1] or type(v)}; both must have one dtype")
@@ -143,7 +143,7 @@ class Fp8Pages:
             raise RuntimeError(f"the stream is being captured; append tokens of {source} once before, to compile the kernel")
 
     def set_scales(self, k: Any, v: Any, layer: int, counts: Any) -> None:
-        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; those of FP8 arrays are adopted.
+        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; FP8 arrays keep their scales.
 
         ``counts`` are the tokens of each sequence, int32 ``(B,)`` in the memory of the cache.
         """

@@ -1,4 +1,4 @@
-"""A picture of the pages of a key/value cache for notebooks."""
+"""A picture of a key/value cache's pages for notebooks."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Rope:
             if array.shape != (dim // 2,):
                 raise ValueError(f"frequencies have shape {array.shape}; dim is {dim}, so pass {dim // 2} numbers")
             found = array.tolist()
-            if not all(abs(frequency) <= _FASTEST for frequency in found):  # false of NaN too
+            if not all(abs(frequency) <= _FASTEST for frequency in found):  # also false for NaN
                 raise ValueError(f"frequencies are {found}; they must be finite, and at most {_FASTEST} radians per position")
         factor = _number("factor", self.factor)
         if not 0 < factor <= float(np.finfo(np.float32).max):
@@ -322,7 +322,7 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
 
 
 def in_own_axes(positions: Any) -> Any:
-    """Positions ``(B, S)``, beside arrays in C order, as ``(S, B)``."""
+    """Positions ``(B, S)``, as passed with arrays in C order, as ``(S, B)``."""
     positions = as_int32("positions", positions)
     return getattr(positions, "T", positions)
 

@@ -23,7 +23,7 @@ __device__ void turn(unsigned long long angle, float& s, float& c) {{ sincospif(
 __device__ void turn(unsigned long long angle, double& s, double& c) {{
     sincospi((long long)angle / 9223372036854775808.0, &s, &c);
 }}
-// Rotates the channels of one token and head; ``turns`` are those of ``r`` in shared memory.
+// Rotates the channels of one token and head; ``turns`` are the turns of ``r`` in shared memory.
 template <class Real, class T>
 __device__ void rotate_row(const Rope& r, const unsigned long long* turns, long long position, const T* from, T* to, int dim) {{
     for (int i = threadIdx.x; i < r.pairs; i += blockDim.x) {{
@@ -52,7 +52,7 @@ def types_of(dtype: str) -> tuple[CudaType, str]:
 
 
 def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
-    """Return the record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
+    """Return the record of a rotation; ``angles`` are the pairs' angles per position, in radians."""
     made = np.zeros((), RECORD)
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
     made["turns"][: len(angles)] = [_turns(angle) for angle in angles]
@@ -101,14 +101,15 @@ def rotated(x: Any, record: Any, positions: Any) -> Any:
 
 
 class Positions(NamedTuple):
-    """The positions of tokens: those of sequence b count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
+    """The positions of tokens: in sequence b they count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
 
     Attributes:
         first: a number.
         start, end: int32 ``(B,)``, or None.
         lengths: int32 ``(B,)``, the number of tokens of each sequence of a dense array; None for all.
         offsets: int32 or int64 ``(B + 1,)``, where each sequence of a packed array begins; None for dense arrays.
-        listed: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token, in place of all others; or None.
+        listed: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token, instead of all other fields; or
+            None.
     """
 
     first: int
@@ -119,7 +120,7 @@ class Positions(NamedTuple):
     listed: Any = None
 
 
-#: The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements.
+#: The arguments of the kernel except the rotation: addresses, numbers of elements, and strides in elements.
 _NUMBERS = Struct(
     "Numbers",
     "x out first start end lengths offsets long_offsets dim heads tokens batch rows x_head x_token x_batch out_head out_token "
@@ -179,7 +180,7 @@ def steps_of(listed: Any) -> tuple[int, int]:
 
 @cuda_kernel
 def _apply_kernel(dtype: str) -> str:
-    """The kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count the rows, ``threadIdx.x`` the pairs of a row."""
+    """Return the kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count rows, ``threadIdx.x`` a row's pairs."""
     of, real = types_of(dtype)
     return f"""{of.header}{ROPE}{_NUMBERS}
         __device__ long long offset(const Numbers& n, long long b) {{

@@ -1,4 +1,4 @@
-"""Arrays of other libraries that describe sequences: lists of pages, and sequences with gaps between them."""
+"""Other libraries' ways to describe sequences: lists of pages, and sequences with gaps between them."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
 
 
 def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions, pages: int) -> None:
-    """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch item; and the merge."""
+    """Add the steps: the keys after the prefix; the prefix, with all queries in one batch item; and the merge."""
     q, k, v, out = (views[name] for name in _NAMES)
     stats, sinks, options = views.get("stats"), views.get("sinks"), options.without("sinks")
     table, lengths = options["page_table"], options["seq_lens_kv"]
@@ -161,7 +161,7 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
 
 
 def _as_one_entry(builder: Builder, q: View) -> View:
-    """Queries ``(D, Hq, Sq, B)`` as those of one batch item, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
+    """Queries ``(D, Hq, Sq, B)`` as one batch item, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
     d, heads, sq, b = q.shape
     if sq > 1 and b > 1 and q.strides[3] != sq * q.strides[2]:
         q = builder.copied(q)
@@ -170,7 +170,7 @@ def _as_one_entry(builder: Builder, q: View) -> View:
 
 
 def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
-    """Parts of one batch item as those of the sequences."""
+    """Parts of one batch item as parts of the sequences."""
     out, stats = parts.out, parts.stats
     (dv, heads, _, _, chunks), (d, head, row, _, chunk) = out.shape, out.strides
     of_row, of_head, _, of_chunk = stats.strides

@@ -234,10 +234,11 @@ def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> A
 
 
 def parents_of(visible: Any) -> Any:
-    """The parents of the tokens of trees, int32 ``(Sq, B)``, from which keys each query sees, bool ``(Sq, Sq)`` or ``(Sq, Sq,
-    B)``.
+    """Return the parents in trees, int32 ``(Sq, B)``, from the keys that each query sees.
 
-    The visible keys of a token are the token itself, its parent, and those that its parent attends to; others are refused.
+    The visible keys are bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``.
+
+    A token sees itself, its parent, and the keys that its parent sees; any other mask raises ValueError.
 
     >>> parents_of(np.array([[1, 1, 1], [0, 1, 0], [0, 0, 1]], bool)).T
     array([[-1,  0,  0]], dtype=int32)

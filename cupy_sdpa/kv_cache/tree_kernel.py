@@ -18,8 +18,8 @@ class Intervals(NamedTuple):
     Attributes:
         number: ``(B, Sq)``, the number of each token in depth-first order.
         first: ``(B, Skv)``, the number of the token of each key.
-        last: ``(B, Skv)``, the largest number among its descendants. The range of an earlier key is that of all tokens, the
-            range of a key after the tree is empty.
+        last: ``(B, Skv)``, the largest number among its descendants. The range of an earlier key covers all tokens, the range
+            of a key after the tree is empty.
     """
 
     number: Any
@@ -51,7 +51,7 @@ def _fill_on_numpy(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
     for i in range(tokens - 1, 0, -1):
         children = parents[i] >= 0
         size[parents[i][children], columns[children]] += size[i][children]
-    for i in range(tokens):  # the last row of next_number is that of tokens without a parent
+    for i in range(tokens):  # the last row of next_number is for tokens without a parent
         number[i] = next_number[parents[i], columns]
         next_number[parents[i], columns] += size[i]
         next_number[i] = number[i] + 1

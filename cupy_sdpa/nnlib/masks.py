@@ -111,7 +111,7 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
     """Make a key padding mask from the length of each batch item; NNlib.jl has no such helper.
 
     Args:
-        lengths: ``(B,)`` integers; more than ``kv_len`` are all keys, and less than 0 are none.
+        lengths: ``(B,)`` integers; more than ``kv_len`` means all keys, less than 0 means no keys.
         kv_len: the number of keys.
 
     Returns:

@@ -39,7 +39,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
 
 
 def encoded(value: Any) -> Any:
-    """A value of a problem as JSON values: arrays and settings as objects without the fields that have their defaults."""
+    """Return a problem's value as JSON values: arrays and settings as objects without fields that have their defaults."""
     if isinstance(value, TensorSpec):
         return {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):  # a NamedTuple

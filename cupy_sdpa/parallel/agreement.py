@@ -31,7 +31,7 @@ _MAX_CONFIGURATIONS = 256
 
 
 class Agreement:
-    """The calls that the members have compared; ``method`` is that of calls that request none, None to choose it.
+    """The calls that the members have compared; ``method`` is for calls that request no method, None to choose it.
 
     New ones are compared as texts before any of them runs, which synchronizes. Of known ones a checksum is compared during the
     call (:class:`~cupy_sdpa.parallel.channel.Channel`). Neither happens if ``check`` is False.
@@ -104,7 +104,7 @@ class Parser:
     """Checks the arrays and the decided options of a call of the group, and builds the program of this member.
 
     Args:
-        agreement: that of the group.
+        agreement: the group's agreement.
         of: what the call asks for.
         programs: keeps the programs of the group.
 
@@ -131,7 +131,7 @@ class Parser:
 
 
 def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that the program is built with: a dense mask, and ``compute_dtype`` only if it is not the dtype of q."""
+    """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
     decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
     if options.get("block_mask") is None and dtype is options.get("compute_dtype"):

@@ -26,7 +26,7 @@ METHODS = ("ring", "all_gather", "all_to_all")
 
 
 class Request(NamedTuple):
-    """What a call asks for besides its arrays and options, None for a default; ``dtype`` is that to compute in."""
+    """What a call asks for in addition to arrays and options, None for a default; ``dtype`` is the dtype to compute in."""
 
     backward: bool
     method: str | None
@@ -195,7 +195,7 @@ class Configuration:
         return Part(Selection([]), Selection([]), self.problem.band, (0, 0), None, 0, lengths)
 
     def with_dropout_mask(self, operands: Operands) -> Operands:
-        """Return the operands with the dropout mask of the whole sequences in place of the seed, on the CPU."""
+        """Return the operands with the dropout mask of the whole sequences instead of the seed, on the CPU."""
         if not self.drawn or self.on_gpu:
             return operands
         _, _, hq, hkv, sq, skv, entries = self.problem.sizes
@@ -216,7 +216,7 @@ class Configuration:
 
     @property
     def row_axis(self) -> int:
-        """The axis of the queries of the log-sum-exp."""
+        """The query axis of the log-sum-exp."""
         return 1 if self.packed else 0
 
     @functools.cached_property

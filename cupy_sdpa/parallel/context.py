@@ -72,7 +72,7 @@ _NO_STATS_GRADIENT = "{}, and a group has no gradients of the log-sum-exp: compu
 
 
 def _collective(function: F) -> F:
-    """Return a method that all members call: the others raise, too, if this member refuses its arguments."""
+    """Return a method that all members call: if this member's arguments raise an error, the others also raise."""
 
     @functools.wraps(function)
     def call(self: ContextParallel, *arrays: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ class ContextParallel:
     """Attention over the members of a group; created by :func:`context_parallel`.
 
     Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call
-    is collective: all members make it, in the same order, with the same options. Options are those of the call on one GPU:
+    is collective: all members make it, in the same order, with the same options. Pass the options of the call on one GPU:
     arrays such as ``bias``, ``alibi_slopes`` or ``tensors`` are for whole sequences and all heads, and functions see the
     positions in the whole sequence. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are numpy arrays for the whole sequences.
 
@@ -129,7 +129,7 @@ class ContextParallel:
                 ``(D, Hq, Tq_r)``, ``(D, Hkv, Tkv_r)`` and ``(Dv, Hkv, Tkv_r)``. :meth:`shard` cuts them.
             return_stats: also return the log-sum-exp of the member's queries, ``(Sq_r, Hq, B)`` or ``(Hq, Tq_r)``, float32
                 (float64 for float64 arrays), which the backward pass needs. Default False.
-            method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: that of the context, or chosen.
+            method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: the context's method, or chosen.
             seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
                 times P, which must be right for all members: pass them if 2 P does not divide the length.
             options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits``, ``bucket`` and
@@ -231,9 +231,9 @@ class ContextParallel:
         seqlen_kv: int | None = None,
         **options: Any,
     ) -> ParallelReport:
-        """Which method :meth:`attention` would use and why, the calls of this member, its memory, and the bytes that it sends.
+        """Report which method :meth:`attention` would use and why, this member's calls and memory, and the bytes that it sends.
 
-        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
+        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. The arguments are as for
         :meth:`attention`.
         """
         arrays = {"q": q, "k": k, "v": v}
@@ -270,7 +270,7 @@ class ContextParallel:
             A copy, dense, with its axes in the same order in memory.
 
         Raises:
-            TypeError, ValueError: the offsets are not those of ``x``, there is no such axis, or ``axis`` is needed.
+            TypeError, ValueError: the offsets do not fit ``x``, there is no such axis, or ``axis`` is needed.
         """
         along = _axis_of(x, axis)
         layout = self._layout(x.shape[along], cu_seqlens)
@@ -330,7 +330,7 @@ class ContextParallel:
 
         Args:
             seqlen: the length of the sequence.
-            cu_seqlens: the offsets of packed sequences, in place of ``seqlen``.
+            cu_seqlens: the offsets of packed sequences, instead of ``seqlen``.
 
         Returns:
             numpy array, int64.
@@ -361,7 +361,7 @@ def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _axis_of(x: Any, axis: int | None) -> int:
-    """Return the number of the axis of the positions, 0 or more; None is that of q, whose strides are checked."""
+    """Return the positions' axis, 0 or more; for None q's axis, and the strides are checked."""
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
     if axis is None:
@@ -375,7 +375,7 @@ def _axis_of(x: Any, axis: int | None) -> int:
 
 
 def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new dense array whose axes have the order of those of ``x`` in memory, so that calls can tell layouts apart."""
+    """Return a new dense array with its axes in memory ordered like the axes of ``x``, so that calls can tell layouts apart."""
     axes = sorted(range(x.ndim), key=lambda axis: (x.strides[axis] == 0, abs(x.strides[axis])))  # broadcast axes are last
     made = cupy_runtime.new_result(x, tuple(shape[axis] for axis in axes), x.dtype)
     return made.transpose([axes.index(axis) for axis in range(x.ndim)])

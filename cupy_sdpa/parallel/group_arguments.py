@@ -1,4 +1,4 @@
-"""Validate the arguments of a call of a group, and describe them so that members can compare them."""
+"""Validate the arguments of a group's call, and describe them so that members can compare them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _POSITIONAL = ("bias", "mask", "dropout_mask", "alibi_slopes", *FUNCTIONS, *LENG
 
 
 class Offsets:
-    """The offsets of packed sequences on the host, which are read there: a part of the key of a call."""
+    """The offsets of packed sequences, which are read on the host: part of a call's key."""
 
     def __init__(self, value: Any) -> None:
         self.array = np.asarray(value)
@@ -126,7 +126,7 @@ def read_length(name: str, value: Any) -> int:
 
 
 def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
-    """Return the lengths of packed sequences from the offsets of whole sequences, which are refused if they are on the GPU."""
+    """Return the lengths of packed sequences from the offsets of whole sequences; raise if they are on the GPU."""
     if cupy_runtime.is_array(starts):
         raise TypeError(
             f"{name} is a CuPy array; a group cuts every sequence on the host, and reading the offsets from the GPU would wait "
@@ -230,7 +230,7 @@ def abbreviated(value: Any) -> str:
 
 
 def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
-    """Return a hashable value that is equal for calls with the same configuration; None if there is none."""
+    """Return a hashable value that is equal for calls with the same configuration, or None."""
     key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
     tensors = {tensor_name(name): x for name, x in (options.get("tensors") or {}).items()}
     others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}

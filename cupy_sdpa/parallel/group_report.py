@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
     Attributes:
         sent: the bytes that the member sends.
-        memory: the bytes that the member needs besides its arguments and results.
+        memory: the bytes that the member needs in addition to its arguments and results.
         calls: the number of calls.
     """
 

@@ -36,7 +36,7 @@ def heads_forward(steps: MemberSteps, config: Configuration, views: Views, optio
 
 
 def heads_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
-    """Add the steps of the gradients of the member's queries, keys and values."""
+    """Add the steps for the gradients of the member's queries, keys and values."""
     builder, names = steps.builder, ("dout", "q", "k", "v", "out", "stats")
     arrays = to_heads(steps, config, views, names, "all-to-all: q, k, v, out, log-sum-exp and gradient", config.heads)
     made = {f"d{name}": builder.temporary(x.shape, x.dtype) for name, x in zip("qkv", arrays[1:4], strict=True)}
@@ -117,7 +117,7 @@ def _part(config: Configuration, x: View, *, heads: slice = slice(None), positio
 
 
 def _shape(config: Configuration, x: View, heads: slice, positions: int | None) -> tuple[int, ...]:
-    """Return the shape of some heads of an array; with another number of positions, unless that is None."""
+    """Return the shape of some heads of an array, with another number of positions unless it is None."""
     shape, (_, axis) = list(_part(config, x, heads=heads).shape), _axes(config, x)
     shape[axis] = shape[axis] if positions is None else positions
     return tuple(shape)

@@ -89,7 +89,7 @@ class MemberSteps:
         return self.all_to_all([own] * self.size, specs, label)
 
     def all_to_all(self, own: Sequence[Message], specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
-        """Send a message to each member, and receive one from each, of the given arrays; that of this member is returned."""
+        """Send a message of the given arrays to each member, and receive one from each; this member's own is returned."""
         received = {peer: own[peer] if peer == self.rank else self.message(spec) for peer, spec in enumerate(specs)}
         sent = dict(enumerate(own))
         self.wait(self.start(sent, received, label))

@@ -150,7 +150,7 @@ class Selection:
         self.length = sum(stop - start for start, stop in joined)
 
     def of(self, builder: Builder, x: View, axis: int) -> View:
-        """The elements of an array along an axis: a view of a range, else a copy, for which the axis must be the last one."""
+        """Return an array's elements along an axis: a view for a range, otherwise a copy, which needs the last axis."""
         if len(self.ranges) <= 1:
             return self._range(x, axis)
         target = builder.temporary((*x.shape[:-1], self.length), x.dtype)
@@ -298,7 +298,7 @@ def _without_repeats(found: Sequence[tuple[int, Tile]]) -> list[list[tuple[int, 
 
 
 def share_buffers(made: Sequence[Part]) -> None:
-    """Give every part the index of a partial result; those of disjoint queries share one."""
+    """Give every part the index of a partial result; parts with disjoint queries share one."""
     covered: list[list[tuple[int, int]]] = []
     for part in made:
         free = (

@@ -1,7 +1,7 @@
 """The options of a part: score and mask functions, biases and masks at the positions of the part in its sequence.
 
-Options are those of a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes of
-the scores, and functions that see the positions in the whole sequence.
+The options belong to a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes
+of the scores, and functions that see the positions in the whole sequence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def functions_of(options: ReadOptions, problem: Problem) -> dict[str, Recorded]:
 def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Recorded], window: Window) -> ReadOptions:
     """Return the options of a call at some positions, except masks of bands, packing, sinks and seeds.
 
-    ``options`` are for whole sequences, with views in place of arrays; ``recorded`` are the functions of :func:`functions_of`.
+    ``options`` are for whole sequences, with views instead of arrays; ``recorded`` are the functions of :func:`functions_of`.
     """
     made: dict[str, Any] = {"band": None, "max_seqlen_q": None, "max_seqlen_kv": None}
     scalars = {**options.scalars}

@@ -104,7 +104,7 @@ def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:
 
 
 def ring_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
-    """Add the steps of the gradients of the member's queries, keys and values.
+    """Add the steps for the gradients of the member's queries, keys and values.
 
     The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the
     end.
@@ -145,7 +145,7 @@ def gather_backward(steps: MemberSteps, config: Configuration, views: Views, opt
 
 
 def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iterator[tuple[View, View]]:
-    """Yield the keys and values of every step of the ring; those of the next step are on their way meanwhile."""
+    """Yield the keys and values of every step of the ring, while those for the next step are being sent."""
     rank, size = config.rank, config.size
     arrays, message = [views["k"], views["v"]], steps.message_of([views["k"], views["v"]])
     for step in range(1, size):
@@ -181,7 +181,7 @@ def _gradients(
 
 
 def _add(builder: Builder, found: Sequence[tuple[Part, Sequence[View]]], totals: Sequence[View]) -> None:
-    """Add the gradients of parts to those of the queries, keys and values."""
+    """Add the parts' gradients to the gradients of the queries, keys and values."""
     for part, gradients in found:
         for side, total, x in zip((part.rows, part.keys, part.keys), totals, gradients, strict=True):
             side.add(builder, total, x, 2)
@@ -194,10 +194,10 @@ def _zeros(builder: Builder, shape: tuple[int, ...], dtype: Any) -> View:
 
 
 def _with_finite_bias(builder: Builder, options: Options) -> Options:
-    """The options of the backward pass of parts, without -inf in a CuPy bias of one element per query if there are sinks.
+    """Return the backward options of parts, with sinks without -inf in a CuPy bias of one element per query.
 
-    cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the log-sum-exp of the row is finite: that of its sink. Parts have
-    no sinks, so the guard of the bug does not apply.
+    cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the row's log-sum-exp is finite: its sink. Parts have no sinks, so
+    the guard of the bug does not apply.
     """
     bias = options.get("bias")
     if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not builder.on_gpu:

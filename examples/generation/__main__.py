@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft", type=int, default=4, help="draft tokens in a branch of the tree (default 4)")
     made.add_argument("--branches", type=int, default=2, help="branches of the tree of draft tokens (default 2)")
     made.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
-    made.add_argument("--cpu", action="store_true", help="numpy in place of CuPy")
+    made.add_argument("--cpu", action="store_true", help="numpy instead of CuPy")
     return made
 
 

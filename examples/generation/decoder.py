@@ -82,8 +82,8 @@ class Decoder:
     def compute(self, tokens: Any, product: Product = operator.matmul, tree: Tree | None = None, **options: Any) -> Any:
         """Append tokens ``(S, B)`` to the cache; returns the logits of the next ones, ``(C, S, B)``.
 
-        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is that of
-        ``GPT.forward``, options are those of ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
+        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is as for
+        ``GPT.forward``, options are as for ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
         attend to their ancestors.
         """
         cache, rope, xp = self.cache, self.model.sizes.rope, self.model.xp

@@ -109,7 +109,7 @@ class GPT:
             product: the matrix product, or :func:`sum_of_products`.
 
         Returns:
-            ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to those of the weights.
+            ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to the weights' gradients.
         """
         w, xp, shape = self.weights, self.xp, (*tokens.shape,)
         x = xp.take(w["token"].T, tokens.ravel(order="F"), axis=0).T  # (F, N) in Fortran order
@@ -173,7 +173,7 @@ class GPT:
 
 
 def read_text(path: Path = TEXT) -> str:
-    """A text with ASCII quotes and dashes; paragraphs end with one newline. The first two lines, its title, are left out."""
+    """Read a text, without its two title lines, with ASCII quotes and dashes; paragraphs end with one newline."""
     text = path.read_text(encoding="utf-8").split("\n", 2)[2]
     return re.sub(r"\n+", "\n", text.translate(str.maketrans({"’": "'", "‘": "'", "—": "-"}))).strip() + "\n"
 

@@ -131,7 +131,7 @@ def speculate(
     width: int = 1,
     noise: Any = None,
 ) -> Speculated:
-    """Decode with draft tokens; the tokens are those of :meth:`Decoder.decode`.
+    """Decode with draft tokens; the result equals :meth:`Decoder.decode`'s.
 
     One step appends the last token and a tree of proposed tokens to each sequence. The path of proposals that are the model's
     choices is accepted, and the choice after it is the next token. The cache keeps the accepted path.

@@ -182,7 +182,7 @@ def test_names_of_other_libraries_are_answered_with_ours(function_and_arguments)
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "float16"}, {"block_mask": 1}], ids=str)
 def test_positional_masks_are_answered_with_the_option(function_and_arguments, options):
-    """By every function that takes the options, whatever the other options are; one error is printed."""
+    """By every function that takes the options, with any other options; one error is printed."""
     function, given = function_and_arguments
     *names, last = given
     words = f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} are; .* mask=, .* bias=$"

@@ -1,4 +1,4 @@
-"""``batch_invariant=True``: the call is refused with a remedy, or runs unchanged."""
+"""``batch_invariant=True``: the call raises Unsupported with the fix, or runs unchanged."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_an_invariant_call_is_refused_or_runs_unchanged(name, engine):
 
 
 def test_every_pass_is_checked_before_the_first_one_runs(engine):
-    """A pullback, a derivative and a prepared call are refused when they are made, not when they run."""
+    """A pullback, a derivative and a prepared call raise when they are made, not when they run."""
     q, k = engine.normal(0, 16, 4, 20, 3), engine.normal(1, 16, 4, 20, 3)
     calls = {
         "vjp": lambda **flags: attention_vjp(q, k, k, **flags, batch_invariant=True)[1](q),
@@ -92,7 +92,7 @@ def test_every_pass_is_checked_before_the_first_one_runs(engine):
 
 
 def test_problems_are_refused_as_on_a_gpu():
-    """A problem for plans ahead of time is that of a GPU; the option is no part of it."""
+    """A problem for plans ahead of time is a GPU's problem; the option is not part of it."""
     shape = (64, 8, 16, 2)
     with pytest.raises(Unsupported, match="pass deterministic=True"):
         problem(shape, shape, shape, dtype="float16", backward=True, batch_invariant=True)

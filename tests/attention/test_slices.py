@@ -38,7 +38,7 @@ def forward(engine, q_shape, kv_shape, **options):
 
 
 def assert_right(engine, arrays, **options):
-    """The gradients are those of the definition."""
+    """The gradients agree with the definition."""
     truth = reference.attention_backward(*engine.get(arrays[:4]), **options)
     for one, wanted in zip(engine.get(attention_backward(*arrays, **options)), truth, strict=True):
         np.testing.assert_allclose(one.astype(float), wanted, atol=3 * engine.tolerance)

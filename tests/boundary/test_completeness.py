@@ -104,7 +104,7 @@ def backward(**options):
 
 
 def of_stats(**options):
-    """The gradients of the log-sum-exp alone, and with those of the output."""
+    """The gradients of the log-sum-exp alone, and with the gradients of the output."""
     q, k, v, dout = arrays_of(options)
     (out, stats), pullback = attention_vjp(q, k, v, return_stats=True, **options)
     dstats = np.where(np.isneginf(stats), np.nan, stats / 9).astype(stats.dtype, order="K")
@@ -246,7 +246,7 @@ def test_groups_compute_every_option(option):
 
 @pytest.mark.parametrize("option", [name for name in DENSE if ("weight_sums", name) not in EXCLUDED])
 def test_sums_are_sums_of_the_weights_with_every_option(option):
-    """With the identity as values the output is the weights; their sums over the queries are those of ``weight_sums``."""
+    """With the identity as values the output is the weights; their sums over the queries equal ``weight_sums``."""
     identity = np.zeros((S, HKV, S, B), np.float32, order="F")
     identity[np.arange(S), :, np.arange(S)] = 1
     weights = attention(Q, K, identity, **VALUES[option])
@@ -319,7 +319,7 @@ def test_every_function_with_options_is_listed():
 @pytest.mark.parametrize("option", [*VALUES, *WITH])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_show_the_options_that_are_taken(name, option):
-    """A call takes every option that its signature shows, and refuses the others with a message that names them."""
+    """A call takes every option that its signature shows; for any other option it raises an error that names it."""
     options = VALUES[WITH.get(option, option)]
     if option in inspect.signature(public(name)).parameters:
         FUNCTIONS[name](**options)
@@ -362,7 +362,7 @@ REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cup
 
 @pytest.mark.parametrize("function", REQUESTING, ids=lambda function: function.__name__)
 def test_every_gradient_can_be_requested(function):
-    """The flags are those of the table, in its order, and are False by default."""
+    """The flags are the table's, in its order, and are False by default."""
     parameters = inspect.signature(function).parameters
     assert [name for name in parameters if name.startswith("return_d")] == [*REQUESTS]
     assert all(parameters[name].default is False for name in REQUESTS)
@@ -380,7 +380,7 @@ def test_groups_refuse_gradients_of_the_log_sum_exp():
 
 
 def test_groups_refuse_gradients_that_are_sums_over_members():
-    """They return that of the sinks only, and say so."""
+    """They return the gradient of the sinks only, and say so."""
     (member,) = Loopback(1).members
     group = ContextParallel(member)
     out, stats = group.attention(Q, K, V, return_stats=True)

@@ -124,7 +124,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_become_options(name, engine):
-    """The fused call is that of the options: on a GPU it has the same plan; y and alpha equal those of the mask as an array."""
+    """The fused call is the call with the options: on a GPU it has the same plan; y and alpha equal the results with the mask as an array."""
     x = engine.put(rand(16, 5, 2).astype(engine.dtype))
     make, options = MASKS[name]
     mask = make(x, engine.put)

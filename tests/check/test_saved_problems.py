@@ -85,7 +85,7 @@ def test_only_what_is_not_the_default_is_written(path):
 
 
 def test_the_problems_of_the_plan_caches(engine, path):
-    """On cuDNN those of all threads; every problem once, also if they are saved again."""
+    """On cuDNN the problems of all threads; every problem once, even if they are saved again."""
     if not engine.on_cudnn:
         pytest.skip("numpy has no plan cache")
     cupy_sdpa.get_plan_cache().clear()
@@ -320,7 +320,7 @@ def test_a_file_that_cannot_be_read(folder):
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_plan_plans_a_file(path, folder):
-    """The plans of the problems, and what is refused with its reason."""
+    """The plans of the problems, and what cannot run with the reason."""
     problem_file.add(path, [asked(), asked(dtype="float32")])
     done = run(f"plan --saved {path} --gpu h200 -o plans -j 1")
     assert done.status == 1

@@ -1,6 +1,7 @@
 """An operation graph evaluated with numpy as cuDNN 9.19 does: what it computes, what it writes, and what it does not write.
 
-Sums of FP8 products have the precision of Hopper's tensor cores. One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
+Sums of FP8 products have the precision of Hopper's tensor cores. One bug is 9.28's: the backward pass treats -inf in an array
+with one element per query as 0.
 
 Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Arrays with ragged
 offsets are read within their sequences: up to the next offset, and up to the length if the graph has lengths. Rows in the padding are not written, and nothing is written for a batch item without queries, or
@@ -62,7 +63,7 @@ class Tensor:
 
     @property
     def sequence(self) -> int:
-        """The axis of the positions of a ragged tensor: rows, or columns if their stride is larger."""
+        """A ragged tensor's axis of positions: rows, or columns if their stride is larger."""
         return 3 if self.strides[3] > self.strides[2] else 2
 
 

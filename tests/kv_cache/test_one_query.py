@@ -115,7 +115,7 @@ OF_THE_HEAD = {
 @pytest.mark.cudnn
 @pytest.mark.parametrize("gpu", ["h200", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in sorted({*GPUS} - {"h200"}))])
 def test_functions_of_the_head_are_planned(gpu, planner):
-    """Since 9.26 cuDNN refuses to add an array with stride 0 along the keys; the product of such an array and ones is planned."""
+    """Since 9.26 cuDNN cannot add an array with stride 0 along the keys; the product of such an array and ones is planned."""
     version = planner.call(library_version)
     kinds = ((1, {}), (KEYS, {"return_stats": True}), ("pages", {}), ("pages", {"deterministic": True}))
     for (name, options), (keys, more) in ((of, kind) for of in OF_THE_HEAD.items() for kind in kinds):

@@ -141,7 +141,7 @@ def test_captured_graphs_do_not_own_plans(planner):
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_a_refusal_keeps_every_reason(planner):
-    """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept, once."""
+    """Every engine rejects a head dim that is not a multiple of 8; each reason is kept, once."""
     text = planner.call(plan_problem, problem((12, 4, 64, 2)), "h200")
     assert "multiple of 8" in text
     assert "engine 1" in text
@@ -154,7 +154,7 @@ def test_a_refusal_keeps_every_reason(planner):
 
 ONE_ROW = {"q": (128, 1, 1, 1), "kv": (128, 1, 64, 1), "backward": True}
 SINGLE_KEY = {"q": (64, 2, 16, 2), "kv": (64, 2, 1, 2), "backward": True, "tensors": {"t": ()}}
-#: Gradients that crash cuDNN: the rule that refuses them, and the same with one change that is planned.
+#: Gradients that crash cuDNN: the rule that rules them out, and the same with one change that is planned.
 CRASHES = {
     "one_row": ("backward-one-row", ONE_ROW, ONE_ROW | {"q": (128, 1, 2, 1)}),
     "difference": (
@@ -172,7 +172,7 @@ CRASHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CRASHES)
 def test_gradients_that_crash_cudnn_are_refused(name, planner):
-    """Of one row, and of a single key whose score function subtracts an array of one element; with the remedy they are planned."""
+    """Of one row, and of a single key whose score function subtracts an array of one element; with the fix they are planned."""
     rule, deadly, remedy = CRASHES[name]
     version = planner.call(library_version)
     deadly, remedy = problem(**deadly), problem(**remedy)

@@ -261,7 +261,7 @@ WRONG = {
 
 @pytest.mark.parametrize("command", WRONG)
 def test_wrong_command_lines(command, folder):
-    """The last line names the value and the remedy; nothing is written."""
+    """The last line names the value and the fix; nothing is written."""
     files = {"text": b"no table", "bytes": b"\xda\x00", "empty": b"preset,direction,way,ms\n"}
     files["words"] = files["empty"] + b"a,b,ours,abc\n"
     for name, content in files.items():
@@ -349,7 +349,7 @@ def test_on_a_gpu():
 
 @pytest.mark.gpu
 def test_host_options_on_a_gpu():
-    """Two kinds and their closest calls of PyTorch, if it is installed; otherwise why there are none."""
+    """Two kinds and their closest calls of PyTorch if it is installed, otherwise the reason."""
     done = run("host_options x.csv --no-flex --only plain lengths")
     assert done.status == 0
     assert importlib.util.find_spec("torch") is not None or "PyTorch does not run" in done.out

@@ -98,7 +98,7 @@ def test_statistics_of_another_call_are_refused_in_every_call():
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "float16"}], ids=["plain", "program"])
 def test_a_text_is_no_flag_after_a_flag_of_this_text(options):
-    """``return_stats`` may be np.True_ or 1; their texts are refused, also after these calls."""
+    """``return_stats`` may be np.True_ or 1; their texts raise, also after these calls."""
     q, k, v = arrays()
     for flag in (np.True_, 1):
         assert len(attention(q, k, v, return_stats=flag, **options)) == 2
@@ -107,7 +107,7 @@ def test_a_text_is_no_flag_after_a_flag_of_this_text(options):
 
 
 def test_a_layout_that_was_named_is_named_in_every_call():
-    """A call without it is refused, as if it were the first."""
+    """A call without it raises, as if it were the first."""
     x = [np.random.default_rng(0).standard_normal((2, 12, 2, 8), np.float32).transpose(3, 2, 1, 0) for _ in range(3)]
     x = [np.ascontiguousarray(y) for y in x]  # strides that a GPU cannot read
     out = attention(*x, layout="dhsb")

@@ -136,7 +136,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
 
 
 def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
-    """The heads, the rows and the batch item of each block of an array ``(D, H, S, B)``, and the numbers of its copies."""
+    """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
     _, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):

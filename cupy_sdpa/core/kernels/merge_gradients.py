@@ -93,7 +93,7 @@ def _place(array: Any) -> Address:
 
 @cuda_kernel
 def _kernel(dtype: str) -> str:
-    """The kernel of :func:`merge_gradients`; the threads of a warp have channels of a row, ``blockIdx.y`` is the part."""
+    """Return the kernel of :func:`merge_gradients`; a warp's threads have channels of a row, ``blockIdx.y`` the part."""
     of = TYPES[dtype]
     return f"""{of.header}{_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_merge_gradients(const Arguments a) {{

@@ -265,8 +265,10 @@ def split(
 
 @cuda_kernel
 def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
-    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
-    computes attention over the boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
+    """Return the kernel of :func:`split`.
+
+    The first blocks write the chunks, copying units of bytes. In the other blocks, each warp computes attention over the
+    boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
     """
     kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
     boundary = """if (blockIdx.x >= x.split_blocks) {

@@ -24,7 +24,7 @@ GRAPH_BYTES = 128 << 10
 #: Bytes that a graph counts towards the limit if it is not executable, although it takes host memory only.
 HOST_BYTES = 8 << 10
 
-#: A function that enqueues work, such as that of a node, or raises an error, and its arguments.
+#: A function that enqueues work, such as a node's, or raises an error, and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 #: Takes a step of the host in a capture: the function and its arguments.
 OnHost = Callable[[Any, tuple[Any, ...]], None]
@@ -176,7 +176,7 @@ def has_nodes(graph: int) -> bool:
 
 
 def driver_calls(graph: int, stream: int) -> list[Call]:
-    """The nodes of a graph as driver calls, in order; an empty list if the graph is not a sequence of kernels and memsets."""
+    """Return a graph's nodes as driver calls, in order; an empty list unless the graph is a sequence of kernels and memsets."""
     cuda = driver.bindings()
     nodes = _lists_of(cuda.cuGraphGetNodes, graph)[0]
     count = len(nodes)
@@ -200,7 +200,7 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
 def _driver_call(node: Any, stream: int) -> Iterator[Call]:
     """Yield the driver call of a kernel node or of a memset node of one row; nothing for other nodes.
 
-    CuPy's functions take integers, in half the time of those of ``cuda.bindings``, which are used for what CuPy does not have.
+    CuPy's functions take integers, in half the time of ``cuda.bindings``' functions, which are used where CuPy has none.
     """
     cuda = driver.bindings()
     kinds = cuda.CUgraphNodeType

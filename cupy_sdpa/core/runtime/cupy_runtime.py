@@ -109,7 +109,7 @@ def capturing() -> bool:
 
 
 def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Any]]:
-    """A function that creates arrays from their shapes, dtypes, bytes, strides and orders, in tuples, and memory pointers.
+    """Return a function that creates arrays from tuples of (shape, dtype, bytes, strides, order) and memory pointers.
 
     ``ndarray.__new__`` packs its arguments into a tuple and a dictionary, twice, and passes them on to ``_init``; this takes a
     third of the time. ``_init`` is therefore called directly, if CuPy has it.

@@ -1,8 +1,8 @@
-"""CuPy arrays that the interpreter computes with, in place of cuDNN (``engine="cupy"``).
+"""CuPy arrays that the interpreter computes with, instead of cuDNN (``engine="cupy"``).
 
 The type of the arrays selects the engine. :class:`InterpretedArray` is the type for this one: what computes with numpy arrays
-also computes with it, because numpy's operators and functions on it are those of CuPy (numpy's protocols ``__array_ufunc__``
-and ``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
+also computes with it, because numpy's operators and functions on it call CuPy's (numpy's protocols ``__array_ufunc__`` and
+``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InterpretedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.array = array
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute or a method of the CuPy array; results that are arrays are interpreted, too."""
+        """Return an attribute or a method of the CuPy array; array results are also interpreted arrays."""
         if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self.array, name)
@@ -95,7 +95,7 @@ def on_host(array: Any) -> Any:
 
 
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """Return a view of the memory of a numpy array or an interpreted array, from its first element; strides in bytes."""
+    """Return a view of a numpy or interpreted array's memory, from its first element; strides in bytes."""
     if type(array) is InterpretedArray:
         return InterpretedArray(cupy().ndarray(shape, array.dtype, array.array.data, strides))
     return np.lib.stride_tricks.as_strided(array, shape, strides)
@@ -140,7 +140,7 @@ _PHILOX = """
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int], count: int) -> Any:
-    """The first numbers of ``numpy.random.Philox(key=key, counter=counter).random_raw(count)``, uint64, as a CuPy array."""
+    """Return the numbers of ``numpy.random.Philox(key=key, counter=counter).random_raw(count)``, uint64, as a CuPy array."""
     parameters = ", ".join(f"uint64 {name}" for name in ("key0", "key1", "first", "c1", "c2", "c3"))
     kernel = elementwise(parameters, "uint64 y", _PHILOX, "philox")
     return kernel(*map(np.uint64, (*key, *counter)), cupy().empty(count, np.uint64))

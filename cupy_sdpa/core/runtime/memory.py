@@ -44,7 +44,7 @@ def rows_of(array: Any, axis: int) -> Rows | None:
 
 
 def common_rows(target: Any, source: Any) -> tuple[Rows, Rows] | None:
-    """Return the longest rows by which an array or a view can be copied into one of the same shape; None if there are none."""
+    """Return the longest rows by which an array or a view can be copied into one of the same shape, or None."""
     if target.dtype != source.dtype or not target.size:
         return None
     for axis in reversed(range(target.ndim)):
@@ -133,7 +133,7 @@ def _differs_kernel() -> str:
 
 #: The constant arrays ``start, start + step, start + 2 step, ...`` by the id of the CUDA context, start, step and dtype.
 _constants: dict[tuple[int, int, int, str], Any] = {}
-#: Every constant array that was created. Those of one content together take at most twice the memory of the longest one.
+#: Every constant array that was created. Arrays with the same content take at most twice the memory of the longest one.
 _all_constants: list[Any] = []
 #: The maximum number of arrays of equal integers in a context; further ones are created anew in every call.
 MAX_EQUAL = 64
@@ -145,7 +145,7 @@ def multiples(step: int, length: int, dtype: str) -> Any:
 
 
 def equal_integers(value: int, length: int) -> Any:
-    """An int32 array whose elements are all ``value``. It is usually constant (:func:`_constant`): do not write to it."""
+    """Return an int32 array of ``value``. It is usually constant (:func:`_constant`): do not write to it."""
     context = driver.context_id()
     found = _constants.get((context, value, 0, "int32"))
     if (found is None or found.size < length) and (capturing() or _count_equal(context) >= MAX_EQUAL):

@@ -1,4 +1,4 @@
-"""The rules of reverse-mode automatic differentiation: the gradients of the operands of a pointwise mode.
+"""The rules of reverse-mode automatic differentiation: the gradients of a pointwise mode's operands.
 
 A rule uses the results of the forward steps (``dy - dy y y`` for tanh), so engines need no backward modes.
 

@@ -52,8 +52,8 @@ class Step(NamedTuple):
 class Expression(NamedTuple):
     """The steps of a score function and a mask function, operands first.
 
-    ``score`` is the index of the modified score, ``mask`` that of the condition under which the query attends to the key; None
-    if there is none.
+    ``score`` is the index of the modified score, ``mask`` the index of the condition under which the query attends to the key,
+    or None.
     """
 
     steps: tuple[Step, ...]
@@ -90,7 +90,7 @@ class Writer:
         return self.leaf("constant", kind=kind, value=value)
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
-        """Append an operation on earlier steps; ``kind`` is that of the result, by default derived from the operands."""
+        """Append an operation on earlier steps; ``kind`` is the result's, by default derived from the operands."""
         if MODES[mode].commutes:  # a canonical order, so that equal steps are recognized
             args = tuple(sorted(args))
         kind = kind or self._kind(mode, args)
@@ -189,7 +189,7 @@ def captured_name(number: int) -> str:
 
 @functools.cache
 def is_captured(name: str) -> bool:
-    """True if a name is that of an array that functions read (:func:`captured_name`), or of its gradient.
+    """True if a name belongs to an array that functions read (:func:`captured_name`), or to its gradient.
 
     >>> [is_captured(name) for name in ("t0", "dt12", "tq", "d0")]
     [True, True, False, False]

@@ -34,7 +34,7 @@ import numpy as np
 
 from .recorded import Recorded
 
-#: The maximum number of parts of an identity; a function that loads more values has none.
+#: The maximum number of parts of an identity; a function that loads more values has no identity.
 MAX_PARTS = 256
 #: The maximum number of analyzed code objects.
 MAX_CODES = 4096
@@ -99,7 +99,7 @@ _IDENTIFIED = _EXACT | _NUMPY_SCALARS | _CONTAINERS | {float, _FUNCTION, _PARTIA
 def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     """Append the parts of a value: first its type or another object without an equal, then numbers, texts and further values.
 
-    The parts of a value are never the beginning of those of another one, so different sequences of values have different parts.
+    The parts of a value are never a prefix of another value's parts, so different sequences of values have different parts.
     ``functions`` are those that are being identified, to end recursion. Raises _UnknownError if the value has no identity.
     """
     if len(parts) > MAX_PARTS:

@@ -173,7 +173,7 @@ def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
 
 
 def _bounds(forms: LinearForms, condition: int) -> tuple[float, float] | None:
-    """The number of keys before and after the diagonal under a condition, which may be infinite; None if it is not a band.
+    """Return how many keys before and after the diagonal satisfy a condition (possibly infinite); None if it is not a band.
 
     The conditions are ``q_idx - kv_idx <= n``, ``kv_idx - q_idx <= n`` and ``|q_idx - kv_idx| <= n``, with any comparison
     except ``==`` and ``!=``, and with the terms in any order.

@@ -24,7 +24,7 @@ NO_BRANCHES = (
     "{}, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, "
     "~, np.minimum, np.maximum, and (a < b) & (b < c)"
 )
-#: Numbers that are constants of the expression, besides floats that may mask; all others are by-value scalars.
+#: Numbers that are constants of the expression, in addition to floats that may mask; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0)
 #: The end of the message of an index that is computed.
 _GATHER = (
@@ -39,7 +39,7 @@ _INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module i
 class Tracer:
     """Records the operations on traced values, with the numpy functions of traced values, by name.
 
-    ``sizes`` are the lengths of the axes of the scores, by the names of :data:`~.core.score_fn.expression.AXES`.
+    ``sizes`` are the lengths of the scores' axes, by the names of :data:`~.core.score_fn.expression.AXES`.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], sizes: Mapping[str, int], steps: Iterable[Step]) -> None:
@@ -184,7 +184,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
     # numpy's x += y writes to x; here it is x = x + y
     setattr(Value, f"__i{_name}__", getattr(Value, f"__{_name}__"))
 
-#: What to write in place of the methods of PyTorch's tensors and of arrays.
+#: What to write instead of the methods of PyTorch's tensors and of arrays.
 METHODS = {
     "sigmoid": "scipy.special.expit(x), or 1 / (1 + np.exp(-x))", "relu": "np.maximum(x, 0)", "clamp": "np.clip(x, low, high)",
     "pow": "x**y", "rsqrt": "x**-0.5", "erf": "scipy.special.erf(x)", "softplus": "np.logaddexp(x, 0)", "abs": "abs(x)",

@@ -216,7 +216,7 @@ def trace(
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """Return the functions of a call as they are now, by the names of their options; raises what :func:`trace` raises."""
+    """Record a call's functions, by the names of their options; raises what :func:`trace` raises."""
     known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
     if len(known) == len(functions):
         return known

@@ -14,13 +14,13 @@ from ..problem.split import obstacle, split_of
 
 #: What was measured.
 MEASURED = "measured on an H200 with cuDNN 9.19"
-#: The reasons and the remedies of gradients.
+#: The reasons and fixes for gradients.
 OF_PACKED = "numpy's bits of packed gradients depend on the place in the arrays: pass dense arrays with seq_lens_q="
 NOT_DETERMINISTIC = "the order in which dq is summed varies: pass deterministic=True"
 
 
 def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
-    """Why the bits of out, the row statistics, dq, dk and dv of a sequence may depend on the rest of the batch, and the remedy.
+    """Return why the bits of a sequence's out, stats, dq, dk or dv may depend on the rest of the batch, and the fix.
 
     Empty if they do not. Gradients of arrays that several sequences share, such as sinks, are sums over the batch in any case.
     The interpreter computes every head of every sequence by itself.

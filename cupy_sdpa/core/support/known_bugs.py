@@ -4,17 +4,19 @@ To add a bug:
 
 1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~.core.problem.problem.Problem`; define it
    above the table, or use a lambda.
-2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
+2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write the fix in
+``remedy``:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug is refused, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in tools/support_table.py
+4. If the bug raises Unsupported, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in
+tools/support_table.py
    must be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
-implementation: those of :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
+implementation: the guards in :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
 core/programs/attention_steps.py), the others change the graph (core/graph/attention_forward.py and attention_backward.py).
 """
 
@@ -54,7 +56,7 @@ STAGING_GUARDS = frozenset(
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
-#: The queries of a tile of the FP8 kernel for Hopper.
+#: The number of queries in a tile of Hopper's FP8 kernel.
 FP8_TILE = 128
 
 
@@ -69,8 +71,8 @@ class Bug:
         condition: whether a problem is affected.
         when: the condition in words.
         effect: the effect in words.
-        guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems are refused.
-        remedy: how the user can avoid a refusal.
+        guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems raise Unsupported.
+        remedy: how the user can avoid the error.
         link: the report, or ``docs/cudnn.md`` for a bug that is described there.
         planned: whether cuDNN plans affected problems, so that the tool cannot confirm the bug. Default True.
     """
@@ -91,7 +93,7 @@ class Bug:
 
     @property
     def refuses(self) -> bool:
-        """Whether affected problems are refused."""
+        """Whether affected problems raise Unsupported."""
         return not self.guards
 
     def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
@@ -99,7 +101,7 @@ class Bug:
         return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
 
     def violations(self, problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-        """As those of a rule."""
+        """As for a rule."""
         if self.affects(problem, cudnn, capability):
             yield f"{self.when}: {self.effect} with cuDNN {version_text(cudnn)} on this GPU: {self.remedy} ({self.link})"
 

@@ -1,11 +1,11 @@
 """The rules: what a cuDNN version or a GPU cannot run, one :class:`Rule` entry each.
 
 A rule is an entry in :data:`RULES`: a condition and a message (:func:`when`), or a generator function that yields a message for
-every violation. The message contains the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and
+every violation. The message contains the value, the limit and the fix, in terms of the caller's arguments. Wrong results and
 crashes of single versions are known bugs (:mod:`.known_bugs`), not rules.
 
 To add a rule, write the entry, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to
-``DOUBTS`` if the rule does not refuse), and regenerate docs/support.md:
+``DOUBTS`` if the rule raises no error), and regenerate docs/support.md:
 ``python tools/support_table.py page > docs/support.md``.
 """
 
@@ -28,7 +28,7 @@ WITHOUT_CUDNN = (
 )
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
-#: Compute capabilities: those of the supported GPUs, some generations, and all but these.
+#: Compute capabilities: of the supported GPUs, of some generations, and of all other generations.
 ALL_GPUS, HOPPER, BLACKWELL = range(MINIMUM_CAPABILITY, 130), range(90, 100), range(100, 120)
 _ANY = range(130)
 _NOT_HOPPER, _NOT_BLACKWELL = ({*_ANY}.difference(gpus) for gpus in (HOPPER, BLACKWELL))
@@ -60,8 +60,8 @@ class Rule:
         error: the exception that a call raises.
         violations: yields a message for every violation.
         link: the source. Default: measured.
-        refuses: whether a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
-        planned: whether cuDNN plans what the rule refuses, with wrong or irreproducible results, so that
+        refuses: whether a call raises an error. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
+        planned: whether cuDNN plans what the rule rules out, with wrong or irreproducible results, so that
             ``tools/support_table.py measure`` cannot confirm the rule. Default False.
     """
 
@@ -258,7 +258,7 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _has_gradients_through_scores(problem: Problem) -> Any:
-    """Return whether the gradients are those of a bias or ``tensors``, or pass through a softcap or a score function."""
+    """True for gradients of a bias or ``tensors``, or through a softcap or a score function."""
     return problem.backward and (problem.ds_reductions or problem.settings.softcap or problem.has_score_mod)
 
 
