@@ -313,7 +313,9 @@ def _is_launched() -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--members", type=positive, metavar="N", help="number of members (default: the number of GPUs, at least 2)")
+    parser.add_argument(
+        "--members", type=positive, metavar="N", help="number of members (default: the number of GPUs, at least 2)"
+    )
     parser.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods")
