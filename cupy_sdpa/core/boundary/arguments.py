@@ -104,7 +104,7 @@ def _read(
     deterministic: Any,
     return_dtensors: Any = False,
 ) -> BoundProblem:
-    """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
+    """Validate the arguments of either pass. The order of the checks decides which error is raised first."""
     deterministic = read_flag("deterministic", deterministic)
     check_option_names(options)
     passed, tensors, on_gpu = read_arrays(arrays, options)

@@ -83,7 +83,7 @@ class Conversion:
         return converted
 
     def back(self, results: Sequence[str], returned: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
-        """Return the results that a function returned, in the caller's axes and library; those after ``results`` unchanged."""
+        """Return a function's results in the caller's axes and library; return results after ``results`` unchanged."""
         pairs = zip(results, returned, strict=False)
         return [*(self._back(name, array, arrays.get(name)) for name, array in pairs), *returned[len(results) :]]
 

@@ -104,7 +104,7 @@ OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in na
 
 
 def other_names(answers: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Raise TypeError in calls with parameters of other libraries: what to write, by the names in its place."""
+    """Raise TypeError in calls with other libraries' parameters, with what to write instead of them."""
     known = {name: answer for answer, names in answers.items() for name in names.split()}
 
     def decorate(function: Function) -> Function:
@@ -126,8 +126,8 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
-#: The line of a docstring that names the options, and the beginning of that which names the flags of gradients; from Python
-#: 3.13 on their indentation is not that of the source.
+#: The line of a docstring that names the options, and the beginning of the line that names the gradient flags; Python 3.13 and
+#: newer strip their indentation.
 _EVERY_OPTION = re.compile(r"^( +)options: every option; :doc:`/options` defines each\.\n", re.M)
 _REQUESTS = re.compile(r"^( +)requests:", re.M)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -140,8 +140,8 @@ def takes_options(*, name: str = "", gradients: bool = False) -> Callable[[Funct
 def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = False) -> Any:
     """Give a function with ``**options`` a signature that lists the options that it takes, for ``help`` and completion.
 
-    The table of options says which. ``name`` is the function's name there, by default its own. With ``gradients`` it also takes
-    the flags that request gradients.
+    The table of options says which. ``name`` is the function's name in the table, by default its own. With ``gradients`` the
+    function also takes the flags that request gradients.
 
     A call that does not fit the signature raises an error that names the fix. A function with ``*positional`` raises it itself,
     with :func:`special_call`; others are wrapped, which takes 0.2 us per call.

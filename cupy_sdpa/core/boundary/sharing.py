@@ -16,7 +16,7 @@ class Sharing:
     """How the arrays of a call are shared; with ``engine="cupy"``, CuPy arrays become arrays of the interpreter.
 
     Attributes:
-        keeps_arrays: whether the arrays are those that the caller passed, or views of them.
+        keeps_arrays: whether the arrays are the caller's own, or views of them.
     """
 
     def __init__(self, q: Any, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Score and mask functions of a call: validate, trace, and turn the arrays that they read into captured arrays."""
+"""A call's score and mask functions: validate and trace them, and turn the arrays that they read into captured arrays."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_tuple(value: Any) -> Any:
-    """Return a list as a tuple, also the lists in it; anything else is returned unchanged."""
+    """Return a list, with nested lists, as a tuple; return anything else unchanged."""
     return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:
-    """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it."""
+    """Check that ``tensors`` is a mapping with string keys, and that a function can read it."""
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
@@ -125,7 +125,7 @@ def check_scalars(scalars: Mapping[str, Any]) -> None:
 
 
 def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
-    """Call the functions of a call with traced values."""
+    """Trace a call's functions: call them with traced values."""
     _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
     for name, array in tensors.items():
@@ -171,7 +171,7 @@ class Gradients:
         return [gradient_name(name) for name in self.specs]
 
     def as_last(self, results: list[Any]) -> list[Any]:
-        """Return a call's results, of which the last are the gradients, with the gradients as a dictionary."""
+        """Return a call's results with the gradients, which are the last results, as one dictionary."""
         count = len(results) - len(self.specs)
         return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
 
@@ -180,7 +180,7 @@ class Gradients:
 
 
 def gradient_name(name: str) -> str:
-    """Return the name of the gradient of an array in ``tensors=`` among the arrays of a call."""
+    """Return the name that the gradient of an array in ``tensors=`` has among a call's arrays."""
     return f"dtensors[{name!r}]"
 
 

@@ -16,7 +16,7 @@ from .scores import ScoreFunction, Scores, partial_tiles
 
 @functools.lru_cache(maxsize=1024)
 def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = frozenset()) -> Graph:
-    """Return the gradients of the forward pass from its output and its log-sum-exp, of a problem that needs a single launch.
+    """Return the graph of the gradients, from the output and the log-sum-exp, for a problem that needs a single launch.
 
     ``D = rowsum(dO ∘ O)``, ``P = exp(S − L)``, ``dV = Pᵀ dO``, ``dS = P ∘ (dO Vᵀ − D)``, ``dK = dSᵀ Q`` and ``dQ = dS K``. With
     ``direct`` dQ is the result of the matmul. Otherwise it is accumulated in float32 scratch memory, in arbitrary order, which

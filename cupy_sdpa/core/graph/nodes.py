@@ -90,8 +90,8 @@ class Node:
 class Matmul(Node):
     """``out = a b`` for each batch item and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
 
-    ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are the numbers of rows of ``a``, of columns of ``b`` and of products per sum of
-    each batch item; None for all. Elements beyond them are not read, and the result there is 0.
+    ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are each batch item's number of rows of ``a``, columns of ``b`` and products per
+    sum; None for all. Elements beyond them are not read, and the result there is 0.
     """
 
     a: Tensor
@@ -193,7 +193,7 @@ class Graph:
         nodes: the steps.
         compute_dtype: the dtype of intermediate results, ``float32`` or ``float64``.
         no_split: whether to exclude cuDNN's kernel that splits the keys.
-        notes: what an engine derived from the graph; no part of it.
+        notes: what an engine derived from the graph; not part of it.
     """
 
     nodes: tuple[Node, ...]

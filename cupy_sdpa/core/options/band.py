@@ -10,7 +10,7 @@ from .values import is_one_of
 
 
 class Band(NamedTuple):
-    """The keys that a query attends to: those at most ``left`` before and ``right`` after the diagonal; None is unbounded.
+    """The keys that a query attends to: at most ``left`` before and ``right`` after the diagonal; None is unbounded.
 
     Query i is on the diagonal with key i (top-left alignment), or with key ``i + Skv - Sq`` (bottom-right alignment).
     """
@@ -22,8 +22,7 @@ class Band(NamedTuple):
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
         """Return the simplest band with the same mask for some lengths; None if every query attends to every key.
 
-        ``lengths``: batch items have lengths of their own. ``needs_diagonal``: an option measures positions
-        from the diagonal.
+        ``lengths``: batch items have their own lengths. ``needs_diagonal``: an option measures positions from the diagonal.
 
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)

@@ -1,4 +1,4 @@
-"""The arrays of a call: one table of their axes, dtypes and roles, from which checks, layouts, slices and results follow.
+"""A table of a call's arrays, with their axes, dtypes and roles: checks, layouts, slices and results follow from it.
 
 The rows of options come from :data:`.core.options.table.OPTIONS`.
 
@@ -92,7 +92,7 @@ _ROWS = (
     ArrayRow("descale_v", "1", "float32", "factor"),
     ArrayRow("scale_out", "1", "float32", "factor"),
 )
-#: The arrays by name. Those that score and mask functions read, and their gradients, have the row :data:`CAPTURED`.
+#: The arrays by name. Arrays that score and mask functions read, and their gradients, have the row :data:`CAPTURED`.
 ARRAYS = {row.name: row for row in _ROWS}
 #: An array that a function reads: each axis has its full length or length 1.
 CAPTURED = ArrayRow("tensors", "Skv Sq Hq B", "float", "option")

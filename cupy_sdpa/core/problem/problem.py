@@ -1,8 +1,8 @@
 """The problem: the shapes, layouts and options of one attention call, immutable and hashable.
 
-A problem does not depend on a device and contains no pointer. It contains everything that determines a plan, and nothing else,
-and is the key of the plan cache. Because :func:`.core.problem.validation.make_problem` is cached, equal calls get the
-same object, and the look-up compares by identity.
+A problem does not depend on a device and contains no pointer. It contains exactly what determines a plan, and is the key of the
+plan cache. Because :func:`.core.problem.validation.make_problem` is cached, equal calls get the same object, and the look-up
+compares by identity.
 
 Shapes are written with these letters: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq is a
 multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences; P pages per sequence.
@@ -243,7 +243,7 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Problem) if f.init)
 
 
 def row_stats_dtype(dtype: object) -> str:
-    """Return the dtype of the row statistics of arrays that are computed in a dtype: float32, and float64 for float64.
+    """Return the dtype of the row statistics for a compute dtype: float32, or float64 for float64.
 
     >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
     ('float32', 'float64')

@@ -1,4 +1,4 @@
-"""Array metadata: dtype, shape, strides and alignment; and its comparison with what a call needs."""
+"""Array metadata (dtype, shape, strides and alignment), and checks against what a call needs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int,
         return dense_spec(name, dtype, shape)
     normalized = list(strides)
     for axis, length in enumerate(shape):
-        if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, including 0
+        if length == 1:  # the stride is meaningless: numpy, CuPy and DLPack return arbitrary values, including 0
             normalized[axis] = normalized[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
     return TensorSpec(name, dtype, shape, tuple(normalized), alignment)
 
@@ -244,7 +244,7 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
 
 
 def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Return why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
+    """Return why kernels cannot read an array whose axis 0 is head_dim, or an empty string.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
@@ -267,7 +267,7 @@ batch), copy it with asfortranarray(q)
 
 
 def _in_fortran_order(name: str, written: bool) -> str:
-    """Return how to get an array in Fortran order. The results would be lost with a copy."""
+    """Return how to get an array in Fortran order; a copy would lose results."""
     return (
         "allocate it with order='F': a result cannot be written through a copy"
         if written

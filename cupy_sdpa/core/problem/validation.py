@@ -47,12 +47,12 @@ _PACKED = (
 )
 
 
-#: The refusal of gradients of paged keys.
+#: The message for gradients of paged keys.
 NO_PAGED_GRADIENTS = (
     "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
-#: The refusal of gradients of FP8 arrays.
+#: The message for gradients of FP8 arrays.
 NO_FP8_GRADIENTS = (
     "gradients of FP8 arrays are not supported, because they are slower than bfloat16 gradients with causal masks on Hopper: "
     "call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays, whose gradients are computed in "
@@ -255,7 +255,7 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
 
 
 def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: bool) -> None:
-    """Check the arrays and numbers that describe packed sequences, of pages only packed queries."""
+    """Check the arrays and numbers that describe packed sequences; with pages, only the queries are packed."""
     for name in CU_SEQLENS[: 1 if paged else 2]:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
@@ -311,7 +311,7 @@ _OF_SHAPES = tuple(
 def expected_arrays(
     q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
 ) -> dict[str, Expected]:
-    """Return what the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
+    """Return what a call's other arrays must be, by name: the results, the backward pass's inputs, and some options.
 
     The row statistics have :func:`row_stats_dtype`, sinks and slopes are float32. For float64 arrays they may have either
     dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in, by default q's.
@@ -330,7 +330,7 @@ def expected_arrays(
         own = getattr((given or {}).get(row.name), "dtype", None)
         if row.dtype not in of_rows:
             return Expected(row.name, shape, dtypes["q"], f"{row.legend(packed=packed)}, the dtype of q")
-        either = wide == "float64" and own in ("float32", "float64")  # calls computed in float64 take both
+        either = wide == "float64" and own in ("float32", "float64")  # calls that compute in float64 take both
         return Expected(row.name, shape, str(own) if either else of_rows[row.dtype], row.legend(packed=packed))
 
     return {name: expected(ARRAYS[name]) for name in _OF_SHAPES}

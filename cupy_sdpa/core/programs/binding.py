@@ -1,4 +1,4 @@
-"""From the views of a program to arrays. What each argument of a step refers to is found once, when the program first runs."""
+"""Bind a program's views to arrays. What each argument of a step refers to is found once, when the program first runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Arguments:
         self.depends: bool = bool(self._views or self._scalars or self._nested)
 
     def on(self, arrays: Sequence[Any], scalars: Mapping[str, float]) -> Any:
-        """Return the arguments with arrays and numbers: of the type that was given."""
+        """Return the arguments with arrays and numbers, in a container of the original type."""
         values = self._values.copy()
         for position, number in self._views:
             values[position] = arrays[number]

@@ -1,8 +1,8 @@
 """How every public function turns its arguments into a program.
 
-A call is a value: :func:`call_of` makes a :class:`Call` of the arguments of an :class:`Operation`, and :func:`read` reads it.
-Reading validates the arguments and builds the program; it plans, allocates and launches nothing, so that ``explain``,
-``prepare`` and plans ahead of time begin with it, as :func:`run` does.
+A call is a value: :func:`call_of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :func:`read` reads it.
+Reading validates the arguments and builds the program, but plans, allocates and launches nothing. ``explain``, ``prepare``,
+planning ahead of time and :func:`run` all begin with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Options = Mapping[str, Any]
 
 
 def same_options(arrays: Arrays, options: Options) -> Options:
-    """Decide nothing: :attr:`Call.decide` of calls whose program is built with the caller's options."""
+    """Return the options unchanged: :attr:`Call.decide` for calls whose program is built with the caller's options."""
     return options
 
 
@@ -41,11 +41,11 @@ class Call(NamedTuple):
         key: the caller's arrays and options, with which the call is cached.
         parse: checks the arrays and the decided options of a key, which have the package's axes, and builds the program. It
             allocates nothing.
-        results: the names of the results that the caller gets in its axes, in order. Default: none, because the arrays have the
-            package's axes, and so have the results.
+        results: the names of the results that the caller gets in its axes, in order. Default: no names, because the arrays and
+            the results have the package's axes.
         decide: returns the options that the program is built with, from arrays by name and the caller's options.
         finish: returns what the caller gets, from the results of the program.
-        check: checks what is checked in the caller's terms, before axes are permuted. Default None: nothing.
+        check: checks, in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
         programs: the programs of an object that has its own, such as a group. Default None: the programs of all calls.
     """
@@ -83,7 +83,7 @@ class Operation(NamedTuple):
     Attributes:
         call: makes a :class:`Call` of its arrays, its options, and its other arguments by name.
         arrays: the names of its arrays, in the order of the cache key.
-        flags: its other arguments that are no options, with their defaults.
+        flags: its other arguments that are not options, with their defaults.
         positional: the names of the arguments that can be passed by position.
     """
 
@@ -101,7 +101,7 @@ _operations: dict[Callable[..., Any], Operation] = {}
 def operation(
     function: Callable[..., Any], arrays: Sequence[str], flags: Mapping[str, Any], positional: Sequence[str] = ()
 ) -> Callable[[CallT], CallT]:
-    """Declare the decorated function as what makes the calls of a public function, see :class:`Operation`.
+    """Declare that the decorated function makes the calls of a public function, see :class:`Operation`.
 
     ``positional`` are the ``arrays`` by default.
     """
@@ -117,7 +117,7 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
     """Return the call of a public function with these arguments.
 
     Raises:
-        TypeError: the function is no operation.
+        TypeError: the function is not an operation.
     """
     while isinstance(function, functools.partial):
         arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
@@ -135,8 +135,8 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
 
     Args:
         call: the call.
-        for_gpu: build the program of a GPU, also for numpy arrays. Default False.
-        missing: the arrays that are assumed to be dense if they are not passed, and the arrays that they are like: ``q``,
+        for_gpu: build a GPU's program, even for numpy arrays. Default False.
+        missing: the arrays that are assumed to be dense if they are not passed, each with the array that it is like: ``q``,
             ``k``, ``v``, ``out`` or ``stats``. Default None.
     """
     conversion = call.conversion()
@@ -155,7 +155,7 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
 
 
 def _read(call: Call, key: CallKey) -> ReadCall:
-    """Check the arguments of a call that :meth:`Call.decided` returned, and build its program."""
+    """Check the arguments that :meth:`Call.decided` returned, and build the program."""
     with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
         return call.parse(key)
 
@@ -168,7 +168,7 @@ def run(
     check: Callable[[ReadCall], object] | None = None,
     back: Callable[[list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
-    """Run a call that was looked up and is not cached, and cache it; return the results in the caller's axes.
+    """Run a call that is not cached, and cache it; return the results in the caller's axes.
 
     Args:
         call: the call.
@@ -232,7 +232,7 @@ def _on_gpu(key: CallKey) -> CallKey:
 
 
 def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any, ...]:
-    """Return the arrays, with views instead of missing arrays, which are like others."""
+    """Return the arrays, with views in the form of other arrays for missing ones."""
     missing = {name: like for name, like in likes.items() if arrays[name] is None}
     if not missing:
         return tuple(arrays.values())

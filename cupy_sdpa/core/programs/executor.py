@@ -1,4 +1,4 @@
-"""Run programs: on numpy step by step, on a GPU with one block of memory, as one call of the replay cache."""
+"""Run programs: on numpy step by step; on a GPU with one block of memory, as one call of the replay cache."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class ReadCall:
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
         planned: whether the plans have been built, so that nothing can fail after something was written.
-        refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
-            None: the reason itself.
+        refusal: says why the call is not supported, from the step's name and the step's reason. Default None: the reason
+            itself.
     """
 
     program: Program
@@ -143,7 +143,7 @@ class ReadCall:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
     def check_elements(self, arrays: Mapping[str, Any] | None = None) -> None:
-        """Check the elements of arrays on the CPU, such as lengths, by default of the call's: reading a GPU's synchronizes."""
+        """Check elements such as lengths on the CPU, by default of the call's arrays; reading from a GPU would synchronize."""
         if arrays is None:
             if self.on_gpu:
                 return
@@ -152,7 +152,7 @@ class ReadCall:
             check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """Return what computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        """Return a function that computes the call on numpy arrays; None unless the call only evaluates one graph."""
         if not self.program.plan_only or self.fills or self.gradients:
             return None
         (attend,) = self.program.launches
@@ -181,9 +181,9 @@ class ReadCall:
         Args:
             device: the current device; None for numpy arrays.
             block: the memory of the temporaries, an array of bytes. Default None: it is allocated.
-            plans: the plans of all launches. Default: those in the plan cache, which are built if they are not in it.
+            plans: the plans of all launches. Default: from the plan cache, which builds missing plans.
             keep: whether the plans must outlive the plan cache, because the caller captures the stream.
-            on_host: takes the steps of the host, as a function and its arguments, in a capture. Default None: they run.
+            on_host: in a capture, takes each host step as a function and its arguments. Default None: host steps run.
         """
         ran: list[Plan] = []
         given = iter(plans)
@@ -193,7 +193,7 @@ class ReadCall:
             logger.debug("%s", self.program.summary)
         join = None
         if plans:
-            plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
+            plans[0].set_stream(cupy_runtime.stream())  # all plans of a call share one handle
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
@@ -215,11 +215,11 @@ class ReadCall:
                     ran.append(plan)
         finally:
             if join:
-                join()  # a capture with a branch that is not joined could not be ended
+                join()  # a capture with an unjoined branch could not be ended
         return ran
 
     def _run_step(self, step: Step, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool) -> Plan | None:
-        """Run one step; returns the plan that ran."""
+        """Run one step; return the plan that ran."""
         if step.function:
             step.function(*arguments)
         elif step.attend and step.attend.arrays:
@@ -254,7 +254,7 @@ class ReadCall:
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
     def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
-        """Execute a plan, by default that in the plan cache."""
+        """Execute a plan, by default from the plan cache."""
         attend = step.attend
         assert attend
         try:
@@ -277,7 +277,7 @@ class ReadCall:
         return plan
 
     def _raise(self, error: Exception, step: Step) -> NoReturn:
-        """Raise an error of a step, with notes that describe the call."""
+        """Raise a step's error, with notes that describe the call."""
         attend = step.attend
         assert attend
         error.__dict__["step"] = step.name
@@ -365,7 +365,7 @@ def _compiled(
 
 
 class Operands(NamedTuple):
-    """The arguments of a call of several steps after they were read: everything else is checked and built with these.
+    """The arguments of a call of several steps after reading: all further checks and builders use them.
 
     Attributes:
         arrays: the arrays by name, including the options' arrays.
@@ -443,7 +443,7 @@ def composed(
         builder = Builder(views["q"].storage.device)
         build(builder)
         program = builder.build()
-    # in an order that does not depend on which results the caller passes
+    # in an order that is independent of which results the caller passes
     tensors = tuple(view.spec(name) for name, view in sorted(views.items()))
     call = ReadCall(program, arrays, results, tensors, identities=identities, gradients=gradients, refusal=refusal)
     check_separate(passed, call.arrays)

@@ -33,7 +33,7 @@ _KEPT = ("q", "k", "v", "out")
 
 
 def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
-    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, perhaps also out and stats, and decided options.
+    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, optionally out and stats, and decided options.
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
@@ -88,7 +88,7 @@ def parse_backward(
 
 
 def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
-    """Check ``dstats`` of a call that computes in a dtype, or in that of q, and return what says why it is not supported.
+    """Check ``dstats`` of a call that computes in a dtype, by default q's; return a function that says why it can't run.
 
     Returns None without ``dstats``.
     """
@@ -135,7 +135,7 @@ def _results_of(
 ) -> tuple[dict[str, View], Gradients | None]:
     """Return views of a call's results in order, and which gradients of ``tensors`` are among them; check passed results.
 
-    ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
+    ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
     """
     q, k, v = (views[name] for name in "qkv")
     requested, options = flags.pop("return_dscale", False), plain(options)

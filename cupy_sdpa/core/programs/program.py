@@ -1,6 +1,6 @@
-"""Programs: a call as a frozen list of steps over named arrays, made from the metadata of the arguments alone.
+"""Programs: a call as a frozen list of steps over named arrays, built from the arguments' metadata alone.
 
-A builder describes a feature: it adds steps to a :class:`Builder`, and nothing is allocated or launched. Running, planning,
+A builder describes a feature: it adds steps to a :class:`Builder`, without allocating or launching anything. Running, planning,
 capturing and explaining a call all read the same :class:`Program`.
 """
 
@@ -34,17 +34,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A call as a list of steps. It has no pointer, and it does not change.
+    """A call as a list of steps, immutable and without pointers.
 
     Attributes:
         steps: the steps, in order.
-        temporaries: where each temporary lies. Two of them share memory if no step uses both, and none lies between their uses.
+        temporaries: where each temporary is in the block. Two of them share memory if their uses do not overlap.
         memory_bytes: the size of the block of memory.
         constants: the constants by the name of their storage. Most belong to what they describe, such as a block mask, which
-            the caller of a running program holds: a cached program does not keep their memory.
+            the caller of a running program keeps alive; a cached program does not.
         kept: the other constants.
         fills: the arrays of equal integers by the name of their storage.
-        checks: what is checked of the elements of the caller's arrays, in every call on the CPU.
+        checks: the checks on elements of the caller's arrays, in every call on the CPU.
     """
 
     steps: tuple[Step, ...]
@@ -78,12 +78,12 @@ class Program:
 
     @functools.cached_property
     def has_host_steps(self) -> bool:
-        """Whether there are steps of the host: a call that raised cannot be repeated then."""
+        """Whether there are host steps: then a call that raised cannot be repeated."""
         return any(step.on_host for step in self.steps)
 
     @functools.cached_property
     def segments(self) -> int:
-        """The number of CUDA graphs of a capture: those between the steps of the host."""
+        """The number of CUDA graphs of a capture: one between host steps."""
         return sum(not on_host for on_host, _ in itertools.groupby(step.on_host for step in self.steps))
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Program:
 
     @property
     def summary(self) -> str:
-        """What it computes, in one line."""
+        """What the program computes, in one line."""
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}, {self.memory_bytes / 2**20:.3g} MiB of temporary memory"
         return f"{self.launches[0].of}; {steps}" if len(self.launches) == 1 else f"{len(self.launches)} launches; {steps}"
 
@@ -127,7 +127,7 @@ class Builder(Steps):
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def call(self, name: str, call: BoundProblem) -> None:
-        """A call that was read from views. Results without a view are temporary."""
+        """Add a call that was read from views. Results without a view are temporary."""
         attention_steps.add(self, name, call, with_values=True)
 
     def build(self) -> Program:

@@ -18,7 +18,7 @@ from .steps import Steps
 def parts(
     steps: Steps, problem: Problem, slices: tuple[Slice, ...], arrays: Mapping[str, View]
 ) -> Iterator[tuple[Problem, dict[str, View]]]:
-    """Yield the problem and the arrays of each slice, whose launches the caller adds before it asks for the next one.
+    """Yield the problem and the arrays of each slice; the caller adds its launches before it asks for the next slice.
 
     A gradient that is a sum over the slices, such as for a bias shared by all batch items, is summed in float32.
     """
@@ -54,7 +54,7 @@ def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: S
 
 
 def _offset(steps: Steps, problem: Problem, offset: View, part: Slice) -> View:
-    """Return the offset with which dropout draws the numbers that it draws for these heads and batch items in one launch."""
+    """Return the offset with which dropout draws the same numbers for these heads and batch items as in one launch."""
     _, _, hq, hkv, *_ = problem.sizes
     first = part.batch.start * hq + part.heads.start * (hq // hkv)
     if not first:

@@ -1,4 +1,4 @@
-"""What a repeated call has in common with the first one: the key that identifies it."""
+"""The key of a call: what a repeated call has in common with the first one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
 class CallKey(NamedTuple):
-    """What identifies a call: a repeated call has an equal tag, and arrays and options that differ in their addresses only.
+    """What identifies a call: a repeated call has an equal tag, and its arrays and options differ only in their addresses.
 
     Attributes:
-        tag: tells calls of different functions, or with different flags, apart; hashable.
+        tag: distinguishes calls of different functions or with different flags; hashable.
         names, arrays: the arrays by position; an array that is not passed is None.
-        options: the options, also arrays.
+        options: the options, including arrays.
     """
 
     tag: Any

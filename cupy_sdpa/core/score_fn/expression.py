@@ -1,9 +1,9 @@
 """Score functions as immutable data: a sequence of steps, each of which reads earlier steps.
 
-An :class:`Expression` is hashable, and two of the same structure are equal. It contains no array, no value of a by-value
-scalar, and no object or name of the caller, so it is part of the problem and of the plan's cache key.
-:mod:`.core.score_fn.tracer` records it, :mod:`.core.score_fn.autodiff` differentiates it, and
-:mod:`.core.graph.emit` converts it to operations of a graph.
+An :class:`Expression` is hashable, and expressions with the same structure are equal. It contains no arrays, no values of
+by-value scalars, and none of the caller's objects or names, so it can be part of the problem and of the plan's cache key.
+:mod:`.core.score_fn.tracer` records it, :mod:`.core.score_fn.autodiff` differentiates it, and :mod:`.core.graph.emit` converts
+it to operations of a graph.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class Writer:
         return negated[condition]
 
     def reachable(self, *roots: int | None, known: Container[int] = ()) -> list[int]:
-        """Return the steps that the roots depend on, the roots included, operands first; roots that are None are skipped.
+        """Return the steps that the roots depend on, including the roots, operands first; skip roots that are None.
 
-        The steps ``known`` are left out, together with their operands unless other steps need these.
+        Leave out the steps ``known``, and their operands unless other steps need them.
         """
         visited: set[int] = set()
         stack = [root for root in roots if root is not None]
@@ -198,7 +198,7 @@ def is_captured(name: str) -> bool:
 
 
 def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedExpression:
-    """Return the expression of a score and a mask: without unused steps; order and names depend on its structure only."""
+    """Return the expression of a score and a mask without unused steps; order and names depend only on its structure."""
     indices: dict[int, int] = {}
     steps: list[Step] = []
     traced_names: dict[str, dict[str, str]] = {"number": {}, "captured": {}}

@@ -15,7 +15,7 @@ from .modes import FLIPPED
 
 #: A score at or below this value counts as masked if a bias was added, or a function read an array or selected a number. So
 #: masks of finite numbers such as -1e9 or finfo.min also mask whole rows. float32 numbers of this magnitude are 32 apart:
-#: the softmax of such scores has no meaning. Without a bias and such a function no score is masked.
+#: the softmax of such scores is meaningless. Without a bias or such a function no score is masked.
 MASKED_SCORE = -5e8
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
@@ -71,12 +71,12 @@ class SplitScore(NamedTuple):
 
 
 def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
-    """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
+    """Split a score into its value where it is not ``-inf`` and the conditions for that.
 
-    ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
-    all hold. A score that is masked everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
-    ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where
-    it does not hold.
+    ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested selections give several conditions,
+    which must all hold. A score that is masked everywhere becomes 0 and a False condition. A constant below
+    :data:`MASKED_SCORE` that ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score,
+    which is ``-inf`` where it does not hold.
     """
     splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
@@ -129,14 +129,14 @@ def _split_selection(writer: Writer, step: int, x: SplitScore, b: SplitScore) ->
 
 
 def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:
-    """Return the conditions without those that are True; if one of them is False, a condition of positions that never holds."""
+    """Return the conditions except True ones; if one is False, return a condition on positions that never holds."""
     if any(writer.value(condition) == 0 for condition in conditions):
         return [writer.add("cmp_lt", writer.leaf("index", "kv_idx", "int"), writer.constant(0, "int"))]
     return [condition for condition in conditions if writer.value(condition) is None]
 
 
 def split_band(writer: Writer, numbers: Mapping[str, float], conditions: Sequence[int]) -> tuple[Sides | None, list[int]]:
-    """Split conditions that must all hold into the intersection of all bands, None without a band, and the other conditions."""
+    """Split conditions that must all hold into the intersection of all bands (or None) and the other conditions."""
     left, right, others = math.inf, math.inf, []
     forms = LinearForms(writer, numbers)
     for condition in _conjuncts(writer, conditions):

@@ -1,10 +1,10 @@
-"""The padding of a batch with lengths: either cuDNN does not read it, or arrays are copied with zeros in its place.
+"""The padding of a batch with lengths: either cuDNN does not read it, or arrays are copied with zeros as padding.
 
 cuDNN's kernels for dense arrays multiply the padding by a probability of 0, so NaN there would spread. Its kernels for packed
-sequences read each sequence up to its length only. A padded batch is a packed one whose sequences begin at multiples of the
+sequences read each sequence only up to its length. A padded batch is a packed batch whose sequences begin at multiples of the
 batch stride: with these constants as ragged offsets nothing is copied (``Settings.padded``). Where packed sequences are
-refused, wrong or not measured, inputs are copied. The form does not depend on the version or the GPU, because arrays are
-prepared, and plans are stored, before these are known.
+unsupported, wrong or not measured, inputs are copied. The form does not depend on the version or the GPU, because arrays are
+prepared and plans are stored before they are known.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def obstacle(problem: Problem) -> str:
 
 
 def _is_interleaved(spec: TensorSpec) -> bool:
-    """True if a batch item of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    """True if a batch item begins before the previous one ends; also if the array is broadcast along the batch."""
     *shape, batch = spec.shape
     extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
     return batch > 1 and spec.strides[3] <= extent
@@ -66,7 +66,7 @@ def masked_inputs(problem: Problem) -> dict[str, str]:
 
 
 def description(problem: Problem) -> str:
-    """Return how the padding of a problem that the engine runs is kept from spreading; empty without padding."""
+    """Return how the engine's problem keeps padding from spreading; empty without padding."""
     if not has_padding(problem):
         return ""
     if problem.settings.padded:
