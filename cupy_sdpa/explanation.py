@@ -427,6 +427,10 @@ def get_plan_cache() -> PlanCache:
 
     Raises:
         CudnnError: there is a GPU, and cuDNN is not found.
+
+    >>> from cupy_sdpa import get_plan_cache
+    >>> get_plan_cache().size <= get_plan_cache().limit
+    True
     """
     if cupy_runtime.current_device() is None:
         from .core.cudnn_engine.plan_cache import PlanCache

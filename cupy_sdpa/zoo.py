@@ -66,7 +66,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
 
     Args:
         distance: ``kv_idx - q_idx``, an integer array.
-        bidirectional: whether half of the buckets is for later keys; otherwise these have bucket 0. Default True.
+        bidirectional: whether half of the buckets are for later keys; otherwise later keys have bucket 0. Default True.
         buckets: the number of buckets. Default 32.
         max_distance: keys at this distance or farther share the last bucket. Default 128.
 
@@ -106,8 +106,8 @@ def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
 
     Returns:
         The bias ``(Skv, Sq, Hq, 1)`` in the dtype of the table, to pass as ``bias=``; with ``layout="bhsd"`` pass ``bias.T``.
-        And a function from the gradient of the bias, which ``return_dbias=True`` returns, to the gradient of the table: the sum
-        over all pairs with the same row, in float64, returned in float32 (float64 for a table of float64).
+        Also a function that turns the gradient of the bias (from ``return_dbias=True``) into the gradient of the table: the sum
+        over all pairs with the same row, in float64, returned in float32 (float64 for a float64 table).
 
     Raises:
         ValueError: the table or the index has another number of axes, or the index is out of range.
@@ -137,7 +137,7 @@ def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
 def t5_bias(
     table: Any, sq: int, skv: int, *, bidirectional: bool = True, max_distance: int = 128
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """T5's learned bias ``table_{bucket(j - i) h}`` and the gradient of the table, as :func:`table_bias` returns them.
+    """Return T5's learned bias ``table_{bucket(j - i) h}`` and the gradient of the table, as :func:`table_bias` does.
 
     Args:
         table: ``(buckets, Hq)``, a numpy or CuPy array.
@@ -151,7 +151,7 @@ def t5_bias(
 
 
 def swin_bias(table: Any, height: int, width: int) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the learned bias of two pixels in a window, and the gradient of the table, as :func:`table_bias` returns them.
+    """Return the learned bias of pixel pairs in a window, and the gradient of the table, as :func:`table_bias` does.
 
     Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
 
@@ -190,7 +190,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def sliding_window(size: int) -> Function:
     """``0 <= i - j <= size``: ``size + 1`` keys, as ``window=(size, 0)``; Jiang et al. 2023, "Mistral 7B", section 2.
 
-    For a window of W keys with the query's own, pass ``W - 1``.
+    For a window of W keys including the query's own, pass ``W - 1``.
     """
     _check(0, size=size)
 

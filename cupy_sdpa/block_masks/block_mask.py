@@ -327,7 +327,13 @@ class BlockMask(NoArray):
         return type(self), (self.sq, self.skv, self.kinds, self.bits, self.segments, None, self.block)
 
     def to_dense(self) -> NDArray[np.bool_]:
-        """Return the mask as a bool array ``(Skv, Sq, heads, batch)``, as ``mask=`` takes it: for tests and small masks."""
+        """Return the mask as a bool array ``(Skv, Sq, heads, batch)``, as ``mask=`` takes it: for tests and small masks.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 200, 200)
+        >>> bool((mask.to_dense()[:, :, 0, 0] == np.tri(200, dtype=bool).T).all())
+        True
+        """
         dense = np.repeat(np.repeat(self.kinds == FULL, BLOCK, axis=0), BLOCK, axis=1)
         for (j, i, h, b), bits in zip(partial_blocks(self.kinds), self.bits, strict=True):
             block = np.unpackbits(bits).reshape(BLOCK, BLOCK).astype(bool)
@@ -350,6 +356,13 @@ class BlockMask(NoArray):
 
         Args:
             head, entry: the head and the sequence. Default 0.
+
+        Raises:
+            IndexError: the mask has no such head or sequence.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> cupy_sdpa.BlockMask.from_blocks(np.eye(2, dtype=bool)).picture()[:4]
+        '<svg'
         """
         for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
             if not -count <= index < count:

@@ -31,18 +31,18 @@ default_layout = _default.get
 
 @contextlib.contextmanager
 def default(layout: str) -> Iterator[None]:
-    """In a ``with`` block, the layout of every call without ``layout=``.
+    """Set the layout of every call without ``layout=`` in a ``with`` block.
 
-    It holds for the calls of this thread. Packed sequences are ``"thd"``, with ``"dhsb"`` ``"dht"``. Functions that have no
-    ``layout=`` and take arrays with a head dim raise TypeError in the block; those of :mod:`cupy_sdpa.nnlib` and
-    :mod:`cupy_sdpa.reference` have their own axes, and do not see it. A pullback and a prepared call keep the layout of
-    the call that made them.
+    It applies to the calls of this thread; threads started inside the block do not inherit it. Packed sequences are ``"thd"``,
+    or ``"dht"`` with ``"dhsb"``. Functions without ``layout=`` that take arrays with a head dim raise TypeError in the block;
+    functions of :mod:`cupy_sdpa.nnlib` and :mod:`cupy_sdpa.reference` have their own axes and ignore it. A pullback and a
+    prepared call keep the layout of the call that made them.
 
     Args:
         layout: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"dhsb"``.
 
     Raises:
-        ValueError: it is another layout.
+        ValueError: any other layout.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((2, 100, 8, 64), np.float32)                 # (batch, seq, heads, head_dim)

@@ -29,16 +29,17 @@ class Fp8Array:
 
     Args:
         data: the elements: a numpy array of dtype ``ml_dtypes.float8_e4m3fn`` or ``float8_e5m2``, or a CuPy array of uint8.
-        descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``. An array is
+        descale: d, a number or a float32 array ``(1,)`` on the same device as ``data``. Default: ``1 / scale``. An array is
             kept, not copied: if it changes, so do the values, including outputs with v's factor.
-        scale: 1/d, a number or such an array. Default: ``1 / descale``; of an array it is computed in every call that needs it.
+        scale: 1/d, a number or such an array. Default: ``1 / descale``; for an array it is computed in every call that needs
+            it.
         dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
         rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
         axis: the axis of head_dim of a rotated array. Default 0.
-        mean: m of values, float32 in the same memory, with the shape of ``data`` or with axes of length 1, such as
-            ``(D, H, 1, B)``. Attention needs 1 along the keys, and adds m to the output. Not for rotated arrays. Default None,
-            for 0.
+        mean: m of values, float32 on the same device, with the shape of ``data`` or with axes of length 1, such as
+            ``(D, H, 1, B)``. Attention needs length 1 along the keys, and adds m to the output. Not for rotated arrays. Default
+            None: 0.
 
     Attributes:
         data, dtype, rotated, axis: as above.
@@ -191,6 +192,11 @@ class Fp8Array:
         Raises:
             TypeError: another dtype.
             ValueError: the head_dim is not a multiple of 8 on the GPU.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.quantize(np.ones((8, 1, 2, 1), np.float32, order="F")).dequantize()[0, 0, 0]
+        array([1.], dtype=float32)
         """
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in _DTYPES:

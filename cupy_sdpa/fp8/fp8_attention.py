@@ -77,7 +77,7 @@ def attention(
     stats: Array | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Attention of FP8 arrays; :func:`cupy_sdpa.attention` calls it for such arrays.
+    r"""Compute attention of FP8 arrays; :func:`cupy_sdpa.attention` calls it for such arrays.
 
     .. math:: S = \tau\, d_q d_k\, q^\top k, \qquad \hat P = \operatorname{round}(M\, e^{S - m}), \qquad
               O = \frac{d_v}{M}\, \frac{\hat P\, v}{\sum e^{S - m}}, \qquad \hat O = \operatorname{round}(s\, O)
@@ -87,8 +87,8 @@ def attention(
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
-        k: keys ``(D, Hkv, Skv, B)``, of q's dtype, rotated if and only if q is.
-        v: values ``(Dv, Hkv, Skv, B)``, of q's dtype, not rotated.
+        k: keys ``(D, Hkv, Skv, B)``, with q's dtype, rotated if and only if q is.
+        v: values ``(Dv, Hkv, Skv, B)``, with q's dtype, not rotated.
         return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is computed from the values, not from the
             elements. Not ``"max_sumexp"`` on the GPU.
         return_amax: also return the largest magnitude of the output, float32 ``(1,)``, for the scale of the next one
@@ -96,13 +96,13 @@ def attention(
         out_dtype: the dtype of the output: None for q's dtype; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
             capability 10.x. Default None.
         out_scale: s, the scale of an FP8 output, a number or a float32 array ``(1,)``. Default None: the scale of v. No output
-            exceeds the largest value of v, so this scale saturates no output.
+            exceeds the largest value of v, so this scale never saturates.
         options: causal masks, windows, lengths, ``scale``, ``page_table`` with ``num_splits`` and ``sinks``, ``layout`` and
             ``bucket`` on the GPU; on the CPU all options of :func:`cupy_sdpa.attention`.
 
     Returns:
-        ``out``, followed by the statistics and the largest magnitude if they are requested. ``out`` is an :class:`Fp8Array`, or
-        an array of ``out_dtype``.
+        ``out``, followed by the log-sum-exp and the largest magnitude if requested. ``out`` is an :class:`Fp8Array`, or an
+        array of ``out_dtype``.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.

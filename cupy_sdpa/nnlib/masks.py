@@ -94,6 +94,9 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
     Returns:
         ``mask[i, j] = i <= j`` for key i and query j, both counted from 0. The fused kernel applies it as a flag.
 
+    Raises:
+        TypeError, ValueError: x is not an array, or has no dimension ``dims``.
+
     >>> import numpy as np
     >>> np.asarray(make_causal_mask(np.zeros((8, 3))))
     array([[ True,  True,  True],
@@ -116,6 +119,9 @@ def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
 
     Returns:
         ``(kv_len, 1, 1, B)``. The fused kernel takes the lengths.
+
+    Raises:
+        TypeError, ValueError: ``lengths`` is not an array ``(B,)`` of integers, or ``kv_len`` is not a number >= 0.
 
     >>> import numpy as np
     >>> np.asarray(make_padding_mask(np.array([2, 3]), 3))[:, 0, 0]

@@ -108,7 +108,7 @@ def dot_product_attention_vjp(
     engine: Literal["numpy", "cudnn", "cupy"] | None = None,
     **unknown: Any,
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """Compute :func:`dot_product_attention` without alpha, and a function that computes the gradients.
+    """Compute :func:`dot_product_attention` without alpha, and return it with a function that computes the gradients.
 
     Args:
         q, k, v, bias, mask, nheads, compute_dtype, engine: as for :func:`dot_product_attention`.
@@ -116,6 +116,9 @@ def dot_product_attention_vjp(
     Returns:
         ``(y, pullback)``; ``dq, dk, dv, dbias = pullback(dy)``, each with the shape and dtype of its array; dbias is None
         without a bias.
+
+    Raises:
+        ValueError, TypeError: as :func:`dot_product_attention`.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))

@@ -37,7 +37,7 @@ from .shards import Layout
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
-    """Attention over the members of a group, one GPU for each, which split every sequence among them.
+    """Create attention over the members of a group, one GPU each, which split every sequence among them.
 
     Args:
         group: the group; see :class:`ContextParallel`. None for a single member.
@@ -171,8 +171,8 @@ class ContextParallel:
             dout: the gradient of the member's output, ``(Dv, Hq, Sq_r, B)``.
             q, k, v, method, seqlen_q, seqlen_kv, options: as for :meth:`attention`.
             out, stats: the results of :meth:`attention`.
-            deterministic: as for :func:`cupy_sdpa.attention_backward`. The gradients of keys and values of the members are
-                added in one order in any case. Default False.
+            deterministic: as for :func:`cupy_sdpa.attention_backward`. The members' gradients of keys and values are always
+                added in the same order. Default False.
             return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32, the same for all members. Default False.
 
         Returns:
@@ -205,7 +205,10 @@ class ContextParallel:
 
         Returns:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
-            functions of the forward pass, also if they have changed since.
+            functions of the forward pass, even if they have changed since.
+
+        Raises:
+            TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
         backward = {name: options.pop(name) for name in ("deterministic", "return_dsinks") if name in options}
         if options.pop("return_stats", False) is not False:
@@ -257,17 +260,17 @@ class ContextParallel:
         return Call(key, parser, of.results, decided_options, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
-        """This member's part of an array that every member has.
+        """Return this member's part of an array that every member has.
 
         Args:
             x: the array, with whole sequences along ``axis``.
             axis: the axis of the positions: 1 for ``layout="bshd"``, 2 for ``"bhsd"``, 0 for ``"thd"``, for tokens and for the
                 log-sum-exp ``(S, ...)``. Default None: 2, as in q ``(D, Hq, Sq, B)``; an array with the strides of another
-                layout is refused.
+                layout raises ValueError.
             cu_seqlens: the offsets of packed sequences. Default None: one sequence.
 
         Returns:
-            A copy, dense, with its axes in the same order in memory.
+            A dense copy, with its axes in the same order in memory.
 
         Raises:
             TypeError, ValueError: the offsets do not fit ``x``, there is no such axis, or ``axis`` is needed.
@@ -326,7 +329,7 @@ class ContextParallel:
             return ReadCall(steps.builder.build(), arrays, {"whole": whole}).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
-        """Return the positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
+        """Return the positions of this member's elements within their sequences, for rotary or position embeddings.
 
         Args:
             seqlen: the length of the sequence.

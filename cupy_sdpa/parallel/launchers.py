@@ -82,7 +82,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def connect(timeout: float = DEFAULT_TIMEOUT, variables: Mapping[str, str] | None = None) -> NcclGroup:
-    """Return the group of the processes that mpirun, torchrun or srun started, one for each GPU; collective.
+    """Connect the processes that mpirun, torchrun or srun started, one for each GPU, and return their group; collective.
 
     Makes the GPU of the local rank the current device. Rank 0 sends NCCL's id to the other processes over TCP, as PyTorch and
     cupyx.distributed do: use it in trusted networks only.

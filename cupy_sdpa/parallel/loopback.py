@@ -174,7 +174,7 @@ def _write(array: Any, message: Envelope) -> Any:
 
 
 def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
-    """Call a function with each member of a group in a thread of its own.
+    """Call a function with each member of a group, each in its own thread.
 
     Args:
         members: the members, such as ``Loopback(4).members``.
