@@ -195,7 +195,7 @@ def explain(
             raise
         # gradients of paged keys: there is no graph for them
         forward = explain_function(attention, q, k, v, **others, gpu=gpu, cudnn=cudnn)
-        note = "the steps are those of the forward pass"
+        note = "the steps belong to the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
     own = call.arrays
     if jvp and report.reasons:

@@ -206,7 +206,7 @@ def _check_operations(problem: Problem) -> None:
         if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):
             raise ValueError(
                 f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
-                "file may be that of another version: write it again"
+                "file may come from another version: write it again"
             )
 
 

@@ -140,7 +140,7 @@ def _counts_elements(array: View) -> bool:
 
 
 def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> MovableFunction | None:
-    """Return the score function of a call with a block mask, from the shapes of q and k; None if there is none.
+    """Return the score function of a call with a block mask, from the shapes of q and k, or None.
 
     Raises:
         ValueError: it masks keys, or ``tensors`` is passed without it.

@@ -66,8 +66,8 @@ class Tables(NamedTuple):
         groups: the number of groups of heads, which are computed separately: 1, or Hq if the mask differs between heads.
         direct: the entries that read q and write out in place: all query blocks in order; or None.
         copied: the entries that read copies of query blocks, in up to two calls: without and with a mask.
-        offsets, parts: the results of target t, which is (query block, group, batch item) with the first fastest, are those of
-            the copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
+        offsets, parts: target t, which is (query block, group, batch item) with the first fastest, gets the results of the
+            copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
     """
 
     groups: int

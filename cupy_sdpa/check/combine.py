@@ -14,8 +14,8 @@ SHARES = {
     "cache": 6, "weight_sums": 2, "weight_entropy": 2, "tree": 2, "dstats": 2,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
-#: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
-#: compute neither FP8 nor groups. An offset needs float64.
+#: ``tests/block_masks/test_block_plans.py``; the other features are calls with other options. CuPy's own operations compute
+#: neither FP8 nor groups. An offset needs float64.
 LEFT_OUT: dict[str, set[str]] = {
     "cpu": set(), "gpu": {"parallel", "offset"}, "cupy": {"fp8", "mean", "parallel"},
     "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache", "offset"},

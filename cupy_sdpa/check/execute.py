@@ -27,7 +27,7 @@ SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1), "cupy": (0, 1)}
 SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 #: The results that do not depend on the derivative of the score function.
 WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
-#: The options of cases whose sequences are also computed alone, those of them with an element for each sequence, and the
+#: The options of cases whose sequences are also computed alone; which of them have an element for each sequence; and the
 #: results that are compared.
 WITH_BITS_ALONE = {
     "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "alibi_slopes", "softcap", "sinks", "stats",
@@ -76,8 +76,7 @@ Finding = tuple[str, str]
 class Comparison:
     """Compares the results of the calls of one case.
 
-    ``reproducible`` is the option that requires the same bits in all calls with equal inputs, those of ``first_results``; empty
-    if there is none.
+    ``reproducible`` is the option that requires the bits of ``first_results`` in all calls with equal inputs; may be empty.
     """
 
     def __init__(self, runner: CaseRunner) -> None:

@@ -1,7 +1,7 @@
 """Problems beyond 2^31 elements, and near the largest grids, on a GPU: samples of their results are compared with float64.
 
-``python -m cupy_sdpa check --large`` runs the cases, and so does the tier ``large`` of the tests. The
-samples are the first and the last batch items or positions, and those beside element 2^31.
+``python -m cupy_sdpa check --large`` runs the cases, and so does the tier ``large`` of the tests. The samples are the first and
+the last batch items or positions, and the ones around element 2^31.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _Floors:
             terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * self.work)).sum(axis=-2)
             floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * self.work * _max_abs(values["weights"])
         if "weight_entropy" in self.inputs.case.options:
-            # Of each logarithm, cuDNN's and that of the merge of split keys, 2^-22 is relative (H200: 6.1 epsilons in all).
+            # Each logarithm, cuDNN's and the merge's of split keys, has a relative error of 2^-22 (H200: 6.1 epsilons in all).
             floors["entropy"] = self._entropy(2 * _finite_max(of_rows) + 8 * self.work * _max_abs(values["stats"]))
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:

@@ -204,7 +204,7 @@ def rotate(x: Any, rotation: int) -> Any:
     """Multiply parts of a float32 numpy array's first axis by a normalized Hadamard matrix, which is its own inverse.
 
     The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
-    (:data:`.core.runtime.dtypes.ROTATION`), hence the same bits.
+    (:data:`.core.runtime.dtypes.ROTATION`), so with the same bits.
     """
     if rotation == 1:
         return x

@@ -51,7 +51,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     ``CUPY_SDPA_PORT`` overrides the port; ``MASTER_ADDR`` names the host of rank 0 for every launcher.
 
     Args:
-        variables: the environment. Default None: that of this process.
+        variables: the environment. Default None: this process's.
 
     Raises:
         RuntimeError: no launcher is found.
@@ -89,7 +89,7 @@ def connect(timeout: float = DEFAULT_TIMEOUT, variables: Mapping[str, str] | Non
 
     Args:
         timeout: the seconds after which an exchange or the connection counts as failed. Default 300.
-        variables: the environment. Default None: that of this process.
+        variables: the environment. Default None: this process's.
 
     Raises:
         RuntimeError: no launcher is found, or CuPy is not installed.

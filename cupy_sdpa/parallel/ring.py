@@ -1,9 +1,9 @@
 """The methods that move keys and values: the ring and the all-gather.
 
-Every member keeps its queries. In the ring it passes the keys and values on from member to member, and computes attention to
-those that it has while the next ones arrive. With the all-gather it first receives all keys and values. The partial results are
-merged by their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so that those of different keys only
-need to be added.
+Every member keeps its queries. In the ring, keys and values travel from member to member, and each member computes attention to
+the keys that it has while the next ones arrive. In the all-gather, it first receives all keys and values. The partial results
+are merged by their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so the gradients for different
+keys only need to be added.
 
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3 (ring); Grattafiori
 et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023, "FlashAttention-2", algorithm 2 (gradients).

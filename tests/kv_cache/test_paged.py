@@ -119,7 +119,7 @@ def test_a_report_gives_the_reason_against_gradients(packed, options, gpu, engin
         assert report.engine == ("cuDNN" if gpu or engine.on_cudnn else "numpy")
         (reason,) = report.reasons
         assert re.search(GRADIENTS, reason)
-        assert f"cannot run on {report.engine} (the steps are those of the forward pass):" in str(report)
+        assert f"cannot run on {report.engine} (the steps belong to the forward pass):" in str(report)
         assert reason in report._repr_html_()
 
 

@@ -57,7 +57,7 @@ class Fill(NamedTuple):
 
 @dataclass
 class BoundProblem:
-    """A problem and what it is computed on: the arrays of a call, or the views of a step of a program.
+    """A problem and what it is computed on: a call's arrays, or the views of a program's step.
 
     :func:`.read_forward` and :func:`.read_backward` validate the arguments and return it. A builder adds its steps.
 

@@ -233,10 +233,10 @@ def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
 
 
 def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
-    """Check that arrays whose ``layout`` is not named are not in another one, as far as their strides show it.
+    """Check that arrays without ``layout=`` are not in another layout, as far as their strides show it.
 
-    A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
-    the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+    A GPU needs these strides, and planning rejects most other arrays; the remaining arrays, and arrays on the CPU, would be
+    read with the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
     """
     if layout is not None or is_named():
         return
@@ -255,7 +255,7 @@ def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None
 def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
 
-    ``required``: the call needs these strides, also if a layout is named. ``written``: the array is a result. ``remedy`` is the
+    ``required``: the call needs these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
     end of the message, by default what a call on the CPU takes.
     """
     on_gpu = device_of(array) is not None

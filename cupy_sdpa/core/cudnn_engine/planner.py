@@ -72,8 +72,8 @@ def load_or_build(
 ) -> Plan:
     """Load the plan of a graph from the disk cache, or build it and store it there.
 
-    Without a ``config`` it is the first of cuDNN's heuristics that is supported; the other arguments are those of
-    :func:`plan_for` and :class:`.engines.EngineSearch`.
+    Without a ``config`` it is the first supported one of cuDNN's heuristics; the other arguments are as for :func:`plan_for`
+    and :class:`.engines.EngineSearch`.
     """
     disk_cache = disk_cache or current()
     key = disk_cache_key(graph, target, config, limit)

@@ -159,7 +159,7 @@ def _legend(packed: bool, paged: bool) -> str:
     if paged:
         pages = legend_in_callers_axes("k", "(head_dim, heads, page size, pages)")
         return (
-            f"with this layout the axes of pages are {pages}. Those of cupy_sdpa.KVCache are (head_dim, heads, page size, "
+            f"with this layout the axes of pages are {pages}. A cupy_sdpa.KVCache has the axes (head_dim, heads, page size, "
             "pages): omit layout, and pass q as (head_dim, heads, seq, batch), which is q.T of (batch, seq, heads, head_dim)"
         )
     own = "(head_dim, heads, total)" if packed else "(head_dim, heads, seq, batch)"

@@ -165,7 +165,7 @@ class View:
 
 
 def device_of(array: Any) -> int | None:
-    """Return the number of the GPU of a CuPy array or its view; None for numpy arrays, and for arrays of the interpreter."""
+    """Return the GPU's number for a CuPy array or its view; None for numpy arrays and interpreted arrays."""
     if isinstance(array, View):
         return array.storage.device
     return array.data.device_id if cupy_runtime.is_array(array) else None

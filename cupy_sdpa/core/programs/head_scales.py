@@ -53,9 +53,9 @@ def plain(options: ReadOptions) -> ReadOptions:
 def scaled(
     steps: Steps, arrays: Mapping[str, Any], options: ReadOptions, dscale: View | None = None
 ) -> tuple[dict[str, Any], ReadOptions, Callable[[], None]]:
-    """Return the arrays of a pass with q times the scale, the options with the scale 1, and what adds the steps after the pass.
+    """Return a pass's arrays with q times the scale, the options with scale 1, and a function that adds later steps.
 
-    These write the gradient of q, if the pass is a backward pass, and that of the scale into ``dscale``. Without a scale for
+    In a backward pass these steps write the gradient of q, and the gradient of the scale into ``dscale``. Without a scale for
     each head nothing changes.
     """
     made, scale = {**arrays}, options.get("scale")

@@ -138,7 +138,7 @@ class Builder(Steps):
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
-    """Place each temporary in the first gap between temporaries in use at the same time; return the block's size too."""
+    """Place each temporary in the first gap between temporaries in use at the same time; also return the block's size."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     join = join_of(steps)

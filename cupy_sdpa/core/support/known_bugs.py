@@ -362,7 +362,7 @@ BUGS: tuple[Bug, ...] = (
         name="one-query-lengths",
         condition=lambda p: _one_query_forward(p) and p.seq_lens_q is not None,
         when="one query with a length of 0 in seq_lens_q",
-        effect="the result is that of a query with length 1, or NaN",
+        effect="the result of a query with length 1, or NaN",
         guards=frozenset({"clear-last"}),
     ),
     Bug(
