@@ -267,7 +267,7 @@ def test_a_workspace_limit_refuses_before_anything_runs(engine):
     q, k, v = (engine.normal(n, 64, 2, 128, 2) for n in range(3))
     out, stats = attention(q, k, v, return_stats=True)
     dq = engine.nan(*q.shape)
-    with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, 1000 are allowed"):
+    with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, and the limit is 1000"):
         attention_backward(out, q, k, v, out, stats, max_workspace=1000, dq=dq)
     assert np.isnan(engine.get(dq)).all()
     assert explain(q, k, v, backward=True, max_workspace=1000).workspace is None

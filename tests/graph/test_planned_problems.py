@@ -40,7 +40,7 @@ ALLOWED = {
 #: Refusals that depend on the number of arrays with an element for each query, such as masks with trees, and on
 #: ``max_workspace``.
 REFUSALS = re.compile(
-    r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, \d+ are allowed|are the same but got d_qk"
+    r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, and the limit is \d+|are the same but got d_qk"
 )
 
 

@@ -91,7 +91,7 @@ def test_a_damaged_entry_is_deleted_with_a_warning(name, folder):
     path.write_bytes(DAMAGE[name](raw))
     assert path.read_bytes() != raw
     other = DiskCache(folder)
-    with pytest.warns(DiskCacheWarning, match="built again") as said:
+    with pytest.warns(DiskCacheWarning, match="is rebuilt") as said:
         assert other.get(KEY) is None
     assert len(said) == 1
     assert not path.exists()

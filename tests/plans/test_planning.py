@@ -59,15 +59,15 @@ def test_deterministic_gradients_keep_within_the_memory(planner):
         assert ordered.workspace <= 20 << 20
         assert ordered.graph.by_role("scratch")
         assert ordered.engine == ORDERED.engine
-        assert any(f"{quadratic.workspace} bytes, {20 << 20} are allowed" in reason for reason in ordered.refused)
-        assert "1000 are allowed" in text
+        assert any(f"{quadratic.workspace} bytes, and the limit is {20 << 20}" in reason for reason in ordered.refused)
+        assert "the limit is 1000" in text
     for gpu in ("a100", "l40s", "b200"):
         assert "and a Hopper GPU; this is cuDNN" in planner.accept(plan_problem, asked[1], gpu)
     sums = problem((64, 2, 16, 1), dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
                    score_mod=lambda s, b, h, i, j, t: s + t[i, j], tensors={"t": (16, 16)})  # fmt: skip
     assert sums.ds_reductions
     text = planner.accept(plan_problem, sums, "h200")
-    assert "999 are allowed" in text
+    assert "the limit is 999" in text
     assert "Hopper" not in text
 
 
@@ -96,7 +96,7 @@ def test_max_workspace_refuses_larger_plans(planner):
     assert free.workspace > 100_000
     less = planner.accept(plan_problem, problem(**one, max_workspace=free.workspace - 1), "h200")
     assert less.workspace < free.workspace
-    assert f"needs a workspace of {free.workspace} bytes, {free.workspace - 1} are allowed" in less.refused[0]
+    assert f"needs a workspace of {free.workspace} bytes, and the limit is {free.workspace - 1}" in less.refused[0]
 
 
 @pytest.mark.cudnn
