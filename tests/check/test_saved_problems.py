@@ -163,7 +163,7 @@ OTHERS = {
     "pipe": (os.mkfifo, "regular file|No such device"),
     "device": (lambda path: path.symlink_to("/dev/full"), "regular file|No such device"),
     "folder": (Path.mkdir, "directory"),
-    "text": (lambda path: path.write_text("notes"), "other contents"),
+    "text": (lambda path: path.write_text("notes"), "does not contain problems"),
     "large": (lambda path: path.write_bytes(bytes(problem_file.MAX_BYTES + 1)), "MiB"),
 }
 
