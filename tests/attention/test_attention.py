@@ -185,7 +185,9 @@ def test_positional_masks_are_answered_with_the_option(function_and_arguments, o
     """By every function that takes the options, with any other options; one error is printed."""
     function, given = function_and_arguments
     *names, last = given
-    words = f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} can be; .* mask=, .* bias=$"
+    words = (
+        f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} can be; .* mask=, .* bias=$"
+    )
     with pytest.raises(TypeError, match=words) as found:
         function(*given.values(), np.ones((5, 5, 1, 1), bool), **options)
     assert found.value.__context__ is None or found.value.__suppress_context__

@@ -85,7 +85,8 @@ def test_every_pass_is_checked_before_the_first_one_runs(engine):
     for make in calls.values():
         if engine.on_cudnn:
             with pytest.raises(
-                Unsupported, match=r"^batch_invariant is True, but the order in which dq is summed varies: .* deterministic=True$"
+                Unsupported,
+                match=r"^batch_invariant is True, but the order in which dq is summed varies: .* deterministic=True$",
             ):
                 make()
         make(deterministic=True)
