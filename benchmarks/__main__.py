@@ -14,7 +14,7 @@ COMMANDS = {
     "compare": "presets against PyTorch, cudnn-frontend, FlexAttention, JAX",
     "cpu": "the CPU engine against plain numpy and PyTorch; needs no GPU",
     "host_options": "host time of every option, alone and in a mix, against PyTorch",
-    "host_trees": "host time of repeated calls beside another tree of the repository",
+    "host_trees": "host time of repeated calls, compared with another checkout",
     "sparse": "block masks against FlexAttention",
     "decode": "decoding with paged keys and values against PyTorch and FlashInfer",
     "fp8": "FP8 against bfloat16 and PyTorch: times, and errors against the number of keys",
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """The commands and their descriptions."""
+    """Return the commands and their descriptions."""
     lines = [f"  {name:16}{description}" for name, description in COMMANDS.items()]
     return "\n".join(
         ["usage: python -m benchmarks COMMAND [options]", "", "commands:", *lines, "", "COMMAND --help lists its options."]

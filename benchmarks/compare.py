@@ -30,7 +30,7 @@ from .table import Row, complete
 
 #: The largest accepted difference from cupy_sdpa's results, relative to the largest magnitude.
 TOLERANCE = 0.02
-#: The most input sets. More would only add launches: the products before the calls sweep the cache, too.
+#: The most input sets. More would only add launches: the products before the calls also sweep the cache.
 MAX_SETS = 64
 #: The columns that are printed.
 SHOWN = ("preset", "direction", "way", "ms", "ours_over_it", "share", "share_of", "host_us", "peak_bytes", "clock", "left_out")
@@ -56,7 +56,7 @@ class Rates(NamedTuple):
     copy_gbs: float
 
     def share(self, preset: Preset, direction: str, ms: float) -> dict[str, Any]:
-        """The share of the rate that limits a preset: the copy's for decoding, else the matrix product's."""
+        """Return the share of the rate that limits a preset: the copy's for decoding, else the matrix product's."""
         if preset.decode:
             return {"share": preset.moved_bytes / ms / 1e6 / self.copy_gbs, "share_of": "copy"}
         return {"share": preset.operations(direction) / ms / 1e9 / self.matmul_tflops, "share_of": "matmul"}
@@ -119,7 +119,7 @@ class ContenderRun:
             if expected:
                 self.row["difference"] = device.largest_difference(self.results, expected)
                 self.results = []
-                if not self.row["difference"] < TOLERANCE:  # also refuses NaN
+                if not self.row["difference"] < TOLERANCE:  # also rejects NaN
                     raise device.WrongResultError(
                         f"its results differ from ours by {self.row['difference']:.3g} of the largest value"
                     )
@@ -166,7 +166,7 @@ class ContenderRun:
 
 
 def failure_reason(error: Exception, caught: Sequence[str]) -> str:
-    """One line: the exception, and the warnings before it that explain it."""
+    """Return one line: the exception, and the warnings before it that explain it."""
     texts = [re.sub(r" ?\(Triggered internally.*", "", text, flags=re.DOTALL) for text in caught]
     explanations = [text for text in texts if not text.endswith(("because:", "runtime disabled."))]
     own = ("cupy_sdpa", "benchmarks")
@@ -216,7 +216,7 @@ def add_ratios(rows: list[Row], preset: Preset, rates: Rates) -> list[Row]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all cases.
+    """Yield the rows of all cases.
 
     Raises:
         CommandError: there is no such preset or peer, or the GPU cannot be used.

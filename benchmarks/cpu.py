@@ -80,7 +80,7 @@ def _softcap_derivative(s: Array) -> Array:
 
 
 def cases() -> Iterator[Case]:
-    """All cases: plain ones without a mask and causal, and one for each kind of option."""
+    """Yield all cases: plain ones without a mask and causal, and one for each kind of option."""
     one = ("forward",)
     for sizes in ((1, 256, 10, 2, 32, 1), (1, 256, 32, 8, 128, 1), (1, 4096, 32, 8, 128, 1)):
         name = f"1 query, {sizes[2]}/{sizes[3]} heads of {sizes[4]}, {sizes[1]} keys"
@@ -105,7 +105,7 @@ def cases() -> Iterator[Case]:
 
 
 def weights(q: Array, k: Array, case: Case, hidden: Array | None) -> tuple[Array, Array]:
-    """The softmax weights of one head of k and its group of heads, ``(G Sq, Skv)``, and the scores."""
+    """Return the softmax weights of one head of k and its group of heads, ``(G Sq, Skv)``, and the scores."""
     scores = (q @ k) * np.float32(1 / math.sqrt(q.shape[1]))
     p = scores if case.score is None else case.score[0](scores)
     if hidden is not None:
@@ -181,12 +181,12 @@ class Contenders:
         self.forward = attention(*self.arrays(), return_stats=True, **self.options) if self.gradients else ()
 
     def arrays(self) -> list[Array]:
-        """The arrays of our call."""
+        """Return the arrays of our call."""
         arrays = [self.q, *(self.pages if self.case.paged else (self.k, self.v))]
         return [x[..., 0] for x in arrays] if self.case.lengths else arrays
 
     def functions(self) -> dict[str, Callable[[], Results]]:
-        """The contenders by name."""
+        """Return the contenders by name."""
         found = {"ours": self.ours, "numpy": self.numpy}
         simple = not (self.case.lengths or self.case.paged or self.case.score or self.case.dtype != "float32")
         if simple and importlib.util.find_spec("torch"):
@@ -194,7 +194,7 @@ class Contenders:
         return found
 
     def ours(self) -> Results:
-        """The CPU engine."""
+        """Return the CPU engine."""
         arrays = self.arrays()
         if not self.gradients:
             return [attention(*arrays, **self.options)]
@@ -243,7 +243,7 @@ class Contenders:
 
 
 def rows(given: argparse.Namespace) -> Iterator[runner.Row]:
-    """A row for each case and pass, with the time of every contender.
+    """Yield a row for each case and pass, with the time of every contender.
 
     Raises:
         CommandError: there is no such case, or the results differ.
@@ -280,7 +280,7 @@ def rows(given: argparse.Namespace) -> Iterator[runner.Row]:
 
 
 def _us(call: Callable[[], Any]) -> float:
-    """The microseconds of a call: of one thread its processor time, which other programs change less than the wall clock."""
+    """Return a call's microseconds: for one thread its processor time, which other programs disturb less than wall time."""
     clock = time.thread_time if os.environ.get("OPENBLAS_NUM_THREADS") == "1" else time.perf_counter
     begin = clock()
     call()

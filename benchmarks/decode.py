@@ -48,7 +48,7 @@ class Keys:
     Args:
         batch: the number of sequences.
         keys: their length.
-        pages: the number of pages; by default those of all sequences.
+        pages: the number of pages; by default the pages of all sequences.
         dense: whether the dense copy is needed.
     """
 
@@ -73,7 +73,7 @@ def _normal(*shape: int) -> Any:
 
 
 def ours(sets: Sequence[Keys], queries: int, **options: Any) -> list[Call]:
-    """One call for each set."""
+    """Return one call for each set."""
     calls: list[Call] = []
     for keys in sets:
         q = cupy.asfortranarray(_normal(HEAD_DIM, HEADS, queries, keys.lengths.size))
@@ -122,7 +122,7 @@ def flashinfer(sets: Sequence[Keys], queries: int) -> list[Call]:
 
 
 def timers(batch: int, keys: int) -> dict[str, CapturedCalls]:
-    """The timer of every contender that runs here."""
+    """Return the timer of every contender that runs here."""
     size = 4 * batch * keys * KEY_HEADS * HEAD_DIM
     sets = [Keys(batch, keys) for _ in range(min(8, input_sets(size)))]
     made: dict[str, CapturedCalls] = {}
@@ -144,7 +144,7 @@ def timers(batch: int, keys: int) -> dict[str, CapturedCalls]:
 
 
 def decode_rows(batch: int, keys: int) -> Iterator[dict[str, Any]]:
-    """A row for every contender of one problem."""
+    """Yield a row for every contender of one problem."""
     times = interleaved(timers(batch, keys), ROUNDS)
     copy_rate = copy_gbs() * 1e3  # bytes per microsecond
     size = 4 * batch * keys * KEY_HEADS * HEAD_DIM
@@ -161,7 +161,7 @@ def decode_rows(batch: int, keys: int) -> Iterator[dict[str, Any]]:
 
 
 def prefix_rows(batch: int, prefix: int, rest: int) -> Iterator[dict[str, Any]]:
-    """A shared prefix: read once, read by every sequence, and alone by one sequence."""
+    """Yield a shared prefix: read once, read by every sequence, and alone by one sequence."""
     own = rest // PAGE * batch
     keys = Keys(batch, prefix + rest, prefix // PAGE + own, dense=False)
     shared, others = keys.order[: prefix // PAGE], keys.order[prefix // PAGE :]
@@ -197,7 +197,7 @@ def _problem(text: str) -> tuple[int, int]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all problems and of shared prefixes."""
+    """Yield the rows of all problems and of shared prefixes."""
     for problem in given.only or PROBLEMS:
         yield from decode_rows(*problem)
     for prefix in PREFIXES:

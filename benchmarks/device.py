@@ -28,13 +28,13 @@ COPY_BYTES = 1 << 30
 
 
 def l2_bytes() -> int:
-    """The size of the current GPU's L2 cache."""
+    """Return the size of the current GPU's L2 cache."""
     runtime = cupy_runtime.cupy().cuda.runtime
     return int(runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"])
 
 
 def input_sets(bytes_per_set: int) -> int:
-    """The number of input sets that together are at least twice as large as the L2 cache; at least 2."""
+    """Return the number of input sets that together are at least twice as large as the L2 cache; at least 2."""
     return max(2, -(-2 * l2_bytes() // bytes_per_set))
 
 
@@ -46,14 +46,14 @@ def random_normal(*shape: int, dtype: str = "bfloat16") -> Any:
 
 
 def as_torch(array: Any) -> Any:
-    """A PyTorch tensor ``(batch, heads, seq, head_dim)`` on the memory of an array ``(head_dim, heads, seq, batch)``."""
+    """Return a PyTorch tensor ``(batch, heads, seq, head_dim)`` on the memory of an array ``(head_dim, heads, seq, batch)``."""
     import torch
 
     return torch.from_dlpack(array).permute(3, 1, 2, 0)
 
 
 def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
-    """A matrix whose products keep the device busy, and its dtype: bfloat16 of PyTorch, or without it float16 of CuPy."""
+    """Return a matrix whose products keep the device busy, and its dtype: PyTorch's bfloat16, else CuPy's float16."""
     try:
         import torch
     except ImportError:
@@ -63,7 +63,7 @@ def busy_matrix(size: int = BUSY_SIZE) -> tuple[Any, str]:
 
 
 def running(calls: Mapping[str, Sequence[Call]]) -> dict[str, Sequence[Call]]:
-    """The contenders whose calls run here, repeated until they are captured; why another one does not run is printed."""
+    """Return the contenders whose calls run here, repeated until they are captured; why another one does not run is printed."""
     found = {}
     for name, several in calls.items():
         try:
@@ -77,7 +77,7 @@ def running(calls: Mapping[str, Sequence[Call]]) -> dict[str, Sequence[Call]]:
 
 
 def timed(calls: Mapping[str, Sequence[Call]], rounds: int, **limits: Any) -> dict[str, list[float]]:
-    """The milliseconds of the contenders that run here by CUDA events, in interleaved rounds.
+    """Return the milliseconds of the contenders that run here by CUDA events, in interleaved rounds.
 
     Args:
         calls: the calls of each contender.
@@ -88,14 +88,14 @@ def timed(calls: Mapping[str, Sequence[Call]], rounds: int, **limits: Any) -> di
 
 
 def matmul_tflops() -> tuple[float, str]:
-    """The rate of a large product of random matrices in TFLOP/s, and its dtype."""
+    """Return the rate of a large product of random matrices in TFLOP/s, and its dtype."""
     matrix, dtype = busy_matrix(RATE_SIZE)
     ms = statistics.median(device_ms([lambda: matrix @ matrix] * 4, matrix, 1) for _ in range(7))
     return 2 * RATE_SIZE**3 / ms / 1e9, dtype
 
 
 def copy_gbs() -> float:
-    """The rate of a copy on the device: bytes read and written, in GB/s."""
+    """Return the rate of a copy on the device: bytes read and written, in GB/s."""
     cupy = cupy_runtime.cupy()
     source = cupy.zeros(COPY_BYTES, "u1")
     target = cupy.empty_like(source)
@@ -113,12 +113,12 @@ def free_memory() -> None:
 
 
 def peak_of(name: str, call: Call) -> int:
-    """The peak of the memory that a call allocates, in the pool of PyTorch if the name of its contender contains ``torch``."""
+    """Return the peak memory that a call allocates, in PyTorch's pool if its contender's name contains ``torch``."""
     return (torch_peak if "torch" in name.lower() else peak_allocation)(call)
 
 
 def peak_allocation(call: Call) -> int:
-    """The peak of the bytes that CuPy's memory pool hands out during a call."""
+    """Return the peak of the bytes that CuPy's memory pool hands out during a call."""
     hook = cupy_runtime.cupy().cuda.MemoryHook
     current, peak = 0, 0
 
@@ -145,7 +145,7 @@ def peak_allocation(call: Call) -> int:
 
 
 def torch_peak(call: Call) -> int:
-    """The peak of the memory that a call allocates in PyTorch's pool."""
+    """Return the peak of the memory that a call allocates in PyTorch's pool."""
     from torch import cuda
 
     cuda.synchronize()
@@ -162,7 +162,7 @@ _PEERS = {"torch": "torch", "triton": "triton", "jax": "jax", "cudnn_frontend": 
 
 
 def versions(**peers: str) -> dict[str, str]:
-    """The name of the GPU, and the versions of cuDNN, the given peers, CuPy and this package."""
+    """Return the name of the GPU, and the versions of cuDNN, the given peers, CuPy and this package."""
     cupy = cupy_runtime.cupy()
     return {
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
@@ -184,7 +184,7 @@ class WrongResultError(ArithmeticError):
 
 
 def largest_difference(results: Sequence[Any], expected: Sequence[Any]) -> float:
-    """The largest difference divided by the largest magnitude, of the worst pair of arrays; NaN if a result has one.
+    """Return the largest difference divided by the largest magnitude, of the worst pair of arrays; NaN if a result has one.
 
     Raises:
         WrongResultError: two shapes differ.

@@ -36,7 +36,7 @@ KINDS = {"measured": ("2 GPUs", "#1b6ca8"), "PyTorch": ("PyTorch, 2 GPUs", "#d16
 
 
 def write(path: Path | None = None, folder: Path = FOLDER) -> list[Path]:
-    """Write all figures, or those of a file of ``compare``; returns their paths.
+    """Write all figures, or the figures of a file from ``compare``; return their paths.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -55,7 +55,7 @@ def write(path: Path | None = None, folder: Path = FOLDER) -> list[Path]:
 
 
 def _of_compare(rows: Sequence[Row]) -> dict[str, Callable[[], Figure]]:
-    """The figures of the rows of ``compare`` that they have data for: a rate for each direction, and the host's time."""
+    """Return the figures of the rows of ``compare`` that they have data for: a rate for each direction, and the host's time."""
     found: dict[str, Callable[[], Figure]] = {}
 
     def add(name: str, selected: list[Row], column: str, title: str, *, log: bool = False) -> None:
@@ -73,7 +73,7 @@ def _of_compare(rows: Sequence[Row]) -> dict[str, Callable[[], Figure]]:
 
 
 def _dots(rows: Sequence[Row], column: str, title: str, *, log: bool = False) -> Figure:
-    """A line for each preset with a marker for each contender; ours are filled and on top."""
+    """Return a line for each preset with a marker for each contender; ours are filled and on top."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -138,7 +138,7 @@ def decode() -> Figure:
 
 
 def fp8_errors() -> Figure:
-    """The error against the number of keys for each kind of inputs. Lines of the CPU engine are dashed."""
+    """Return the error against the number of keys for each kind of inputs. Lines of the CPU engine are dashed."""
     from matplotlib.figure import Figure
 
     rows = read("h200_cudnn919_fp8_errors.csv", "cpu_fp8_errors.csv")
@@ -166,7 +166,7 @@ def fp8_errors() -> Figure:
 
 
 def parallel_scaling() -> Figure:
-    """The time of one GPU divided by the number of GPUs, relative to the best method's time, for each pass."""
+    """Return the time of one GPU divided by the number of GPUs, relative to the best method's time, for each pass."""
     from matplotlib.figure import Figure
 
     rows = [row for row in read("h200x2_cudnn919_parallel.csv") if row["of_ideal"]]

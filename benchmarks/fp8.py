@@ -1,4 +1,4 @@
-"""FP8 attention beside bfloat16 and PyTorch's scaled_dot_product_attention: times, or with --errors the errors.
+"""FP8 attention compared with bfloat16 and PyTorch's scaled_dot_product_attention: times, or with --errors the errors.
 
     python -m benchmarks fp8 [results.csv] [--lengths N ...]
     python -m benchmarks fp8 --decode [decode.csv] [--lengths N ...]
@@ -9,10 +9,10 @@ FP8 arrays, ``quantized`` the conversion of q, k and v and the attention, ``conv
 bfloat16; ``rotated`` is ``converted`` with a rotation of q and k. The mean of v is subtracted before and added after, except in
 those with ``mean_kept``: the difference is what that costs. PyTorch chooses its fastest backend.
 
-Decoding: one query per sequence with an FP8 cache beside a bfloat16 cache of the same tokens, pages of 64 tokens. ``fp8`` has
-FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output;
+Decoding: one query per sequence with an FP8 cache, compared with a bfloat16 cache of the same tokens, pages of 64 tokens.
+``fp8`` has FP8 queries and an FP8 output, ``converted`` bfloat16 queries, which each call converts, and a bfloat16 output;
 ``converted_mean_kept`` adds no mean to it, so its values are wrong. The keys exceed the L2 cache. Errors: see
-benchmarks/fp8_errors.py; without a GPU they are those of the CPU engine.
+benchmarks/fp8_errors.py; without a GPU they are the CPU engine's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FP8 = "float8_e4m3fn"
 
 
 def contenders(q: Any, k: Any, v: Any, *, causal: bool) -> dict[str, Callable[[], Any]]:
-    """The calls for one set of arrays."""
+    """Return the calls for one set of arrays."""
     q8, k8, v8 = fp8.quantize_qkv(q, k, v)
     mean_kept = fp8.quantize_qkv(q, k, v, center=False)
 
@@ -75,7 +75,7 @@ def contenders(q: Any, k: Any, v: Any, *, causal: bool) -> dict[str, Callable[[]
 
 
 def measure(length: int, heads: tuple[int, int], *, causal: bool) -> dict[str, Any]:
-    """One row of the table: milliseconds, and the time of bfloat16 divided by that of each other contender."""
+    """Return one row of the table: milliseconds, and the time of bfloat16 divided by each other contender's time."""
     hq, hkv = heads
     several: dict[str, list[Callable[[], Any]]] = {}
     for _ in range(input_sets(2 * D * length * (2 * hq + 2 * hkv))):
@@ -91,7 +91,7 @@ def measure(length: int, heads: tuple[int, int], *, causal: bool) -> dict[str, A
 
 
 def caches(batch: int, keys: int) -> dict[str, Any]:
-    """A cache of each dtype with the same tokens."""
+    """Return a cache of each dtype with the same tokens."""
     made = {
         name: cupy_sdpa.KVCache(D, KEY_HEADS, pages=batch * -(-keys // PAGE), batch=batch, page_size=PAGE, dtype=name)
         for name in ("bfloat16", FP8)
@@ -104,7 +104,7 @@ def caches(batch: int, keys: int) -> dict[str, Any]:
 
 
 def decoding(batch: int, keys: int) -> dict[str, Callable[[], Any]]:
-    """The calls of a decoding step's attention."""
+    """Return the calls of a decoding step's attention."""
     q, made = random_normal(D, DECODE_HEADS, 1, batch), caches(batch, keys)
     q8 = fp8.quantize(q)
 
@@ -119,7 +119,7 @@ def decoding(batch: int, keys: int) -> dict[str, Callable[[], Any]]:
 
 
 def measure_decoding(batch: int, keys: int) -> dict[str, Any]:
-    """One row: milliseconds, the time of bfloat16 divided by that of FP8, and the rate at which FP8 pages are read."""
+    """Return one row: milliseconds, bfloat16's time divided by FP8's, and the rate at which FP8 pages are read."""
     times = timed({name: [call] for name, call in decoding(batch, keys).items()}, ROUNDS, **LIMITS)
     row: dict[str, Any] = {"batch": batch, "keys": keys, "heads": f"{DECODE_HEADS}/{KEY_HEADS}"}
     row |= {f"{name}_ms": f"{statistics.median(found):.4f}" for name, found in times.items()}
@@ -129,7 +129,7 @@ def measure_decoding(batch: int, keys: int) -> dict[str, Any]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows: errors, decoding, or times."""
+    """Yield the rows: errors, decoding, or times."""
     if given.errors:
         engines = engines_of(given)
         lengths = given.lengths or fp8_errors.LENGTHS
@@ -146,7 +146,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def engines_of(given: argparse.Namespace) -> Sequence[str]:
-    """The engines whose errors are measured."""
+    """Return the engines whose errors are measured."""
     found: Sequence[str] = given.engine or ["numpy", *(["cuDNN"] if cupy_runtime.current_device() is not None else [])]
     return found
 

@@ -1,4 +1,4 @@
-"""The error of FP8 attention against the number of keys, on the GPU and on the CPU engine, beside bfloat16.
+"""The error of FP8 attention against the number of keys, on the GPU and on the CPU engine, compared with bfloat16.
 
 An error is the norm of the difference from float64, divided by the norm of the float64 result; it contains the conversion of
 the inputs. The inputs are bfloat16 numbers: normal ones n, normal ones with outliers (every 37th channel of q and k is 20 times
@@ -86,7 +86,7 @@ METHODS: dict[str, Callable[[Arrays], Any]] = {
 
 
 def rows(lengths: Sequence[int], *, on_gpu: bool, on_cpu: bool = True) -> Iterator[dict[str, Any]]:
-    """The rows: engine, inputs, method, keys and error.
+    """Yield the rows: engine, inputs, method, keys and error.
 
     Args:
         lengths: the numbers of keys.

@@ -10,8 +10,8 @@ each measured round follows one of the same library that is not measured, as in 
 medians of the ratios of rounds next to each other.
 
 If PyTorch has several ways to compute a kind, the first that runs is measured: for scaled dot-product attention the backends in
-the order cuDNN, flash, efficient, math. FlexAttention is compiled first, which takes most of the time. Needs PyTorch besides
-CuPy; without it, and where a call fails, cells are empty.
+the order cuDNN, flash, efficient, math. FlexAttention is compiled first, which takes most of the time. Needs PyTorch in
+addition to CuPy; without it, and where a call fails, cells are empty.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .timing import affordable_calls, host_us, interleaved, ratio
 
 #: The sizes of all calls: so small that the device is never the limit.
 HEAD_DIM, HEADS, LENGTH, BATCH = 64, 8, 128, 2
-#: The lengths of the batch entries of a padded batch, and of packed sequences, which have the same total as the other calls.
+#: The lengths of the batch items of a padded batch, and of packed sequences, which have the same total as the other calls.
 LENGTHS, SEQUENCES = (128, 80), (64, 96, 64, 32)
-#: The keys on a page, the keys of a window, the dropout probability, the soft cap, and the keys of a chunk.
+#: The keys per page, the window's keys, the dropout probability, the soft cap, and the keys per chunk.
 PAGE, WINDOW, DROPOUT, CAP, CHUNK = 64, 32, 0.1, 30.0, 32
 #: The mix of the options, and the mix of the other calls.
 OPTIONS, OTHERS = "options", "others"
@@ -54,7 +54,7 @@ ROUNDS, SECONDS, CALLS = 11, 4.0, 50
 #: Repetitions of a call before a measurement: until a CUDA graph is captured, and more; and of a mix, in which the addresses of
 #: results vary.
 WARM_UP, MIX_WARM_UP = 2 * CAPTURE_AFTER, 96
-#: The columns of a row besides the versions. ``message`` has the reasons why something did not run.
+#: The columns of a row, except the versions. ``message`` has the reasons why something did not run.
 COLUMNS = (
     "kind", "mix", "us", "peer", "peer_us", "ratio", "mix_us", "peer_mix_us", "mix_ratio", "message",
 )  # fmt: skip
@@ -84,7 +84,7 @@ class Model:
         self.seed = self.array(np.array([1], np.int64))
 
     def array(self, x: Any) -> Any:
-        """An array of numpy as one of the module, in Fortran order."""
+        """Return an array of numpy as one of the module, in Fortran order."""
         return self.xp.asfortranarray(self.xp.asarray(np.asfortranarray(x)))
 
     def normal(self, rng: np.random.Generator, *shape: int, dtype: str = "bfloat16") -> Any:
@@ -113,7 +113,7 @@ class Inputs:
         self.offset = model.array(np.array([4 * number], np.int64))
 
     def reshaped(self, *shape: int) -> list[Any]:
-        """The same memory in another shape."""
+        """Return the same memory in another shape."""
         return [x.reshape(shape, order="F") for x in self.qkv]
 
 
@@ -127,7 +127,7 @@ def forward(options: OptionsOf = lambda x: {}) -> Callable[[Inputs], Call]:
 
 
 def learned_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> Any:
-    """A score function with an array whose gradient is returned."""
+    """Return a score function with an array whose gradient is returned."""
     return score + bias[h, q_idx, kv_idx]
 
 
@@ -150,7 +150,7 @@ def packed(x: Inputs) -> Call:
 
 
 def paged(x: Inputs) -> Call:
-    """One query of each sequence, with paged keys and values."""
+    """Return one query of each sequence, with paged keys and values."""
     pages = {"page_table": x.model.table, "seq_lens_kv": x.model.full}
     return functools.partial(cupy_sdpa.attention, x.one, x.k_pages, x.v_pages, **pages)
 
@@ -161,7 +161,7 @@ def in_nnlib(x: Inputs) -> Call:
 
 
 def both_passes(x: Inputs) -> Call:
-    """The forward pass and the pullback."""
+    """Return the forward pass and the pullback."""
 
     def call() -> tuple[Any, ...]:
         out, pullback = cupy_sdpa.attention_vjp(*x.qkv)
@@ -171,7 +171,7 @@ def both_passes(x: Inputs) -> Call:
 
 
 def lengths(x: Inputs) -> dict[str, Any]:
-    """The lengths of a padded batch."""
+    """Return the lengths of a padded batch."""
     return {"seq_lens_q": x.model.lengths, "seq_lens_kv": x.model.lengths}
 
 
@@ -238,7 +238,7 @@ class Chosen(NamedTuple):
 
 
 def choose(ways: Sequence[Way], wait: Wait, sets: int) -> tuple[Chosen | None, list[str]]:
-    """The first way that runs on all sets, and the reasons why those before it do not run."""
+    """Return the first way that runs on all sets, and the reasons why those before it do not run."""
     failures = []
     for way in ways:
         try:
@@ -265,7 +265,7 @@ def repeat(call: Call, wait: Wait) -> None:
 
 
 def idle_timer(chosen: Chosen, wait: Wait) -> Callable[[], float]:
-    """A timer of the first call on an idle device, always on the same addresses: median microseconds."""
+    """Return a timer of the first call on an idle device, always on the same addresses: median microseconds."""
     call = chosen.calls[0]
     with chosen.way.active():
         repeat(call, wait)
@@ -350,7 +350,7 @@ Row = dict[str, Any]
 
 
 def load_peers(*, with_flex: bool) -> tuple[Any, str]:
-    """PyTorch's calls, and why there are none."""
+    """PyTorch's calls, or why they are missing."""
     try:
         from .host_peers import Peers
 
@@ -360,7 +360,7 @@ def load_peers(*, with_flex: bool) -> tuple[Any, str]:
 
 
 def measure_mix(name: str, kinds: Sequence[Kind], sets: Sequence[Inputs], peers: Any) -> list[Row]:
-    """The rows of the kinds of one mix, alone and in the mix."""
+    """Return the rows of the kinds of one mix, alone and in the mix."""
     rows: dict[str, Row] = {}
     sides: dict[str, dict[str, Chosen]] = {"": {}, "peer_": {}}
     for kind in kinds:
@@ -397,7 +397,7 @@ def wait(results: Any) -> None:
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
-    """The rows of both mixes."""
+    """Yield the rows of both mixes."""
     peers, reason = load_peers(with_flex=not given.no_flex)
     if reason:
         print(reason)

@@ -36,11 +36,11 @@ class Tensors:
         self.learned = torch.randn(HEADS, LENGTH, LENGTH, device="cuda")
 
     def qkv(self) -> list[Any]:
-        """The queries, keys and values."""
+        """Return the queries, keys and values."""
         return [self.q, self.k, self.v]
 
     def packed(self) -> list[Any]:
-        """The same memory as packed sequences ``(total length, heads, head_dim)``."""
+        """Return the same memory as packed sequences ``(total length, heads, head_dim)``."""
         return [x.transpose(1, 2).reshape(BATCH * LENGTH, HEADS, HEAD_DIM) for x in self.qkv()]
 
 
@@ -76,12 +76,12 @@ class Peers:
 
     @staticmethod
     def active() -> AbstractContextManager[Any]:
-        """The context of a mix: for each call the first of the backends that supports it."""
+        """Return the context of a mix: for each call the first of the backends that supports it."""
         context: AbstractContextManager[Any] = sdpa_kernel(list(BACKENDS.values()), set_priority=True)
         return context
 
     def ways(self, kind: str) -> list[Way]:
-        """The ways of a kind, in the order of preference; none if there is no peer, or it is left out."""
+        """Return the ways of a kind, in the order of preference; none if there is no peer, or it is left out."""
         makers: dict[str, Callable[[], Sequence[Way]]] = {
             "plain": lambda: self._sdpa("SDPA"),
             "causal": lambda: self._sdpa("SDPA, is_causal", is_causal=True),
@@ -117,7 +117,7 @@ class Peers:
         return list(makers[kind]())
 
     def _way(self, title: str, make: Make, active: Callable[[], AbstractContextManager[Any]] | None = None) -> Way:
-        """A way whose calls are made from the tensors of a set."""
+        """Return a way whose calls are made from the tensors of a set."""
 
         def on_set(number: int) -> Call:
             if number not in self._sets:
@@ -129,7 +129,7 @@ class Peers:
     # scaled dot-product attention
 
     def _by_backend(self, title: str, make: Make) -> list[Way]:
-        """One way for each backend."""
+        """Return one way for each backend."""
         return [self._way(f"{title}, {name}", make, functools.partial(sdpa_kernel, one)) for name, one in BACKENDS.items()]
 
     def _sdpa(self, title: str, **options: Any) -> list[Way]:
@@ -160,7 +160,7 @@ class Peers:
         return call
 
     def _with_stats(self) -> list[Way]:
-        """The operators that also return the log-sum-exp; PyTorch does not return the maximum and the sum."""
+        """Return the operators that also return the log-sum-exp; PyTorch does not return the maximum and the sum."""
         aten = torch.ops.aten
 
         def by_cudnn(x: Tensors) -> Call:
@@ -179,7 +179,7 @@ class Peers:
     # packed sequences
 
     def _packed(self) -> list[Way]:
-        """The function for packed sequences, nested tensors, and the cuDNN operator, which builds a plan in every call."""
+        """Return the function for packed sequences, nested tensors, and the cuDNN operator, which plans in every call."""
         starts, longest = torch.tensor(self._starts, dtype=torch.int32, device="cuda"), max(SEQUENCES)
 
         def varlen(x: Tensors) -> Call:
@@ -245,7 +245,7 @@ class Peers:
 
 
 def gradients(attend: Attend, dout: Any, inputs: Sequence[Any]) -> Call:
-    """The gradients of a function with respect to all its inputs, after its forward pass."""
+    """Return the gradients of a function with respect to all its inputs, after its forward pass."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = attend(*leaves)

@@ -1,4 +1,4 @@
-"""Host time of repeated calls of this tree, divided by that of another tree of the repository.
+"""Host time of repeated calls of this checkout, divided by another checkout's.
 
     git worktree add ../before COMMIT
     python -m benchmarks host_trees --before ../before [results.csv]
@@ -89,7 +89,7 @@ class Worker:
         self.names = self._answer().split()[1:]
 
     def time(self, name: str) -> float:
-        """The microseconds of a call."""
+        """Return the microseconds of a call."""
         assert self.process.stdin
         print(name, file=self.process.stdin, flush=True)
         return float(self._answer())
@@ -107,7 +107,7 @@ class Worker:
 
 
 def rows(given: argparse.Namespace) -> Iterator[runner.Row]:
-    """One row for each call."""
+    """Yield one row for each call."""
     before = given.before.resolve()
     if not (before / "cupy_sdpa" / "__init__.py").is_file():
         raise CommandError(f"{given.before} is no tree of this repository: pass the folder that contains cupy_sdpa")

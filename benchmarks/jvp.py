@@ -70,20 +70,20 @@ class Problem:
         self.given = {f"d{name}": self.tangents[name] for name in size.tangents}
 
     def ours(self) -> tuple[Any, ...]:
-        """The output and its derivative."""
+        """Return the output and its derivative."""
         return cupy_sdpa.attention_jvp(*self.arrays.values(), **self.given, causal=self.size.causal)
 
     def widened(self) -> Call:
-        """The same from arrays that are widened before."""
+        """Return the same from arrays that are widened before."""
         arrays = cupy_sdpa.widen(*self.arrays.values(), **self.given)
         return functools.partial(cupy_sdpa.attention_jvp, *self.arrays.values(), widened=arrays, causal=self.size.causal)
 
     def forward(self) -> Any:
-        """The output only."""
+        """Return the output only."""
         return cupy_sdpa.attention(*self.arrays.values(), causal=self.size.causal)
 
     def both_passes(self) -> tuple[Any, ...]:
-        """The output and the gradients."""
+        """Return the output and the gradients."""
         q, k, v = self.arrays.values()
         out, stats = cupy_sdpa.attention(q, k, v, causal=self.size.causal, return_stats=True)
         return cupy_sdpa.attention_backward(out, q, k, v, out, stats, causal=self.size.causal)
@@ -97,7 +97,7 @@ class Problem:
         def attend(*given: Any) -> Any:
             chosen = iter(given)
             q, k, v = (next(chosen) if one else x for one, x in zip(moved, primals, strict=True))
-            if group > 1:  # enable_gqa repeats them, too
+            if group > 1:  # enable_gqa also repeats them
                 k, v = (x.repeat_interleave(group, 1) for x in (k, v))
             return scaled_dot_product_attention(q, k, v, is_causal=self.size.causal)
 
@@ -111,7 +111,7 @@ class Problem:
 
 
 def rows_of(size: Size) -> Iterator[dict[str, Any]]:
-    """A row for every contender of one problem."""
+    """Yield a row for every contender of one problem."""
     problem = Problem(size)
     calls: dict[str, Call] = {
         "attention_jvp": problem.ours, "widened before": problem.widened(), "forward": problem.forward,
@@ -131,7 +131,7 @@ def rows_of(size: Size) -> Iterator[dict[str, Any]]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all problems."""
+    """Yield the rows of all problems."""
     for size in SIZES:
         yield from rows_of(size)
 

@@ -3,10 +3,10 @@
     python -m benchmarks parallel [results.csv] [--members N] [--cpu] [--only NAME ...] [--methods METHOD ...]
 
 Each GPU has its own process if torchrun, mpirun or srun started them; otherwise the members are threads of this process. With
-fewer GPUs than members, they are threads on one GPU, and transfers are then copies on it. The ideal time is that of one GPU for
+fewer GPUs than members, they are threads on one GPU, and transfers are then copies on it. The ideal time is one GPU's time for
 the whole problem, divided by the number of GPUs. ``calls_ms`` is the time without transfers (on the CPU, where none is hidden,
-the rest of the time), ``transfers_ms`` that of the same transfers alone; the hidden fraction is
-1 - (total - calls) / transfers. Of several processes, rank 0 prints and writes.
+the rest of the time), ``transfers_ms`` the time of the same transfers alone; the hidden fraction is 1 - (total - calls) /
+transfers. Of several processes, rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def arrays(xp: Any, problem: Problem, length: int) -> list[Any]:
 
 
 def timed(engine: Engine, group: Watched | None, function: Callable[[], Any], calls: int) -> float:
-    """The median milliseconds of a function that all members of a group call, after warming up."""
+    """Return the median milliseconds of a function that all members of a group call, after warming up."""
 
     def together() -> None:
         if group:
@@ -177,7 +177,7 @@ def timed(engine: Engine, group: Watched | None, function: Callable[[], Any], ca
 
 
 def one_device(engine: Engine, problem: Problem) -> tuple[dict[str, float], list[Any]]:
-    """The milliseconds of both passes of the whole problem on one device, and the results as numpy arrays."""
+    """Return the milliseconds of both passes of the whole problem on one device, and the results as numpy arrays."""
     q, k, v, dout = arrays(engine.xp, problem, problem.length * engine.members)
     options: dict[str, Any] = dict(problem.options)
     out, stats = cupy_sdpa.attention(q, k, v, return_stats=True, **options)
@@ -190,7 +190,7 @@ def one_device(engine: Engine, problem: Problem) -> tuple[dict[str, float], list
 
 
 def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[str, Any]:
-    """The measurements of one member: by pass (total, calls, transfers, bytes sent, memory), and the whole results."""
+    """Return the measurements of one member: by pass (total, calls, transfers, bytes sent, memory), and the whole results."""
     group, count = Watched(own), problem.calls
     cp = ContextParallel(group, method=method, check=False)
     q, k, v, dout = (cp.shard(x) for x in arrays(engine.xp, problem, problem.length * engine.members))
@@ -212,7 +212,7 @@ def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[
         exchanges = list(group.exchanges)
         transfers = timed(engine, group, functools.partial(group.replay, engine.xp, exchanges), count)
         calls = total - transfers
-        if engine.gpus:  # the CPU refuses the statistics of keys that were not received
+        if engine.gpus:  # the CPU rejects the log-sum-exp of keys that were not received
             group.silent = True
             calls = timed(engine, group, call, count)
             group.silent = False
@@ -222,7 +222,7 @@ def member_row(engine: Engine, problem: Problem, method: str, own: Any) -> dict[
 
 
 def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link: float) -> Iterator[dict[str, Any]]:
-    """The rows of a problem."""
+    """Yield the rows of a problem."""
     one, expected = one_device(engine, problem)
     gpus = max(engine.gpus, 1)
     common = {"problem": problem.name, "members": engine.members, "gpus": engine.gpus}
@@ -256,7 +256,7 @@ def measured_rows(engine: Engine, problem: Problem, methods: Sequence[str], link
 
 
 def link_bandwidth(engine: Engine) -> float:
-    """The bytes per second that a member sends to the next one while it receives as many from the one before."""
+    """Return the bytes per second that a member sends to the next one while it receives as many from the one before."""
     size = LINK_BYTES if engine.gpus else 1 << 20
 
     def member(own: Any) -> float:
@@ -272,7 +272,7 @@ def _numpy(x: Any) -> Any:
 
 
 def _used(engine: Engine, *, free: bool = False) -> int:
-    """The bytes of CuPy's pool, after unused memory is freed if that is asked for."""
+    """Return the bytes of CuPy's pool, after unused memory is freed if that is asked for."""
     if not engine.gpus:
         return 0
     engine.wait()
@@ -283,7 +283,7 @@ def _used(engine: Engine, *, free: bool = False) -> int:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all problems."""
+    """Yield the rows of all problems."""
     known = CPU_PROBLEMS if given.cpu else PROBLEMS
     chosen = [x for x in known if not given.only or any(text in x.name for text in given.only)]
     if not chosen:
@@ -303,7 +303,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher started this process."""
+    """True if a launcher started this process."""
     try:
         environment()
     except RuntimeError:
@@ -313,7 +313,9 @@ def _is_launched() -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--members", type=positive, metavar="N", help="number of members; by default that of GPUs, at least 2")
+    parser.add_argument(
+        "--members", type=positive, metavar="N", help="number of members (default: the number of GPUs, at least 2)"
+    )
     parser.add_argument("--cpu", action="store_true", help="small problems with numpy arrays, to test the benchmark")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only problems whose name contains one of these texts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="only these methods")

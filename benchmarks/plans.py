@@ -157,14 +157,14 @@ def lengths() -> Iterator[dict[str, Any]]:
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all parts."""
+    """Yield the rows of all parts."""
     os.environ["CUPY_SDPA_CACHE_DIR"] = "0"
     yield from starts(given.ahead)
     yield from lengths()
 
 
 def value(part: str, case: str, what: str, number: float, unit: str) -> dict[str, Any]:
-    """A row."""
+    """Return a row."""
     return {"part": part, "case": case, "what": what, "value": f"{number:.4g}", "unit": unit}
 
 

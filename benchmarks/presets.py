@@ -70,7 +70,7 @@ class Preset:
 
     @cached_property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key that it attends to, for one head and batch entry."""
+        """The number of pairs of a query and a key that it attends to, for one head and batch item."""
         queries = np.arange(self.sq)
         last = np.minimum(queries, self.skv - 1) if self.causal else np.full(self.sq, self.skv - 1)
         first = 0 if self.left is None else np.maximum(queries - self.left, 0)
@@ -94,19 +94,19 @@ class Preset:
         return self.input_bytes + ITEMSIZE[self.dtype] * d * h * s * b
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a row that describe the problem."""
+        """Return the columns of a row that describe the problem."""
         names = ("b", "hq", "hkv", "sq", "skv", "d", "dv", "causal")
         return {"preset": self.name, **{name: getattr(self, name) for name in names}, "window": self.left, "dtype": self.dtype}
 
     def described(self) -> str:
-        """The problem in words."""
+        """Return the problem in words."""
         lengths = f"{self.sq}" if self.sq == self.skv else f"{self.sq} x {self.skv}"
         dims = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
         mask = f"{'causal' if self.causal else 'full'}{'' if self.left is None else f', window {self.left + 1}'}"
         return f"batch {self.b}, {self.hq}/{self.hkv} heads, {lengths}, {dims}, {mask}: {', '.join(self.directions)}"
 
     def problems(self, direction: str) -> tuple[Problem, ...]:
-        """The problems of cupy_sdpa's calls, in their order; none without cuDNN."""
+        """Return the problems of cupy_sdpa's calls, in their order; none without cuDNN."""
         if self.engine:
             return ()
         q, k, v = self.shapes
@@ -177,7 +177,7 @@ PRESETS: tuple[Preset, ...] = (
 
 
 def select(names: Sequence[str] | None) -> list[Preset]:
-    """The presets with the given names. A name that no preset has selects the presets that begin with it; None selects all.
+    """Return the presets with the given names. Any other name selects the presets that begin with it; None selects all.
 
     Raises:
         CommandError: no preset has such a name or prefix.

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser for ``python -m benchmarks COMMAND``.
+    """Return a parser for ``python -m benchmarks COMMAND``.
 
     Args:
         command: the command's name.
@@ -48,10 +48,10 @@ def run(
         add: adds options to the parser. The path of the CSV file is one already.
         needs_gpu: whether these options need a GPU.
         shown: the columns that are printed; all if empty.
-        failed: whether a row is that of a failure.
+        failed: whether a row reports a failure.
 
     Returns:
-        1 if a row is that of a failure.
+        1 if a row reports a failure.
 
     Raises:
         CommandError: there is no GPU.
@@ -83,7 +83,7 @@ def check_gpu(command: str, remedy: str = "") -> None:
     """Check that there is a GPU; loads no cuDNN, so that a peer that is imported later can load its own.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is no GPU.
     """
     if reason := machine.no_gpu():
         raise CommandError(f"{command} needs a GPU ({reason}){remedy}")
@@ -99,7 +99,7 @@ def listed(facts: Mapping[str, Any]) -> str:
 
 
 def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, whose columns are those of the first one."""
+    """Write rows with the columns of the first row."""
     with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

@@ -29,7 +29,7 @@ ROUNDS = 5
 
 
 def full(case: Case) -> Case:
-    """The case with full sequence lengths.
+    """Return the case with full sequence lengths.
 
     >>> full(Case(options={"seq_lens_q": "random", "causal": "top_left"})).options
     {'seq_lens_q': 'full', 'causal': 'top_left'}
@@ -43,7 +43,7 @@ def full(case: Case) -> Case:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[runner.Row]:
-    """The time of each problem, or the reason why it has none.
+    """Yield the time of each problem, or the reason why it was not timed.
 
     Raises:
         CommandError: the file is not one of problems.

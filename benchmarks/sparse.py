@@ -5,7 +5,7 @@
 bfloat16, batch 1, 16 heads, head dim 128. Both have their block mask before the measurement; FlexAttention is compiled. Times
 are by CUDA events, as in ``compare``. An error is the largest difference from PyTorch in float64 with the whole score matrix,
 of two heads and at most 8192 positions, divided by the largest magnitude. Several processes with different names fill PyTorch's
-cache of compiled kernels faster. Needs PyTorch and Triton besides CuPy.
+cache of compiled kernels faster. Needs PyTorch and Triton in addition to CuPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import runner
 from .device import free_memory, input_sets, random_normal, timed
 from .timing import host_us, ratio
 
-#: Heads and head dim, lengths, queries and keys of a block, average length of a document, size of a window.
+#: Heads and head dim, lengths, queries and keys per block, average document length, window size.
 H, D, LENGTHS, BLOCK, DOCUMENT, WINDOW = 16, 128, (8192, 32768), 128, 1024, 1024
 #: The longest problem whose errors are computed, and the number of heads of which they are.
 EXACT_LENGTH, EXACT_HEADS = 8192, 2
@@ -49,7 +49,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(length: int) -> list[Pattern]:
-    """The sparse masks of a length."""
+    """Return the sparse masks of a length."""
 
     def documents_of(rng: np.random.Generator) -> Any:
         return np.sort(rng.integers(0, length // DOCUMENT, length)).astype(np.int32)  # of random lengths
@@ -81,23 +81,23 @@ def prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any, end: Any) -> Any:
 
 
 def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any, blocks: Any) -> Any:
-    """The blocks of query and key are listed; ``blocks`` bool (query blocks, key blocks)."""
+    """Return the blocks of query and key are listed; ``blocks`` bool (query blocks, key blocks)."""
     return blocks[q_idx // BLOCK, kv_idx // BLOCK]
 
 
 def bhsd(array: Any) -> Any:
-    """A contiguous copy ``(B, H, S, D)``, FlexAttention's fastest layout."""
+    """Return a contiguous copy ``(B, H, S, D)``, FlexAttention's fastest layout."""
     return torch.from_dlpack(array).permute(3, 1, 2, 0).contiguous()
 
 
 def error(results: Sequence[Any], expected: Sequence[Any]) -> float:
-    """The largest difference of any result divided by its largest magnitude."""
+    """Return the largest difference of any result divided by its largest magnitude."""
     pairs = zip(results, expected, strict=True)
     return max(float((x[:, :EXACT_HEADS].double() - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 
 def exact(mask_mod: Callable[..., Any], inputs: Sequence[Any], dout: Any) -> list[Any]:
-    """The output and the gradients in float64, from the whole score matrix of some heads."""
+    """Return the output and the gradients in float64, from the whole score matrix of some heads."""
     leaves = [x[:, :EXACT_HEADS].detach().double().requires_grad_() for x in inputs]
     rows, zero = torch.arange(dout.shape[2], device="cuda"), torch.zeros((), dtype=torch.long, device="cuda")
     attends = mask_mod(zero, zero, rows[:, None], rows[None, :])
@@ -107,7 +107,7 @@ def exact(mask_mod: Callable[..., Any], inputs: Sequence[Any], dout: Any) -> lis
 
 
 def measure(pattern: Pattern, length: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     arrays = {name: cupy.asarray(x) for name, x in pattern.tensors(np.random.default_rng(0)).items()}
     tensors = {name: torch.from_dlpack(array) for name, array in arrays.items()}
     mask_mod = functools.partial(pattern.mask_mod, **tensors)
@@ -161,7 +161,7 @@ def both_by_flex(flex: Callable[..., Any], leaves: Sequence[Any], dout: Any) -> 
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all patterns."""
+    """Yield the rows of all patterns."""
     for length in given.lengths:
         for pattern in patterns(length):
             if given.only is None or pattern.name in given.only:

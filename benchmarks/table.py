@@ -39,7 +39,7 @@ MEANS = {"ms": "time", "peak_bytes": "memory", "host_us": "host"}
 
 
 def complete(row: Row) -> Row:
-    """A row with all columns: None for missing values, and numbers rounded."""
+    """Return a row with all columns: None for missing values, and numbers rounded."""
     return {column: _rounded(column, row.get(column)) for column in COLUMNS}
 
 
@@ -82,7 +82,7 @@ def _parsed(column: str, text: str | None) -> Any:
 
 
 def read(*names: str) -> list[dict[str, str]]:
-    """The rows of files in ``benchmarks/results``, as texts."""
+    """Return the rows of files in ``benchmarks/results``, as texts."""
     rows = []
     for name in names:
         with (RESULTS / name).open(newline="") as file:
@@ -91,7 +91,7 @@ def read(*names: str) -> list[dict[str, str]]:
 
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
-    """The rows by (preset, direction), then by contender."""
+    """Return the rows by (preset, direction), then by contender."""
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         cases.setdefault((row["preset"], row["direction"]), {})[row["way"]] = row
@@ -99,7 +99,7 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
 
 
 def contenders_of(rows: Iterable[Row]) -> list[str]:
-    """The names of the contenders in order of appearance."""
+    """Return the names of the contenders in order of appearance."""
     return list(dict.fromkeys(row["way"] for row in rows))
 
 
@@ -123,7 +123,7 @@ def ratios(rows: Iterable[Row], direction: str, contender: str | None = None, co
 
 
 def summary(values: Sequence[float]) -> str:
-    """The geometric mean and the range.
+    """Return the geometric mean and the range.
 
     >>> summary([0.5, 2.0])
     '1.00 (0.50 to 2.00)'
@@ -132,5 +132,5 @@ def summary(values: Sequence[float]) -> str:
 
 
 def short(name: str) -> str:
-    """A short column heading for a contender."""
+    """Return a short column heading for a contender."""
     return {"torch-cudnn": "cudnn", "torch-flash": "flash", "cudnn-frontend": "frontend"}.get(name, name)

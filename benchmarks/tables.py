@@ -27,7 +27,7 @@ PLAN_FILES = ("h200_cudnn919_plans.csv", "h200_cudnn928_plans.csv")
 
 
 def digits(row: dict[str, str]) -> str:
-    """A value with three significant digits."""
+    """Return a value with three significant digits."""
     value = float(row["value"])
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -37,7 +37,7 @@ Values = dict[tuple[str, str, str], dict[str, str]]
 
 
 def plans() -> Iterator[str]:
-    """The lines of the table of ``plans``."""
+    """Yield the lines of the table of ``plans``."""
     files = [{(row["part"], row["case"], row["what"]): row for row in read(name)} for name in PLAN_FILES]
     heads = [next(iter(values.values())) for values in files]
     yield f"Measured on an {heads[0]['gpu']} by `python -m benchmarks plans`; all rows are in `benchmarks/results/`.\n"
@@ -59,7 +59,7 @@ def plans() -> Iterator[str]:
 
 
 def part_table(files: list[Values], titles: list[str], part: str, quantities: Sequence[str]) -> Iterator[str]:
-    """A table of one part of the plans files, with a column for each file."""
+    """Yield a table of one part of the plans files, with a column for each file."""
     yield f"| | | {' | '.join(titles)} |"
     yield "|---|---|" + "---|" * len(titles)
     for _, case, quantity in (key for key in files[0] if key[0] == part):
@@ -71,7 +71,7 @@ def part_table(files: list[Values], titles: list[str], part: str, quantities: Se
 
 
 def bucket_table(files: list[Values], titles: list[str]) -> Iterator[str]:
-    """The times with exact lengths and in buckets, and their ratio."""
+    """Yield the times with exact lengths and in buckets, and their ratio."""
     part = "cost of a bucket"
     yield f"| length, mask | | {' | '.join(f'{title}: exact | in buckets of 512 | ratio' for title in titles)} |"
     yield "|---|---|" + "---|---|---|" * len(titles)
@@ -85,13 +85,13 @@ def bucket_table(files: list[Values], titles: list[str]) -> Iterator[str]:
 
 
 def speed(*paths: str | Path) -> Iterator[str]:
-    """The lines of the table of ``compare``: all rows of the first file, and means of the others."""
+    """Yield the lines of the table of ``compare``: all rows of the first file, and means of the others."""
     first, *others = paths or (RESULTS / "h200_cudnn919.csv",)
     rows = gpu_rows(first)
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     yield (
         f"Measured on an {rows[0]['gpu']} with {libraries(rows[0])} by `python -m benchmarks compare`. "
-        "Milliseconds, TFLOP/s, and our time divided by that of the fastest other contender, which is named: cudnn and flash "
+        "Milliseconds, TFLOP/s, and our time divided by the fastest other contender's, which is named: cudnn and flash "
         "are PyTorch's backends, fe is cudnn-frontend, flex is FlexAttention.\n"
     )
     yield f"| preset | {' | '.join(f'{direction} | TFLOP/s | ratio' for direction in directions)} |"
@@ -108,12 +108,12 @@ def speed(*paths: str | Path) -> Iterator[str]:
 
 
 def gpu_rows(path: str | Path) -> list[table.Row]:
-    """The rows of a file that were measured on a GPU."""
+    """Return the rows of a file that were measured on a GPU."""
     return [row for row in table.read_csv(path) if row["gpu"]]
 
 
 def libraries(row: table.Row) -> str:
-    """The versions of the libraries."""
+    """Return the versions of the libraries."""
     names = {"cudnn": "cuDNN", "torch": "PyTorch", "cudnn_frontend": "cudnn-frontend", "jax": "JAX"}
     return ", ".join(f"{name} {row[column]}" for column, name in names.items() if row[column])
 
@@ -146,7 +146,7 @@ def speed_cells(contenders: dict[str, table.Row]) -> tuple[str, str, str]:
 
 
 def decode() -> Iterator[str]:
-    """The lines of the table of ``decode``."""
+    """Yield the lines of the table of ``decode``."""
     rows = read("h200_cudnn919_decode.csv")
     yield (
         f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']}, by `python -m benchmarks decode`: bfloat16, 32 "
@@ -183,12 +183,12 @@ def decode() -> Iterator[str]:
 
 
 def host_options() -> Iterator[str]:
-    """The lines of the table of ``host_options``."""
+    """Yield the lines of the table of ``host_options``."""
     rows = read("h200_cudnn919_host_options.csv")
     yield (
         f"Microseconds of the host per call on an {rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, by "
         "`python -m benchmarks host_options`: a repeated call on an idle device, and in a mix of calls of all kinds on 64 sets "
-        "of arrays in turn. The ratios are those of our time to that of PyTorch's closest call in the same run.\n"
+        "of arrays in turn. The ratios divide our time by the time of PyTorch's closest call in the same run.\n"
     )
     yield "| call | alone | ratio | in the mix | ratio | PyTorch's call |"
     yield "|---|---|---|---|---|---|"
@@ -198,14 +198,14 @@ def host_options() -> Iterator[str]:
 
 
 def jvp() -> Iterator[str]:
-    """The lines of the table of ``jvp``."""
+    """Yield the lines of the table of ``jvp``."""
     problems: dict[str, dict[str, dict[str, str]]] = {}
     for row in read("h200_cudnn919_jvp.csv"):
         problems.setdefault(row["name"], {})[row["contender"]] = row
     head = next(iter(next(iter(problems.values())).values()))
     yield (
         f"Milliseconds and MiB beyond the inputs on an {head['gpu']}, cuDNN {head['cudnn']}, by `python -m benchmarks jvp`: "
-        "bfloat16. The ratios are those of PyTorch's time and memory to ours, for `torch.func.jvp` on its math backend; both "
+        "bfloat16. The ratios divide PyTorch's time and memory by ours, for `torch.func.jvp` on its math backend; both "
         "passes are the forward and the backward pass of the same arrays.\n"
     )
     yield "| problem | batch, heads, length, head dim | jvp | memory | both passes | PyTorch's time | PyTorch's memory |"
@@ -221,7 +221,7 @@ def jvp() -> Iterator[str]:
 
 
 def sparse() -> Iterator[str]:
-    """The lines of the table of ``sparse``."""
+    """Yield the lines of the table of ``sparse``."""
     rows = read("h200_cudnn919_sparse.csv")
     yield (
         f"Microseconds on an {rows[0]['gpu']} with cuDNN {rows[0]['cudnn']} and PyTorch {rows[0]['torch']}, by `python -m "
@@ -243,11 +243,11 @@ def sparse() -> Iterator[str]:
 
 
 def fp8() -> Iterator[str]:
-    """The lines of the tables of ``fp8`` and ``fp8 --decode``."""
+    """Yield the lines of the tables of ``fp8`` and ``fp8 --decode``."""
     rows = read("h200_cudnn919_fp8.csv")
     yield (
         f"{rows[0]['gpu']}, cuDNN {rows[0]['cudnn']}, head dim 128, batch 1, by `python -m benchmarks fp8`. The last three "
-        "columns are the time of bfloat16 divided by that of FP8: of *attention* alone, *with conversions* of q, k, v and of "
+        "columns are bfloat16's time divided by FP8's: of *attention* alone, *with conversions* of q, k, v and of "
         "the output, and also with q and k *rotated*. The *mean of v* is the part of the call with conversions that the mean "
         "takes.\n"
     )
@@ -279,7 +279,7 @@ def fp8() -> Iterator[str]:
 
 
 def fp8_errors() -> Iterator[str]:
-    """The lines of the table of ``fp8 --errors``: values with a mean."""
+    """Yield the lines of the table of ``fp8 --errors``: values with a mean."""
     rows = [row for row in read("h200_cudnn919_fp8_errors.csv") if row["inputs"].startswith("v = ")]
     found = {(row["inputs"], row["keys"], row["method"]): f"{float(row['error']):.2g}" for row in rows}
     methods = ("FP8, rotated, with the mean of v", "FP8, rotated", "bfloat16")
@@ -290,7 +290,7 @@ def fp8_errors() -> Iterator[str]:
 
 
 def parallel() -> Iterator[str]:
-    """The lines of the table of ``parallel``."""
+    """Yield the lines of the table of ``parallel``."""
     rows = read("h200x2_cudnn919_parallel.csv")
     head, columns = rows[0], ("ring", "all_gather", "all_to_all", "PyTorch, ring", "PyTorch, all_gather")
     measured: dict[tuple[str, str], dict[str, str]] = {}
@@ -309,7 +309,7 @@ def parallel() -> Iterator[str]:
 
 
 def cpu(path: str = "cpu_engine.csv") -> Iterator[str]:
-    """The lines of the table of ``cpu``."""
+    """Yield the lines of the table of ``cpu``."""
     rows = read(path)
     by_case: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:

@@ -51,12 +51,12 @@ def timed_by_events(calls: Sequence[Callable[[], Any]], busy: Any, products: int
 
 
 def device_ms(calls: Sequence[Callable[[], Any]], busy: Any = None, products: int = PRODUCTS) -> float:
-    """The mean milliseconds of the calls on the device by CUDA events; without ``busy``, launched back to back."""
+    """Return the mean milliseconds of the calls on the device by CUDA events; without ``busy``, launched back to back."""
     return timed_by_events(calls, busy, 0 if busy is None else products)[0]
 
 
 def host_us(call: Callable[[], Any], count: int = HOST_CALLS, wait: Callable[[Any], Any] | None = None) -> float:
-    """The median microseconds until a call returns, on an idle device.
+    """Return the median microseconds until a call returns, on an idle device.
 
     Args:
         call: what is timed.
@@ -76,7 +76,7 @@ def host_us(call: Callable[[], Any], count: int = HOST_CALLS, wait: Callable[[An
 
 
 def affordable_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> int:
-    """The number of calls that fit into ``HOST_SECONDS``: at least 5, at most ``HOST_CALLS``."""
+    """Return the number of calls that fit into ``HOST_SECONDS``: at least 5, at most ``HOST_CALLS``."""
     wait(None)
     begin = time.perf_counter()
     wait(call())
@@ -221,7 +221,7 @@ def interleaved(
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios of two contenders' times in the same round, in which the GPU's clock was nearly the same.
+    """Return the median of the ratios of two contenders' times in the same round, in which the GPU's clock was nearly the same.
 
     >>> ratio([1.0, 2.0, 4.0], [2.0, 4.0])  # the clock fell, and the second contender stopped after two rounds
     0.5

@@ -133,7 +133,7 @@ else:
             if name in names:
                 globals()[name] = found = getattr(importlib.import_module(f".{module}", __name__), name)
                 return found
-        hint = "; attention(q, k, v) takes its place, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
+        hint = "; use attention(q, k, v) instead, see docs/migration.md" if name in _OTHER_FUNCTIONS else ""
         message = f"module {__name__!r} has no attribute {name!r}{hint}"
         if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # from cupy_sdpa import ...
             raise ImportError(message)  # Python would replace an AttributeError by a message without the hint

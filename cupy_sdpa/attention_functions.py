@@ -61,13 +61,13 @@ def attention(
     stats: Array | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Scaled dot-product attention of arrays ``(head_dim, heads, seq, batch)`` in Fortran order.
+    r"""Compute scaled dot-product attention of arrays ``(head_dim, heads, seq, batch)`` in Fortran order.
 
     .. math:: O = \operatorname{softmax}(S)\, V, \qquad S_{ij} = \tau\, q_i \cdot k_j, \qquad
               L_i = \log \sum_j e^{S_{ij}}
 
-    numpy arrays are computed on the CPU, CuPy arrays by cuDNN on CuPy's current stream, without synchronization; nothing of
-    size Sq x Skv is stored. :doc:`/options` defines each option, :doc:`/layouts` the arrays of other libraries.
+    numpy arrays are computed on the CPU; CuPy arrays by cuDNN on CuPy's current stream, without synchronization. Nothing of
+    size Sq x Skv is stored. :doc:`/options` defines each option; :doc:`/layouts` covers arrays of other libraries.
 
     Args:
         q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)``, ``(Dv, Hkv, Skv, B)``, or all without B; Hq is a multiple of Hkv.
@@ -118,7 +118,7 @@ def attention(
 def _forward_call(
     arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_stats: Any = False, deterministic: Any = False
 ) -> Call:
-    """A call of :func:`attention` as a value."""
+    """Return a call of :func:`attention` as a value."""
     for x in arrays[:2]:  # q and k
         if (call_of := getattr(type(x), "_call_of", None)) is not None:  # a type of arrays with programs of its own
             call: Call = call_of(arrays, options, return_stats=return_stats)
@@ -166,36 +166,36 @@ def attention_backward(
     .. math:: dV = P^\top dO, \qquad dS = P \circ (dO\, V^\top - \operatorname{rowsum}(dO \circ O) + dL), \qquad
               dQ = \tau\, dS\, K, \qquad dK = \tau\, dS^\top Q
 
-    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. An error of the
-    log-sum-exp is a relative error of the gradients: a float32 one has an error of 6e-8 times its magnitude.
+    P is recomputed from q, k and the log-sum-exp, so nothing of size Sq x Skv is stored between the passes. An absolute error
+    of the log-sum-exp becomes a relative error of the gradients; in float32 it is 6e-8 times the magnitude of the log-sum-exp.
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``, of q's dtype; or None for 0, if dstats is passed.
         q, k, v: the inputs of :func:`attention`.
         out: its output, ``(Dv, Hq, Sq, B)``.
-        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)``, in Fortran order: float32, and float64 for float64
-            inputs, which may also have a float32 one. On the CPU, out and stats of another call raise ValueError, unless
-            ``score_mod`` is passed; with ``block_mask`` only statistics that are too small do.
-        dstats: dL, the gradient of the log-sum-exp, of the shape and dtype of stats, any strides. It is ignored where the
-            log-sum-exp is -inf. On the GPU it needs at least two more head dims of v: see :doc:`/derivatives`, also for its
-            precision. Default None: 0.
+        stats: its log-sum-exp, from ``return_stats=True``, ``(Sq, Hq, B)``, in Fortran order: float32, or float64 for float64
+            inputs, which also accept float32. On the CPU, out and stats of another call raise ValueError. The check is skipped
+            with ``score_mod``; with ``block_mask`` it only catches stats that are too small.
+        dstats: dL, the gradient of the log-sum-exp, with the shape and dtype of stats and any strides. It is ignored where the
+            log-sum-exp is -inf. On the GPU it takes at least two extra head dims of v; :doc:`/derivatives` explains this and
+            the precision. Default None: 0.
         deterministic: return the same bits in every run. By default dQ is accumulated in arbitrary order on the GPU (dK and dV
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
-            a slower engine with a small workspace is used, on Hopper with cuDNN 9.25.1 or newer. The choice does not depend on
-            the free memory; :func:`cupy_sdpa.explain` shows the workspace. Default False.
-        return_dbias: also return the gradient of the bias, in its shape and dtype, summed over the axes along which it is
-            broadcast. On the GPU it is accumulated in 16 bits, even for a float32 bias. Default False.
+            Hopper with cuDNN 9.25.1 or newer uses a slower engine with a small workspace. The choice does not depend on free
+            memory; :func:`cupy_sdpa.explain` shows the workspace. Default False.
+        return_dbias: also return the gradient of the bias, with its shape and dtype, summed over its broadcast axes. On the GPU
+            it is accumulated in 16 bits, even for a float32 bias. Default False.
         return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32. Default False.
-        return_dscale: also return the gradient of a scale for each head, ``(Hq,)``, of its dtype. Default False.
+        return_dscale: also return the gradient of a scale for each head, ``(Hq,)``, with its dtype. Default False.
         return_dtensors: also return the gradients of the floating-point arrays in ``tensors``: True for all, or some names. An
             array that is added to the scores, such as a bias, shares the launch; every other array, and every further way of
             indexing one, needs another launch of the same cost. On the GPU each gradient is accumulated in 16 bits, in memory
             of size Sq x Skv, times Hq and B if the array has these axes, and then in float32. Default False.
-        dq, dk, dv: arrays to write the gradients into, of the shapes and dtypes of q, k and v.
+        dq, dk, dv: arrays to write the gradients into, with the shapes and dtypes of q, k and v.
         options: the options of the forward pass. Gradients of padding are 0.
 
     Returns:
-        ``(dq, dk, dv)``, followed by dbias, dsinks, dscale, and a dict of the gradients of ``tensors``, of their shapes and
+        ``(dq, dk, dv)``, followed by dbias, dsinks, dscale, and a dict of the gradients of ``tensors``, with their shapes and
         dtypes, if requested. New arrays are in Fortran order. dk and dv are summed over the query heads of a group in float32.
 
     Raises:
@@ -235,7 +235,7 @@ def attention_backward(
     {"deterministic": False, **split_requests({})[0]},
 )
 def _backward_call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, return_dtensors: Any, **flags: Any) -> Call:
-    """A call of :func:`attention_backward` as a value."""
+    """Return a call of :func:`attention_backward` as a value."""
     names = GRADIENT_ARRAYS[: len(arrays)]
     check_layout(options.get("layout"))
     check_order(dict(zip(names, arrays, strict=True)), other_layout(options))

@@ -64,28 +64,29 @@ def problem(
     dstats: bool = False,
     **options: Any,
 ) -> Problem:
-    """The problem of a call, from shapes and dtypes: for :func:`explain` and :func:`cupy_sdpa.store.build`.
+    """Describe a call by shapes and dtypes, as a problem for :func:`explain` and :func:`cupy_sdpa.store.build`.
 
     Args:
         q, k, v: shapes ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)`` of dense arrays in Fortran order; or
             arrays, of which only shape, strides and dtype are read.
-        dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` and ``"float8_e5m2"`` for FP8. For values with a
-            mean (:func:`cupy_sdpa.fp8.quantize_qkv`) also pass ``return_stats=True``: the call computes the statistics.
-        out_dtype: the dtype of the output of FP8 arrays, as for :func:`cupy_sdpa.fp8.attention`. Default: that of q.
+        dtype: the dtype of q, k and v if they are shapes; ``"float8_e4m3fn"`` or ``"float8_e5m2"`` for FP8. For values with a
+            mean (:func:`cupy_sdpa.fp8.quantize_qkv`) also pass ``return_stats=True``, because the call computes the
+            log-sum-exp.
+        out_dtype: the dtype of the output of FP8 arrays, as for :func:`cupy_sdpa.fp8.attention`. Default: q's dtype.
         return_stats, options: as for :func:`cupy_sdpa.attention`; every array may be passed as its shape (a bias then has q's
             dtype); ``seq_lens_q``, ``seq_lens_kv``, ``alibi_slopes`` and ``sinks`` also as True. Only the sign of the scale
             matters.
         backward: the problem of the gradients. Default False.
         deterministic: as for the call.
         requests: as for :func:`cupy_sdpa.attention_backward`.
-        dstats: whether gradients of the log-sum-exp are passed with those of the output. Default False.
+        dstats: whether the call gets a gradient of the log-sum-exp. Default False.
 
     Returns:
         The problem, frozen and hashable; calls with such arrays use its plan.
 
     Raises:
         TypeError, ValueError: the arguments are invalid.
-        Unsupported: ``batch_invariant=True`` does not hold on a GPU.
+        Unsupported: a GPU cannot guarantee ``batch_invariant=True``.
 
     >>> import cupy_sdpa
     >>> print(cupy_sdpa.problem((128, 32, 4096, 1), (128, 8, 4096, 1), (128, 8, 4096, 1), dtype="bfloat16", causal=True))
@@ -125,11 +126,11 @@ def explain(
     cudnn: str | None = None,
     **options: Unpack[GradientOptions],
 ) -> Report:
-    """Whether and how :func:`cupy_sdpa.attention`, its gradients or its derivative would run with these arguments.
+    """Report whether and how :func:`cupy_sdpa.attention`, its gradients or its derivative would run, without running it.
 
-    Nothing is executed. On a GPU of this machine, the plan is built and cached, and the call uses it. ``gpu`` selects a GPU
-    that need not be in this machine: cuDNN plans for its description in a separate process, and the plan is stored in the
-    disk cache, where a process on such a GPU finds it.
+    On a GPU of this machine, the plan is built and cached, and the call uses it. ``gpu`` selects a GPU that need not be in this
+    machine: cuDNN plans for its description in a separate process, and stores the plan in the disk cache, where a process on
+    such a GPU finds it.
 
     Args:
         q, k, v: as for the call; or q is a problem (:func:`cupy_sdpa.problem`), which replaces all other arguments except gpu
@@ -137,18 +138,18 @@ def explain(
         return_stats, deterministic, options: as for the call.
         requests: as for :func:`cupy_sdpa.attention_backward`.
         backward: explain the backward pass. Default False.
-        jvp: explain :func:`cupy_sdpa.attention_jvp` with the tangents dq, dk and dv that are passed, or with all of them if
-            none is; the report has all passes. Default False.
+        jvp: explain :func:`cupy_sdpa.attention_jvp` with the passed tangents dq, dk and dv, or with all three if you pass none;
+            the report has all passes. Default False.
         dout, out, stats, dq, dk, dv: as for the call; missing arrays are assumed to be dense, in Fortran order.
-        dstats: as for the call. Default None: the gradients have no term of the log-sum-exp.
+        dstats: as for the call. Default None: no gradient of the log-sum-exp.
         gpu: the name of a described GPU, such as ``"H200"``, or the path of a description. Default None: the device of the
             arrays, or the current one.
-        cudnn: a version, such as ``"9.19"``. If it is not the installed version, the report is based on the support table alone
-            and says so. Default None: the installed version.
+        cudnn: a version, such as ``"9.19"``. For a version other than the installed one, the report relies on the support table
+            alone and says so. Default None: the installed version.
 
     Returns:
-        A report, which is true if the call would run. It prints the problem, the graph, and the plan or every reason why it
-        cannot run.
+        A report, which is true if the call would run. It prints the problem, the graph, and the plan or every reason why the
+        call cannot run.
 
     Raises:
         TypeError, ValueError: the arguments are invalid, as for the call; or the GPU or the version is unknown.
@@ -194,7 +195,7 @@ def explain(
             raise
         # gradients of paged keys: there is no graph for them
         forward = explain_function(attention, q, k, v, **others, gpu=gpu, cudnn=cudnn)
-        note = "the steps are those of the forward pass"
+        note = "the steps belong to the forward pass"
         return dataclasses.replace(forward, plan=None, launches=(), reasons=(str(error),), note=note)
     own = call.arrays
     if jvp and report.reasons:
@@ -226,16 +227,16 @@ def _with_arguments_of(
 
 @_with_arguments_of(explain)
 def supported(*arguments: Any, gpu: str | None = None, cudnn: str | None = None, **options: Any) -> bool:
-    """Return True if the call that :func:`explain` would report on can run, False if not.
+    """Return True if the call described by these arguments can run.
 
-    The arguments are those of :func:`explain`, which also returns the reasons. Use the predicate to choose between this package
-    and another implementation: it does not raise an exception if the arguments are valid. As with :func:`explain`, nothing is
-    executed, and the plan is cached for the call.
+    It takes the arguments of :func:`explain`, which also returns the reasons. Use it to choose between this package and another
+    implementation: with valid arguments it never raises an exception. As with :func:`explain`, nothing is executed, and the
+    plan is cached for the call.
 
     Args:
-        q, k, v, options: as for :func:`explain`; also a problem in place of all of them.
-        gpu, cudnn: as for :func:`explain`. If this machine cannot plan for ``gpu``, because it has no cuDNN, the support table
-            for the newest known version answers.
+        q, k, v, options: as for :func:`explain`; or a single problem instead.
+        gpu, cudnn: as for :func:`explain`. If this machine cannot plan for ``gpu`` because it has no cuDNN, the answer comes
+            from the support table of the newest known version.
 
     Returns:
         Whether the call can run here, or on ``gpu``.
@@ -267,7 +268,7 @@ def explain_function(
 ) -> Report:
     """Report whether and how a call of a function that computes attention would run, without running it.
 
-    The report has the steps of the call, the plan of each step that is attention, and the bytes of temporary arrays.
+    The report has the call's steps, the plan of each attention step, and the bytes of temporary arrays.
 
     Args:
         function: :func:`cupy_sdpa.attention`, ``attention_backward``, ``attention_jvp``, ``weight_sums``,
@@ -302,7 +303,7 @@ def _described(
     cudnn: str | None,
     missing: Mapping[str, str] | None = None,
 ) -> tuple[ReadCall, Report]:
-    """The call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
+    """Return the call of :func:`explain_function`, and the report on it; ``missing`` is as for :func:`.read`."""
     call = call_of(function, *arguments, **options)
     if gpu is None and cudnn is None:
         read_call = read(call, missing=missing)
@@ -312,7 +313,7 @@ def _described(
         return _explain_for(problem, gpu, cudnn)
 
     if options.get("engine") == "cupy":
-        raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, or these")
+        raise ValueError(f"engine is 'cupy', which plans nothing for gpu={gpu!r}, cudnn={cudnn!r}: omit engine, gpu or cudnn")
     read_call = read(call, for_gpu=True, missing=missing)
     return read_call, report_of(read_call, explain_for, lambda: _version_and_capability(gpu, cudnn))
 
@@ -325,7 +326,7 @@ def _notes(
     outputs: Mapping[str, Any],
     return_stats: Any,
 ) -> tuple[str, str]:
-    """What a report says of ``compute_dtype``, a block mask, and the empty blocks of a mask function: no program shows it."""
+    """Return what a report says about ``compute_dtype``, a block mask, and a mask function's empty blocks."""
     q, k, v = (arrays[name] for name in "qkv")
     conversion = ""
     if (kind := options.get("compute_dtype")) is not None and str(q.dtype) != str(kind):
@@ -349,7 +350,7 @@ def _notes(
 
 
 def _explain_problem(problem: Problem, others: Mapping[str, Any], gpu: str | None, cudnn: str | None) -> Report:
-    """The report on a problem; refuses other arguments."""
+    """Return the report on a problem; raise TypeError for other arguments."""
     if extra := [name for name, value in others.items() if value is not None and value is not False]:
         raise TypeError(f"a problem is given, and {extra[0]}: pass {extra[0]} to cupy_sdpa.problem(...)")
     parts = launched_problems(problem)
@@ -394,7 +395,7 @@ def _explain_for(problem: Problem, gpu: str | None, cudnn: str | None) -> Report
 
 
 def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, int]:
-    """The version of cuDNN and the compute capability that a report is for."""
+    """Return the version of cuDNN and the compute capability that a report is for."""
     from .offline.remote_planner import kept_planner, load_target
 
     assert gpu
@@ -402,7 +403,7 @@ def _version_and_capability(gpu: str | None, cudnn: str | None) -> tuple[int, in
 
 
 def _planned_report(planner: Planner, problem: Problem, target: Target) -> Report:
-    """The report on a problem that the installed cuDNN plans for a described GPU."""
+    """Return the report on a problem that the installed cuDNN plans for a described GPU."""
     note = _target_text(target.model, planner.version)
     if reasons := why_not(problem, planner.version, target.capability):
         return refusal_report(problem, reasons, note)
@@ -422,10 +423,14 @@ def get_plan_cache() -> PlanCache:
     Returns:
         The cache: ``hits``, ``misses``, ``size``, ``bytes``, ``limit``, ``clear()``, ``set_limit()``; for the captured CUDA
         graphs of repeated calls ``recordings``, ``recording_bytes``, ``recording_limit``, ``set_recording_limit()``. It prints
-        as a table of its plans. Without a GPU or CuPy there are no plans: the cache is a new, empty one.
+        as a table of its plans. Without a GPU or CuPy, the cache is new and empty.
 
     Raises:
         CudnnError: there is a GPU, and cuDNN is not found.
+
+    >>> from cupy_sdpa import get_plan_cache
+    >>> get_plan_cache().size <= get_plan_cache().limit
+    True
     """
     if cupy_runtime.current_device() is None:
         from .core.cudnn_engine.plan_cache import PlanCache

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 def alibi_slopes(heads: int) -> NDArray[np.float32]:
-    r"""The usual ALiBi slopes, for ``alibi_slopes=``.
+    r"""Return the usual ALiBi slopes, for ``alibi_slopes=``.
 
     .. math:: m_h = 2^{-8 h / H}, \quad h = 1 \dots H
 
-    if H is a power of two; otherwise the slopes of the next lower power of two, then every second slope of the next higher.
+    if H is a power of two; otherwise the slopes of the next lower power of two, then every second slope of the next higher one.
 
     Args:
         heads: H, the number of query heads.
@@ -74,16 +74,16 @@ def dropout_mask(
     layout: Literal["dhsb", "dht", "bshd", "bhsd", "sbhd", "thd"] | None = None,
     engine: Engine = None,
 ) -> Any:
-    """The weights that :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
+    """Return which weights :func:`cupy_sdpa.attention` keeps with these arguments, on the engine of the arrays.
 
-    The call takes memory of size Hq x Sq x Skv x B: for tests and comparisons, not for training.
+    It takes memory of size Hq x Sq x Skv x B: use it for tests and comparisons, not for training.
 
     Args:
         q, k: as for the call; the elements do not matter.
         dropout_p, seed, offset: as for the call.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for the call.
-        bucket: as for the call: with another one, other weights are dropped. For packed sequences pass the rounded
-            ``max_seqlen_q`` and ``max_seqlen_kv`` instead. Default None.
+        bucket: as for the call: it changes which weights are dropped. For packed sequences pass the rounded ``max_seqlen_q``
+            and ``max_seqlen_kv`` instead. Default None.
         layout: the axes of q and k, as for the call; in C order the result is ``(B, Hq, Sq, Skv)``. Default None: ``"dhsb"``.
         engine: as for the call; ``"cupy"`` draws the numbers of the CPU. Default None: the engine of the arrays.
 
@@ -156,32 +156,32 @@ def merge(
 
     .. math:: O = \sum_i e^{L_i - L}\, O_i, \qquad L = \log \sum_i e^{L_i}
 
-    The sums are computed in float32; on the CPU those of float64 outputs in float64. On the GPU up to eight parts take one
-    kernel launch on CuPy's current stream, without synchronization.
+    Sums are computed in float32, or in float64 for float64 outputs on the CPU. On the GPU up to eight parts take one kernel
+    launch on CuPy's current stream, without synchronization.
 
     Args:
-        outs: n outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``; n is 1 or more. float16, bfloat16 or
-            float32; also float64 on the CPU. Any strides.
+        outs: n >= 1 outputs ``(Dv, Hq, Sq, B)`` of one dtype, or packed ``(Dv, Hq, Tq)``, with any strides: float16, bfloat16
+            or float32; also float64 on the CPU.
         stats: their log-sum-exps to base e, n float32 arrays ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``, also float64 for float64
-            outputs: ``attention(..., return_stats=True)`` returns both. Where it is -inf, the output of that part is not used.
+            outputs: ``attention(..., return_stats=True)`` returns both. Where one is -inf, that part's output is not used.
             +inf, which flash-attention 2 returns for rows without keys, raises ValueError on the CPU; on a GPU, where elements
-            are not read, the row is NaN: replace it by -inf.
+            are not checked, the row becomes NaN: replace +inf by -inf.
         sinks: float32 ``(Hq,)``, or float64 with float64 outputs: for each head the score of an additional key without a value.
-            Pass sinks here, and not to the calls of the parts, so that they count once. Default None.
-        out: array of the shape and dtype of one output to write the result into; it must not overlap an input.
+            Pass sinks here, not to the calls for the parts, so that they count once. Default None.
+        out: an array to write the result into, with the shape and dtype of one output; it must not overlap an input.
         layout: the axes of ``outs`` and ``out``, as for :func:`cupy_sdpa.attention`; statistics are then ``(B, Hq, Sq)``,
             packed ``(Tq, Hq)``. Default None: the shapes above.
-        return_stats: also return L, of the dtype of the statistics. Default False.
+        return_stats: also return L, with the dtype of ``stats``. Default False.
         engine: as for :func:`cupy_sdpa.attention`; ``"cupy"`` computes as the CPU does. Default None: the engine of the arrays.
 
     Returns:
-        ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row that no part attends to has output 0 and L -inf, or
-        its sink.
+        ``out`` or ``(out, stats)``. New arrays are in Fortran order. A row without keys in any part has output 0, and L is -inf
+        or its sink.
 
     Raises:
         TypeError: numpy and CuPy arrays are mixed, or an array has a type or dtype that is not supported.
-        ValueError: numbers of arrays or shapes do not match, ``out`` is read-only or overlaps an input, or numpy statistics are
-            +inf.
+        ValueError: the numbers of arrays or their shapes do not match, ``out`` is read-only or overlaps an input, or a
+            log-sum-exp in a numpy array is +inf.
 
     Sources: Dao et al. 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018, "Online normalizer
     calculation for softmax".
@@ -243,19 +243,19 @@ def merge_backward(
     layout: Layout | None = None,
     engine: Engine = None,
 ) -> Any:
-    r"""The gradients of :func:`merge` with respect to the outputs and log-sum-exps of the parts.
+    r"""Compute the gradients of :func:`merge` with respect to the outputs and log-sum-exps of the parts.
 
     .. math:: dO_i = w_i\, dO, \qquad dL_i = w_i\, \bigl(\operatorname{rowsum}(dO \circ (O_i - O)) + dL\bigr), \qquad
               w_i = e^{L_i - L}
 
-    :func:`cupy_sdpa.attention_backward` of each part takes them as dout and dstats. The merged O and L are computed again, in
-    float32; on the CPU those of float64 outputs in float64.
+    Pass them to :func:`cupy_sdpa.attention_backward` of each part as dout and dstats. The merged O and L are computed again, in
+    float32, or in float64 for float64 outputs on the CPU.
 
     Args:
         outs, stats, sinks, layout, engine: as for :func:`merge`.
-        dout: the gradient of the merged output, of its shape and dtype; or None for 0, if dstats is passed.
-        dstats: the gradient of the merged log-sum-exp, of the shape and dtype of one of the statistics. Default None: 0. It is
-            ignored where the log-sum-exp is -inf.
+        dout: the gradient of the merged output, with its shape and dtype; or None for 0, if dstats is passed.
+        dstats: the gradient of the merged log-sum-exp, with the shape and dtype of one array of ``stats``. Default None: 0. It
+            is ignored where the log-sum-exp is -inf.
         return_dsinks: also return the gradient of the sinks, ``(Hq,)``. Default False.
 
     Returns:
@@ -301,7 +301,7 @@ def merge_backward(
 def _gradients_of_parts(
     outs: Sequence[Any], stats: Sequence[Any], dout: Any, dstats: Any, sinks: Any, *, return_dsinks: bool
 ) -> list[Any]:
-    """The gradients of the outputs, of the statistics, and of the sinks if requested, as one list."""
+    """Return the gradients of the outputs, of the statistics, and of the sinks if requested, as one list."""
     like, packed = outs[0], outs[0].ndim == 3
 
     def of_rows(x: Any) -> Any:
@@ -336,20 +336,18 @@ def _gradients_of_parts(
 
 
 def _named_parts(outs: Any, stats: Any, layout: Any) -> dict[str, Any]:
-    """The arrays of the parts of a merge by name; checks that there are some, and the layout."""
+    """Return the arrays of a merge's parts by name; check that there are some, and the layout."""
     check_layout(layout)
     for name, given in (("outs", outs), ("stats", stats)):
         if not isinstance(given, (list, tuple)):
             raise TypeError(f"{name} is {in_words(given)}; pass a list or a tuple of arrays")
     if len(outs) != len(stats) or not outs:
-        raise ValueError(
-            f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, and stats for each of them"
-        )
+        raise ValueError(f"there are {len(outs)} outs and {len(stats)} stats; pass one or more parts, each with its stats")
     return {f"{name}[{i}]": x for name, given in (("outs", outs), ("stats", stats)) for i, x in enumerate(given)}
 
 
 def _groups(outs: Sequence[Any], stats: Sequence[Any]) -> list[Parts]:
-    """The parts of a merge, one in each group."""
+    """Return the parts of a merge, one in each group."""
     packed = outs[0].ndim == 3
     pairs = zip(outs, stats, strict=True)
     return [Parts(x[..., None, None], y.T[..., None, None]) if packed else Parts(x[..., None], y[..., None]) for x, y in pairs]
@@ -358,7 +356,7 @@ def _groups(outs: Sequence[Any], stats: Sequence[Any]) -> list[Parts]:
 def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) -> None:
     """Check the arrays of :func:`merge` and of its gradients, by name.
 
-    ``like`` and ``rows`` are those of the first of ``count`` parts.
+    ``like`` and ``rows`` belong to the first of ``count`` parts.
     """
     required = [name for name in arrays if "[" in name]
     on_gpu = arrays_on_gpu({name: read_array(name, x) for name, x in arrays.items() if x is not None or name in required})
@@ -379,7 +377,7 @@ def _check_parts(arrays: Mapping[str, Any], like: Any, rows: Any, count: int) ->
         if isinstance(rows, np.ndarray) and np.isposinf(rows).any():  # the elements of a GPU's arrays are not read
             places = np.isposinf(rows if len(shape) == 4 else rows.T)
             query, head, *entry = (int(n) for n in np.argwhere(places)[0])
-            place = f"query {query}, head {head}{''.join(f' and batch entry {b}' for b in entry)}"
+            place = f"query {query}, head {head}{''.join(f' and batch item {b}' for b in entry)}"
             raise ValueError(
                 f"stats[{i}] is inf in {int(places.sum())} of {places.size} rows, first at {place}: a row without keys has the "
                 f"log-sum-exp -inf, but inf in flash-attention 2: pass np.where(stats[{i}] == np.inf, -np.inf, stats[{i}])"

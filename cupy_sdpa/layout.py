@@ -10,5 +10,5 @@ __all__ = ["LAYOUTS", "default", "from_julia", "to_julia"]
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return sorted(__all__)

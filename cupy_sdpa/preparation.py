@@ -59,17 +59,17 @@ def prepare(
 ) -> Prepared[Any]:
     """Plan a call now, to run it many times on arrays of the same shapes, strides and dtypes.
 
-    Score and mask functions are those of now: if one has changed since, pass it to the prepared call again. Other numbers are
-    used, and other operations raise ValueError.
+    Score and mask functions are captured now. Pass a changed function to the prepared call again: new numbers take effect, new
+    operations raise ValueError.
 
     Args:
-        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, also a block mask, ``compute_dtype``, FP8 arrays and
-            arrays of other libraries. The elements of q, k and v are not read.
+        q, k, v, return_stats, options: as for :func:`cupy_sdpa.attention`, including a block mask, ``compute_dtype``, FP8
+            arrays and arrays of other libraries. The elements of q, k and v are not read.
         backward: prepare :func:`cupy_sdpa.attention_backward`. Default False.
         deterministic: as for the prepared call.
         requests: as for :func:`cupy_sdpa.attention_backward`.
-        dstats: for ``backward`` an array like the gradient of the log-sum-exp that every call passes; its elements are not
-            read. Default None: the calls pass none.
+        dstats: with ``backward``, an array like the gradient of the log-sum-exp that every call will pass; its elements are not
+            read. Default None: the calls do not pass it.
 
     Returns:
         The prepared call: ``call(q, k, v, out=...)``, or ``call(dout, q, k, v, out, stats, dq=...)``, also with ``dstats=``.
@@ -151,7 +151,7 @@ class Prepared(Generic[ResultT]):
             arrays: q, k and v; for the backward pass dout, q, k, v, out and stats.
             out, stats, dq, dk, dv: arrays to write the results into.
             dstats: the gradient of the log-sum-exp, if the backward pass was prepared with one.
-            options: options that differ from those of :func:`prepare`, such as other lengths.
+            options: options that differ from the options of :func:`prepare`, such as other lengths.
 
         Raises:
             ValueError: the arguments define a problem that differs from the prepared one.
@@ -168,7 +168,7 @@ class Prepared(Generic[ResultT]):
             if repeated := [name for name in options if name in self._outputs]:
                 name = repeated[0]
                 raise TypeError(
-                    f"{name} is {merged[name]!r}, and was set by prepare: prepare another call with another {name}="
+                    f"{name} is {merged[name]!r}, but prepare already set it: prepare another call with another {name}="
                 )
             call = call_of(self._function, **named, **merged, **self._outputs)
             key = CallKey(tag, (*self._inputs, *_RESULTS, "dstats")[: len(passed)], passed, merged)
@@ -182,7 +182,7 @@ class Prepared(Generic[ResultT]):
             raise ValueError(_difference(self.problem, call.problem or self.problem, self._given, passed))
 
     def _named(self, arrays: tuple[Array, ...], results: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays by name."""
+        """Return the arrays by name."""
         if len(arrays) != len(self._inputs):
             raise TypeError(f"{len(arrays)} arrays are passed; the call was prepared for {', '.join(self._inputs)}")
         given = {name: array for name, array in results.items() if array is not None}
@@ -195,7 +195,7 @@ class Prepared(Generic[ResultT]):
 
 
 def _in_words(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """The arrays and options of a call by name, for messages."""
+    """Return the arrays and options of a call by name, for messages."""
     given = {name: x for name, x in {**arrays, **options}.items() if x is not None}
     return {
         name: f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "shape") and hasattr(x, "dtype") else repr(x)
@@ -205,7 +205,7 @@ def _in_words(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
 
 
 def _difference(prepared: Problem, passed: Problem, *given: Mapping[str, str]) -> str:
-    """A message that describes how two problems differ, or the arguments ``given`` if several launches compute the call."""
+    """Describe how two problems differ, or the arguments ``given`` if several launches compute the call."""
     one, other = (", ".join(map(str, problem.tensors)) for problem in (prepared, passed))
     if one == other:
         one, other = str(prepared), str(passed)
@@ -222,5 +222,5 @@ _RESULTS = ("out", "stats", "dq", "dk", "dv")
 
 
 def _problems(call: ReadCall) -> tuple[Any, ...]:
-    """What prepared calls have in common: the specs of the arrays, and the steps."""
+    """Return what prepared calls have in common: the specs of the arrays, and the steps."""
     return call.problem, call.tensors, tuple((step.name, step.attend and step.attend.problem) for step in call.program.steps)

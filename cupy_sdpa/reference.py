@@ -64,7 +64,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)``, for packed sequences: arrays are ``(D, H, total)``, and sequence b is
             ``cu_seqlens[b]:cu_seqlens[b + 1]``. Bias, mask and dropout_mask keep their four axes; each sequence uses their
             first keys and queries.
-        max_sumexp: whether to return :math:`m` and :math:`\ell` too.
+        max_sumexp: whether to also return :math:`m` and :math:`\ell`.
         options: softcap, alibi_slopes, bias, mask, causal, window, seq_lens_q, seq_lens_kv, as for :func:`scores`.
 
     Returns:
@@ -135,7 +135,7 @@ def attention_backward(
 
     Dao 2023, "FlashAttention-2", section 2.2. The output and the log-sum-exp of the forward pass are not needed. With
     dropout, :math:`p_{ij}` in :math:`dv_j` and :math:`dp_{ij}` have a factor :math:`\mathrm{keep}_{ij} / (1 - P)`. The
-    gradient of a bias is that of its score. A sink has no value, so its dp is 0. With softcap, :math:`ds` has a factor:
+    gradient of a bias is its score's gradient. A sink has no value, so its dp is 0. With softcap, :math:`ds` has a factor:
 
     .. math:: \frac{\partial}{\partial x}\, c \tanh \frac{x}{c} = 1 - \tanh^2 \frac{x}{c}, \quad x = \tau\, q_i \cdot k_j
 
@@ -144,7 +144,7 @@ def attention_backward(
         q, k, v, scale, softcap, bias, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as for
             :func:`attention`.
         dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``; None is 0.
-        return_dbias, return_dsinks: whether to return the gradients of the bias and of the sinks too.
+        return_dbias, return_dsinks: whether to also return the gradients of the bias and of the sinks.
 
     Returns:
         dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; dk and dv are summed over the
@@ -209,7 +209,7 @@ def scores(
     mask: NDArray[Any] | None = None,
     **options: Any,
 ) -> NDArray[np.float64]:
-    r"""The scores of one head of a batch entry, ``(Sq, Skv)``; -inf if the query does not attend to the key.
+    r"""Return the scores of one head of a batch item, ``(Sq, Skv)``; -inf if the query does not attend to the key.
 
     .. math:: s_{ij} = c \tanh \frac{\tau\, q_i \cdot k_j}{c} - a_h\, |\delta_i - j| + \beta_{jihb}
 
@@ -218,7 +218,7 @@ def scores(
 
     Args:
         q, k, scale: as for :func:`attention`.
-        h, b: the query head and the batch entry.
+        h, b: the query head and the batch item.
         softcap: :math:`c`.
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
         bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. A score of at most -5e8 with the
@@ -318,7 +318,7 @@ def gradients(
 def directional_derivative(
     p: Any, ds: Any, v: Any, dv: Any, *, keep: Any = 1.0, rounded: Callable[[Any], Any] = _unrounded
 ) -> tuple[Any, Any]:
-    r"""Return the derivative of the output in a direction, and the mean of the derivatives of the scores of each row.
+    r"""Return the derivative of the output in a direction, and each row's mean score derivative.
 
     .. math:: \sum_j p_{ij} \Bigl(ds_{ij} - \sum_l p_{il}\, ds_{il}\Bigr) \mathrm{keep}_{ij}\, v_j
               + \sum_j p_{ij}\, \mathrm{keep}_{ij}\, dv_j
@@ -335,7 +335,7 @@ def directional_derivative(
 
 
 def exponentials(s: NDArray[Any], sink: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    r"""The exponentials of the softmax, and the maximum and the sum of each row.
+    r"""Return the exponentials of the softmax, and the maximum and the sum of each row.
 
     .. math:: m_i = \max(\max_j s_{ij}, \sigma_i), \qquad e_{ij} = e^{s_{ij} - m_i}, \qquad
               \ell_i = \sum_j e_{ij} + e^{\sigma_i - m_i}
@@ -367,11 +367,11 @@ def visible(
     seq_lens_q: NDArray[Any] | None = None,
     seq_lens_kv: NDArray[Any] | None = None,
 ) -> NDArray[np.bool_]:
-    """Whether query i of batch entry b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
+    """Return whether query i of batch item b attends to each key, ``(Skv,)`` bool, without ``mask`` and ``bias``.
 
     Args:
         i: the query, or a column of queries; then the result has one row per query.
-        b: the batch entry.
+        b: the batch item.
         queries, keys: the lengths of the arrays.
         causal, window, seq_lens_q, seq_lens_kv: as for :func:`cupy_sdpa.attention`.
 
@@ -397,11 +397,11 @@ def visible(
 def diagonal(
     i: int | NDArray[Any], queries: int, keys: int, *, causal: bool | str = False, window: tuple[Any, ...] | None = None
 ) -> int | NDArray[Any]:
-    """The key on the diagonal of query i; it may be before the first key or after the last.
+    """Return the key on the diagonal of query i; it may be before the first key or after the last.
 
     Args:
         i: the query, or a column of queries.
-        queries, keys: the lengths of the batch entry.
+        queries, keys: the lengths of the batch item.
         causal, window: as for :func:`visible`.
 
     >>> diagonal(1, 3, 5), diagonal(1, 3, 2, window=(4, 4, "bottom_right"))
@@ -436,22 +436,22 @@ def _check(
 
 
 def _length(length: int, b: int, lengths: NDArray[Any] | None) -> int:
-    """The number of queries or keys of batch entry b."""
+    """Return the number of queries or keys of batch item b."""
     return length if lengths is None else int(lengths[b])
 
 
 def _attending(q: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The queries ``(D, Sq)`` in float64; fully masked queries, which may be NaN, are replaced by 0."""
+    """Return the queries ``(D, Sq)`` in float64; fully masked queries, which may be NaN, are replaced by 0."""
     return np.where(attends.any(axis=1), q.astype(np.float64), 0.0)
 
 
 def _attended(k: NDArray[Any], attends: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The keys or values ``(D, Skv)`` in float64; those that no query attends to, which may be NaN, are replaced by 0."""
+    """Return the keys or values ``(D, Skv)`` in float64, with 0 where no query attends (they may be NaN there)."""
     return np.where(attends.any(axis=0), k.astype(np.float64), 0.0)
 
 
 def _sink(sinks: NDArray[Any] | None, h: int, b: int, queries: int, options: dict[str, Any]) -> NDArray[np.float64]:
-    """The sink's score for each query: -inf without sinks and beyond the length."""
+    """Return the sink's score for each query: -inf without sinks and beyond the length."""
     if sinks is None:
         return np.full(queries, -np.inf)
     return np.where(np.arange(queries) < _length(queries, b, options.get("seq_lens_q")), float(sinks[h]), -np.inf)
@@ -474,7 +474,7 @@ def _softmax(s: NDArray[np.float64], sink: NDArray[np.float64]) -> tuple[NDArray
 def _sequences(
     cu_q: NDArray[Any] | None, cu_kv: NDArray[Any] | None, options: dict[str, Any]
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """The places of the queries and of the keys of each packed sequence, and its options, which are views."""
+    """Yield the places of the queries and of the keys of each packed sequence, and its options, which are views."""
     if cu_q is None or cu_kv is None:
         raise ValueError(f"{'cu_seqlens_q' if cu_q is None else 'cu_seqlens_kv'} is None; packed sequences need both offsets")
     places = ([int(offset) for offset in cu] for cu in (cu_q, cu_kv))
@@ -490,5 +490,5 @@ def _sequences(
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

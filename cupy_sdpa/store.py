@@ -70,7 +70,7 @@ def build(
     """Build plans for a GPU that need not be present, and store them in a folder.
 
     Processes on a machine with such a GPU and the same build of cuDNN and NVRTC use the plans if ``CUPY_SDPA_CACHE_DIR`` is the
-    folder. Trivial problems, which need no plan, are skipped. Plans that are in the folder already are not built again.
+    folder. Trivial problems, which need no plan, are skipped. Plans that are already in the folder are not built again.
 
     Args:
         problems: from :func:`cupy_sdpa.problem` and :func:`cupy_sdpa.jvp_problems`.
@@ -138,14 +138,14 @@ def save_problems(path: str | os.PathLike[str]) -> int:
     """Add the problems of the plan caches of all threads to a file, one JSON object per line.
 
     ``python -m cupy_sdpa plan --saved FILE`` builds their plans ahead of time, also for another GPU, and ``check --saved FILE``
-    verifies them with random data. A file contains shapes, layouts, options and score functions as expressions; it
-    contains no contents of arrays and no value of a scalar.
+    verifies them with random data. A file contains shapes, layouts, options and score functions as expressions, but no elements
+    of arrays and no values of scalars.
 
     The environment variable ``CUPY_SDPA_TRACE=FILE`` does this when a process ends. The file then also gets the problems of
     evicted plans, and of calls on numpy arrays, as a GPU would plan them; at most 10 000 of these.
 
     Args:
-        path: the file. It is created if it does not exist; problems that it contains already are not written again.
+        path: the file. It is created if it does not exist; problems that it already contains are not written again.
 
     Returns:
         The number of problems in the file.
@@ -180,12 +180,15 @@ def _save_at_exit() -> None:
             reason = error.strerror or error
             print(f"cupy_sdpa: {trace.VARIABLE} is {path!r}, and no problem is saved: {reason}", file=sys.stderr)
 
-    process = os.getpid()  # a forked child has none of its own
+    process = os.getpid()  # a forked child does not have its own
     atexit.register(save)
 
 
 def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
-    """The problems of a file that :func:`save_problems` or ``CUPY_SDPA_TRACE`` wrote, for :func:`build` and ``explain``.
+    """Read the problems of a file that :func:`save_problems` or ``CUPY_SDPA_TRACE`` wrote, for :func:`build` and ``explain``.
+
+    Args:
+        path: the file.
 
     Raises:
         ValueError: a line is not a problem; the message contains its number.
@@ -203,10 +206,10 @@ def _check_operations(problem: Problem) -> None:
         if mode not in LEAVES and (mode not in MODES or len(operands) != MODES[mode].operands):
             raise ValueError(
                 f"a function has the operation {mode!r} of {len(operands)} operands, which this version does not have; the "
-                "file may be that of another version: write it again"
+                "file may come from another version: write it again"
             )
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

@@ -66,7 +66,7 @@ def attention_vjp(
     deterministic: bool = False,
     **options: Unpack[GradientOptions],
 ) -> tuple[Any, Pullback[Any]]:
-    """Compute attention, and return a function that computes the gradients (the vector-Jacobian product).
+    """Compute attention, and return it with a function that computes the gradients (the vector-Jacobian product).
 
     Args:
         q, k, v, options: as for :func:`attention`.
@@ -75,11 +75,11 @@ def attention_vjp(
         requests: as for :func:`attention_backward`.
         compute_dtype: as for :func:`attention`; or ``"float8_e4m3fn"`` or ``"float8_e5m2"``, which computes the forward pass in
             FP8 (:doc:`/fp8`): q, k and v are converted with one scale each, q and k after a rotation, and the FP8 arrays are
-            kept in place of q, k and v. The output and the gradients have the dtype of q.
+            kept instead of q, k and v. The output and the gradients have q's dtype.
 
     Returns:
-        ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``, which may be called several times. With ``return_stats``
-        ``((out, stats), pullback)`` and ``pullback(dout, dstats)``; one of dout and dstats may be None, which is 0.
+        ``(out, pullback)``. Call ``dq, dk, dv = pullback(dout)`` once or several times. With ``return_stats``: ``((out, stats),
+        pullback)`` and ``pullback(dout, dstats)``, where either may be None for 0.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`attention`.
@@ -138,7 +138,7 @@ def attention_vjp(
 
 
 def _forward(q: Any, k: Any, v: Any, options: Mapping[str, Any], outputs: dict[str, Any]) -> tuple[Any, Any, Pullback[Any]]:
-    """The output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
+    """Return the output and the log-sum-exp of arrays of numpy or CuPy, and the pullback; ``outputs`` are its flags."""
     rest: Any = {**options}
     if (dtype := rest.get("compute_dtype")) in FP8_LARGEST:
         rest = {**dense_options(q, k, options)}
@@ -186,8 +186,8 @@ class Pullback(Generic[GradientsT]):
     """Computes the gradients of one attention call; returned by :func:`attention_vjp`.
 
     It keeps references to q, k, v, out, stats and the options' arrays, not copies: do not change them before the last call. On
-    the CPU a change of q, k or v is refused, because stats and out are then those of other arrays. Score and mask functions are
-    those of the forward pass, also if they have changed since. If the forward pass is captured in a CUDA graph, keep the
+    the CPU a change of q, k or v raises ValueError, because stats and out then belong to other arrays. Score and mask functions
+    stay as in the forward pass, even if they have changed since. If the forward pass is captured in a CUDA graph, keep the
     pullback as long as the graph: with ``compute_dtype`` it owns arrays that the graph writes.
     """
 

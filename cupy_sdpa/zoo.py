@@ -60,15 +60,15 @@ def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
 
 
 def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_distance: int = 128) -> Any:
-    """The bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
+    """Return the bucket of ``j - i``: exact for near keys, logarithmic for others; Raffel et al. 2020, "T5", section 2.1.
 
     The logarithms are thresholds, computed with integers.
 
     Args:
         distance: ``kv_idx - q_idx``, an integer array.
-        bidirectional: whether half of the buckets is for later keys; otherwise these have bucket 0. Default True.
+        bidirectional: whether half of the buckets are for later keys; otherwise later keys have bucket 0. Default True.
         buckets: the number of buckets. Default 32.
-        max_distance: the distance from which on all keys have the last bucket. Default 128.
+        max_distance: keys at this distance or farther share the last bucket. Default 128.
 
     Raises:
         ValueError: there are no logarithmic buckets.
@@ -82,7 +82,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
         least = 4 if bidirectional else 2
         raise ValueError(
             f"buckets is {buckets} and max_distance {max_distance}; there must be at least {least} buckets, and max_distance "
-            f"must be above {exact}, the number of exact buckets of a side"
+            f"must be above {exact}, the number of exact buckets per side"
         )
     n = abs(distance) if bidirectional else np.maximum(-distance, 0)
     bucket = np.minimum(n, exact) + (np.where(distance > 0, side, 0) if bidirectional else 0)
@@ -95,7 +95,7 @@ def t5_bucket(distance: Any, bidirectional: bool = True, buckets: int = 32, max_
 
 
 def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The bias of a learned table whose rows are chosen by the positions of query and key, and the gradient of the table.
+    """Return the bias of a learned table, whose rows the query and key positions select, and the table's gradient.
 
     cuDNN's kernels have no gather: the elements are gathered before the call. The bias takes Skv x Sq x Hq elements, and its
     gradient as many in float32.
@@ -106,8 +106,8 @@ def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
 
     Returns:
         The bias ``(Skv, Sq, Hq, 1)`` in the dtype of the table, to pass as ``bias=``; with ``layout="bhsd"`` pass ``bias.T``.
-        And a function from the gradient of the bias, which ``return_dbias=True`` returns, to the gradient of the table: the sum
-        over all pairs with the same row, in float64, returned in float32 (float64 for a table of float64).
+        Also a function that turns the gradient of the bias (from ``return_dbias=True``) into the gradient of the table: the sum
+        over all pairs with the same row, in float64, returned in float32 (float64 for a float64 table).
 
     Raises:
         ValueError: the table or the index has another number of axes, or the index is out of range.
@@ -137,7 +137,7 @@ def table_bias(table: Any, index: Any) -> tuple[Any, Callable[[Any], Any]]:
 def t5_bias(
     table: Any, sq: int, skv: int, *, bidirectional: bool = True, max_distance: int = 128
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """T5's learned bias ``table_{bucket(j - i) h}`` and the gradient of the table, as :func:`table_bias` returns them.
+    """Return T5's learned bias ``table_{bucket(j - i) h}`` and the gradient of the table, as :func:`table_bias` does.
 
     Args:
         table: ``(buckets, Hq)``, a numpy or CuPy array.
@@ -151,7 +151,7 @@ def t5_bias(
 
 
 def swin_bias(table: Any, height: int, width: int) -> tuple[Any, Callable[[Any], Any]]:
-    """The learned bias of two pixels in a window, and the gradient of the table, as :func:`table_bias` returns them.
+    """Return the learned bias of pixel pairs in a window, and the gradient of the table, as :func:`table_bias` does.
 
     Liu et al. 2021, "Swin Transformer", section 3.2. Pixel (y, x) is position ``width y + x``; Sq = Skv = height x width.
 
@@ -190,7 +190,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def sliding_window(size: int) -> Function:
     """``0 <= i - j <= size``: ``size + 1`` keys, as ``window=(size, 0)``; Jiang et al. 2023, "Mistral 7B", section 2.
 
-    For a window of W keys with the query's own, pass ``W - 1``.
+    For a window of W keys including the query's own, pass ``W - 1``.
     """
     _check(0, size=size)
 
@@ -302,7 +302,7 @@ def natten(height: int, width: int, size: int, dilation: int = 1) -> Function:
 
 
 def _in_window(i: Any, j: Any, length: Any, size: int, dilation: int) -> Any:
-    """Whether j is among the ``size`` positions around i, in steps of ``dilation``; the window is within ``length``."""
+    """Return whether j is among the ``size`` positions around i, in steps of ``dilation``; the window is within ``length``."""
     if dilation > 1:  # the positions with one remainder are an axis of their own
         same, count = i % dilation == j % dilation, (length + dilation - 1 - i % dilation) // dilation
         return same & _in_window(i // dilation, j // dilation, count, size, 1)
@@ -354,7 +354,7 @@ def permuted(b: Any, h: Any, q_idx: Any, kv_idx: Any, order: Any) -> Any:
 
 
 def valid_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any, valid: Any) -> Any:
-    """A key padding mask, ``valid`` (B, Skv) bool."""
+    """Return a key padding mask, ``valid`` (B, Skv) bool."""
     return valid[b, kv_idx]
 
 
@@ -377,5 +377,5 @@ __all__ = [name for name, made in globals().items() if getattr(made, "__module__
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

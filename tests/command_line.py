@@ -55,7 +55,7 @@ def run(command: str, *words: str, main: Any = command_of_the_package, columns: 
     Args:
         command: words without spaces.
         words: further words, which may contain spaces.
-        main: the program; by default that of ``python -m cupy_sdpa``.
+        main: the program; by default ``python -m cupy_sdpa``.
         columns: the width of the terminal.
         environment: more variables of the environment.
     """

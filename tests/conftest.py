@@ -37,7 +37,7 @@ REQUIRES = {
 REQUIRED = pytest.StashKey[str]()
 #: Whether this is the nightly run, which may take hours.
 NIGHTLY = os.environ.get("CUPY_SDPA_NIGHTLY", "0") != "0"
-#: Compiling a kernel takes a second. The sweep compiles those of one test in this many; the nightly run compiles those of all tests.
+#: Compiling a kernel takes a second. The sweep compiles the kernels of one test in this many; the nightly run compiles all.
 SHARE = 9
 #: The tests of each of these files share results that take long to compute, so they run in one process.
 TOGETHER = ("test_examples", "test_layers")
@@ -59,7 +59,7 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # a worker process of pytest-xdist inherits it
         os.environ["FAKE_CUPY_FOLDER"] = str(folder_of_kernels(config))
     asked = config.option.markexpr or "not sweep"
-    if "large" not in asked:  # -m gpu, too: other processes leave no memory for them
+    if "large" not in asked:  # also with -m gpu: other processes leave no memory for them
         asked = f"({asked}) and not large"
     config.option.markexpr = asked
 
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What the collection created stays: garbage collections of the tests, explicit ones too, do not visit it."""
+    """What the collection created stays: garbage collections of the tests, even explicit ones, do not visit it."""
     gc.collect()
     gc.freeze()
 

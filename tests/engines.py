@@ -124,7 +124,7 @@ class Engine:
         return draw_options(names, number, engine, limits=SIZES[self.name])
 
     def case(self, **values: Any) -> Case:
-        """A problem of ``check`` with values in place of the defaults; q, k and v have :attr:`dtype` by default."""
+        """A problem of ``check`` with values instead of the defaults; q, k and v have :attr:`dtype` by default."""
         return Case(**{"engine": CASES[self.name], "dtype": str(self.dtype), **values})
 
     def agrees(self, case: Case, *, refused: bool = False) -> Outcome:
@@ -134,7 +134,7 @@ class Engine:
 
         Args:
             case: the problem.
-            refused: whether cuDNN or the GPU may lack support for it; on numpy only groups may refuse a problem.
+            refused: whether cuDNN or the GPU may lack support for it; on numpy only groups may lack support.
         """
         with checked_programs(memory=self.name == "numpy"):
             outcome = execute(case)
@@ -155,7 +155,7 @@ class Engine:
             first = self.get(tuple(results))
             junk = [self.xp.full(size, np.nan, np.float32) for size in (32, 128, 256, 512, 1024) for _ in range(8)]
             for x in results:
-                x[...] = 255 if x.dtype == np.uint8 else np.nan  # FP8 elements: NaN, too
+                x[...] = 255 if x.dtype == np.uint8 else np.nan  # FP8 elements: also NaN
             graph.launch(stream)
             for one, again in zip(first, self.get(tuple(results)), strict=True):
                 np.testing.assert_array_equal(one, again)
@@ -204,7 +204,7 @@ def not_parsed():
 
 @contextlib.contextmanager
 def sliced(limit):
-    """Compute gradients beyond this number of elements, in place of 2^31, in slices; yield a list of the slices that are made."""
+    """Compute gradients beyond this number of elements, instead of 2^31, in slices; yield a list of the slices."""
     made, of_ranges = [], slices.Slice
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LIMIT", limit), ("Slice", lambda *ranges: made.append(of_ranges(*ranges)) or made[-1])):

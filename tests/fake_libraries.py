@@ -33,7 +33,7 @@ class Wrapped:
 
     @property
     def on_gpu(self):
-        """Whether the memory is that of the GPU."""
+        """Whether the memory is on the GPU."""
         return not isinstance(self.inside, np.ndarray)
 
     def __dlpack_device__(self):
@@ -64,7 +64,7 @@ def module(name, **names):
 
 
 def make_torch():
-    """``torch``: tensors refuse to be shared while they require a gradient; numpy has no bfloat16 of theirs."""
+    """``torch``: tensors cannot be shared while they require a gradient; numpy does not have their bfloat16."""
     state = SimpleNamespace(stream=0, grad=True)
 
     class Tensor(Wrapped):

@@ -7,7 +7,7 @@ from cupy_sdpa import fp8
 from cupy_sdpa.check.formats import FORMATS, dtype_of
 
 FAKE, GPU = pytest.param("fake", marks=pytest.mark.slow), pytest.param("cupy", marks=pytest.mark.gpu)
-#: All engines, and those with CUDA kernels. Those of FP8 take long to compile, so the tests on the fake CuPy are slow.
+#: All engines, and the engines with CUDA kernels. FP8 kernels take long to compile, so the tests on the fake CuPy are slow.
 ENGINES = pytest.mark.parametrize("engine", ["numpy", FAKE, GPU], indirect=True)
 ON_A_GPU = pytest.mark.parametrize("engine", [FAKE, GPU], indirect=True)
 #: The error of FP8: three roundings (P, the output, and a second rounding where both meet) of half a unit in the last place.

@@ -52,7 +52,7 @@ def _documents(rng, length, batch=None):
 
 
 def _tree(rng, q, kv, b):
-    """The descendants of a key are a range of numbers; those of key 0 are all."""
+    """The descendants of a key are a range of numbers; key 0 has all of them."""
     first = np.sort(rng.integers(0, q, (b, kv)), axis=1) * (np.arange(kv) > 0)
     last = np.where(np.arange(kv) > 0, first + rng.integers(0, q, (b, kv)), q)
     numbers = {"tree_number": rng.permuted(np.tile(np.arange(q), (b, 1)), axis=1), "tree_first": first, "tree_last": last}
@@ -155,7 +155,7 @@ def _table(*axes):
     return tensors
 
 
-#: Functions with captured arrays whose gradients are compared: those of the zoo, and more ways to index an array.
+#: Functions with captured arrays whose gradients are compared: the zoo's functions, and more ways to index an array.
 LEARNED = [functions for functions in ZOO if functions.name in {"alibi_causal", "temperature"}]
 LEARNED += [
     Functions(name, function, None, _table(*axes))
@@ -359,7 +359,7 @@ def arrays(dtype="float64", s=S, d=D, seed=3):
 
 
 def agrees(functions, s=S, d=D, softcap=None, put=np.asarray, dtype="float64", tolerance=1e-9):
-    """Assert that both passes of a function equal those of dense arrays and finite differences.
+    """Assert that both passes of a function agree with dense arrays and finite differences.
 
     The softcap is applied after the function. ``put`` makes arrays of an engine. The gradients are compared with 10 000 times
     1e-9, or with the tolerance of the output.
@@ -471,7 +471,7 @@ def right_on_the_gpu(cupy, dtype, known, there, **asked):
 
 
 def has_plan(call, asked, gpu, allowed=("query-numbers",)):
-    """Assert that a problem has a plan on a GPU, which is returned, or is refused for a reason that is allowed (None: any).
+    """Assert that a problem has a plan on a GPU, which is returned, or cannot run for a reason that is allowed (None: any).
 
     ``call`` plans in a child process.
     """

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def low_scores(engine, other=-1000.0):
-    """q, k and v with scores of -2e6; that of the last key may be another one."""
+    """q, k and v with scores of -2e6; the last key may have another score."""
     q, k, v = (engine.get(engine.normal(n, 16, 1, 20, 1)) for n in range(3))
     q[:], k[:] = 0, 0
     q[0], k[0] = 2000, -1000

@@ -1,4 +1,4 @@
-"""Mistakes with layouts, dtypes, buckets, engines and arrays of other libraries; and those of users of another library."""
+"""Mistakes with layouts, dtypes, buckets, engines and arrays of other libraries, and mistakes of other libraries' users."""
 
 # mypy: ignore-errors
 # (most mistakes are type errors)
@@ -211,7 +211,7 @@ def in_capture(x, call):
 
 
 def on_another(x, array):
-    """A copy of an array, whose memory the fake CuPy regards as that of a second GPU."""
+    """A copy of an array, whose memory the fake CuPy regards as a second GPU's."""
     copied = x.xp.asfortranarray(array.copy())
     copied.data.device_id = 1
     return copied
@@ -375,7 +375,7 @@ PAGES = [
     row("attention", "one query of each sequence as packed queries", lambda x: attention(
         x.q[:, :, 0].T, x.pages_k.T, x.pages_v.T, layout="thd", page_table=x.table.T, seq_lens_kv=x.lengths), ValueError,
         "q has 3 dimensions (3, 4, 8)", "q[:, None] and layout='bshd'"),
-    row("attention", "a length in place of lengths", lambda x: attention(*x.qkv, seq_lens_kv=5), TypeError, "seq_lens_kv is an int",
+    row("attention", "a length instead of lengths", lambda x: attention(*x.qkv, seq_lens_kv=5), TypeError, "seq_lens_kv is an int",
         "numpy.full(B, 5, 'int32')"),
     row("page_table_from_lists", "-1 after the pages of a list", lambda x: page_table_from_lists(
         [0, 2, 4], [1, 3, 2, -1], [3, 4], page_size=4), ValueError, "indices contains -1", "indptr"),

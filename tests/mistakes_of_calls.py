@@ -86,9 +86,9 @@ ARGUMENTS = [
     row("attention", "k is None, as in self-attention of Keras", lambda x: attention(x.q, None, x.v), TypeError, "k is None"),
     row("attention", "a masked array", lambda x: attention(np.ma.array(x.q), x.k, x.v), TypeError, "MaskedArray",
         "pass q.data", "mask=", "True where a masked array has False"),
-    row("attention", "the cache in place of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "cache.view("),
+    row("attention", "the cache instead of its keys", lambda x: attention(x.q, cache(x), cache(x)), TypeError, "KVCache", "cache.view("),
     row("attention", "keys without a call", lambda x: attention(x.q, cache(x).keys, x.v), TypeError, "k is a method", "call it"),
-    row("attention", "a problem in place of q", lambda x: attention(a_problem(), x.k, x.v), TypeError, "q is", "Problem"),
+    row("attention", "a problem instead of q", lambda x: attention(a_problem(), x.k, x.v), TypeError, "q is", "Problem"),
     row("attention", "numbers of the other byte order", lambda x: attention(*(a.astype(">f4") for a in x.qkv)),
         lambda x: output(*x.qkv)),
     row("attention", "slopes of the other byte order in tensors", lambda x: attention(x.q, x.k, x.v, score_mod=zoo.alibi,
@@ -165,7 +165,7 @@ NUMBERS = [
     row("attention", "an invariant call of one query", lambda x: attention(x.q[:, :, :1], x.k, x.v, batch_invariant=True),
         Unsupported, "batch_invariant is True", "deterministic=True", engine="fake"),
     row("attention", "alibi_slopes=True", passing(alibi_slopes=True), TypeError, "alibi_slopes is a bool", "cupy_sdpa.alibi_slopes"),
-    row("attention", "the function in place of slopes", passing(alibi_slopes=cupy_sdpa.alibi_slopes), TypeError, "function",
+    row("attention", "the function instead of slopes", passing(alibi_slopes=cupy_sdpa.alibi_slopes), TypeError, "function",
         "call it"),
 ]  # fmt: skip
 
@@ -257,7 +257,7 @@ FUNCTIONS = [
         "2", "4"),
     row("attention", "a table by a computed index", passing(score_mod=lambda s, b, h, i, j, t: s + t[i - j], tensors={
         "t": np.ones(9)}), IndexError, "tensors['t'] (9,)", "computed value along axis 0", "bias=table[index]", "zoo.table_bias"),
-    row("attention", "a document id for each batch entry read without b",
+    row("attention", "a document id for each batch item read without b",
         passing(mask_mod=zoo.causal_document, tensors={"document_id": np.zeros((3, 6), "i4")}), IndexError, "document_id", "needs 2"),
     row("attention", "a method of an array in a score function", passing(score_mod=lambda s, b, h, i, j, t: s + t.sum(), tensors={
         "t": np.ones(4)}), AttributeError, "tensors['t']", "no attribute 'sum'", "t[kv_idx]", "before the call"),
@@ -277,7 +277,7 @@ FUNCTIONS = [
         "rename"),
     row("attention", "integers of 64 bits in a tensor on a GPU", lambda x: attention(x.s, x.s, x.s, mask_mod=zoo.causal_document,
         tensors={"document_id": x.xp.zeros(6, "i8")}), TypeError, "int64", "int32", engine="fake"),
-    row("attention", "a constant in place of the score, and a softcap",
+    row("attention", "a constant instead of the score, and a softcap",
         passing(score_mod=lambda s, b, h, i, j: np.where(i >= j, 1.0, -np.inf), softcap=5.0),
         lambda x: output(x.q * 0, x.k, x.v, allowed=causal(6, 7))),
     row("attention", "a dense array as block_mask", passing(block_mask=np.ones((7, 6), bool)), TypeError, "block_mask is a numpy.ndarray",
@@ -379,7 +379,7 @@ OPTIONS += [
 
 
 def backward(x, change=lambda name, array: array, **options):
-    """The gradients of arrays (8, 4, 6, 3), with ``change(name, array)`` in place of every array."""
+    """The gradients of arrays (8, 4, 6, 3), with ``change(name, array)`` instead of every array."""
     given = {name: x.normal(8, 4, 6, 3) for name in ("dout", "q", "k", "v")}
     given["out"], given["stats"] = attention(*(given[name] for name in "qkv"), return_stats=True)
     given |= {"dq": x.xp.zeros_like(x.s), "dv": x.xp.zeros_like(x.s)}
@@ -417,7 +417,7 @@ def score(mistake, function, error, *words, tensors=None):
 
 
 SCORES = [
-    score("a method of numpy's arrays", lambda s, b, h, i, j: s.tanh(), AttributeError, "write np.tanh(x) in place of x.tanh()"),
+    score("a method of numpy's arrays", lambda s, b, h, i, j: s.tanh(), AttributeError, "write np.tanh(x) instead of x.tanh()"),
     score("an attribute of numpy's arrays", lambda s, b, h, i, j: s.shape, AttributeError, "no attribute 'shape'"),
     score("out= of a function of numpy", lambda s, b, h, i, j: np.add(s, 1, out=s), TypeError, "np.add", "the keywords out"),
     score("np.where of a condition alone", lambda s, b, h, i, j: np.where(s > 0), TypeError, "write np.where(condition, a, b)"),

@@ -214,7 +214,7 @@ SHAPE = (64, 8, 100, 2)
 
 
 def refused(which):
-    """Raise what a report on an H200 refuses."""
+    """Raise the reasons of a report on an H200."""
     raised_by(explain(which, gpu="H200", cudnn="9.19"))
 
 
@@ -234,7 +234,7 @@ def prepared(call, **options):
 
 
 DESCRIPTIONS = [
-    row("problem", "numbers in place of shapes", lambda x: problem(64, 8, 100), TypeError, "(128, 32, 4096, 1)"),
+    row("problem", "numbers instead of shapes", lambda x: problem(64, 8, 100), TypeError, "(128, 32, 4096, 1)"),
     row("problem", "an unknown dtype", shapes(dtype="bf16"), TypeError, "bf16", "bfloat16"),
     row("problem", "float shapes", shapes((64.0, 8, 100, 2)), TypeError, "64.0", "pass a shape"),
     row("problem", "a negative length", shapes((64, 8, -1, 2)), ValueError, "negative"),
@@ -243,7 +243,7 @@ DESCRIPTIONS = [
     row("problem", "bias=True", shapes(bias=True), TypeError, "bias is True", "shape"),
     row("problem", "an output dtype of bfloat16 arrays", shapes(out_dtype="float16"), ValueError, "only FP8"),
     row("Problem", "a field is changed", lambda x: setattr(shapes()(x), "q", None), AttributeError, "q"),
-    row("explain", "shapes in place of a problem", lambda x: explain(SHAPE, SHAPE, SHAPE), TypeError, "cupy_sdpa.problem("),
+    row("explain", "shapes instead of a problem", lambda x: explain(SHAPE, SHAPE, SHAPE), TypeError, "cupy_sdpa.problem("),
     row("explain", "a problem and options", lambda x: explain(shapes()(x), causal=True, gpu="H200", cudnn="9.19"), TypeError,
         "pass causal to cupy_sdpa.problem"),
     row("explain", "an unknown GPU", lambda x: explain(shapes()(x), gpu="RTX9090"), ValueError, "RTX9090", "h200"),
@@ -266,7 +266,7 @@ DESCRIPTIONS = [
     row("explain", "a block mask without blocks", lambda x: str(bool(explain(x.s, x.s, x.s, block_mask=no_blocks()))) == "True",
         lambda x: np.True_),
     row("Report", "a report used as a result", lambda x: np.asarray(explain(*x.qkv), float), TypeError, "Report"),
-    row("prepare", "results in place of flags", lambda x: prepare(*x.qkv, out=x.dout), TypeError, "out"),
+    row("prepare", "results instead of flags", lambda x: prepare(*x.qkv, out=x.dout), TypeError, "out"),
     row("Prepared", "arrays of another shape", prepared(lambda x, call: call(*(a[..., :2] for a in x.qkv))), ValueError,
         "(8, 4, 6, 2)", "(8, 4, 6, 3)", "Prepare a call for each problem"),
     row("Prepared", "two arrays", prepared(lambda x, call: call(x.q, x.k)), TypeError, "2 arrays", "q, k, v"),

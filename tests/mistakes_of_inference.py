@@ -36,7 +36,7 @@ def appended(rope, positions=None, **options):
 
 
 def rotation(*given, **options):
-    """A rotation that is refused."""
+    """A rotation that raises."""
     return lambda x: Rope(*given, **options)
 
 
@@ -227,7 +227,7 @@ def as_lists(options):
 
 
 def nearby(keys):
-    """A block mask of 6 queries and some keys, and three batch entries."""
+    """A block mask of 6 queries and some keys, and three batch items."""
     return cupy_sdpa.block_mask(lambda b, h, i, j: abs(i - j) <= 2 + 2 * b, 6, keys, batch=3)
 
 
@@ -242,13 +242,13 @@ ROWS += [
       for name, value, words in (
           ("bias", np.zeros((7, 6, 1, 1), "f4"), "only if scores are scale * q k"), ("softcap", 2.0, "only if scores are scale * q k"),
           ("alibi_slopes", np.ones(4, "f4"), "only if scores are scale * q k"), ("score_mod", lambda s, b, h, i, j: s, "Pass masks as mask="),
-          ("batch_invariant", True, "a call of its own"), ("layout", "bshd", "(head_dim, heads, seq, batch)"),
+          ("batch_invariant", True, "its own call"), ("layout", "bshd", "(head_dim, heads, seq, batch)"),
       )],
     row("weight_entropy", "dropout", lambda x: weight_entropy(x.q, x.k, dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
     row("weight_entropy", "values as a third array", lambda x: weight_entropy(x.q, x.k, x.v), TypeError, "3 arguments are passed by position"),
     row("weight_entropy", "keys of another head dim", lambda x: weight_entropy(x.q, x.v), ValueError, "head dims (axis 0) of q and k differ, 8 and 16"),
     row("weight_entropy", "numpy keys with CuPy queries", lambda x: weight_entropy(x.q, x.k.get()), TypeError, "arrays are mixed", engine="fake"),
-    row("weight_sums", "an invariant call", summed(batch_invariant=True), Unsupported, "with batch_invariant", "a call of its own"),
+    row("weight_sums", "an invariant call", summed(batch_invariant=True), Unsupported, "with batch_invariant", "its own call"),
     row("weight_sums", "dropout", summed(dropout_p=0.5, seed=1), Unsupported, "with dropout_p", "before dropout"),
     row("weight_sums", "a layout in C order", summed(layout="bshd"), Unsupported, "with layout", "(head_dim, heads, seq, batch)"),
     row("weight_sums", "packed queries to pages", lambda x: weight_sums(
@@ -357,7 +357,7 @@ ROWS += [
       for number in (0, 1.5)],
     row("attention", "pages with three axes", paged(k=zeros(8, 2, 24)), ValueError, "k has 3 dimensions (8, 2, 24)", "because page_table is passed"),
     *[row("attention", f"{'numpy' if moved else 'CuPy'} {name} among other arrays", lambda x, name=name, moved=moved: mixed(x, name, not moved), TypeError,
-          "arrays are mixed", f"{name} is a {'numpy' if moved else 'CuPy'} array", "Move them to one side with cupy.asarray", engine="fake")
+          "arrays are mixed", f"{name} is a {'numpy' if moved else 'CuPy'} array", "Move them to one device with cupy.asarray", engine="fake")
       for name, moved in (("q", True), ("page_table", True), ("page_table", False), ("seq_lens_kv", True), ("k", False))],
     *[row("attention", f"pages of 48 keys, {sq} queries", lambda x, sq=sq: paged(
         q=x.q[:, :, :sq], k=x.normal(8, 2, 48, 6), v=x.normal(16, 2, 48, 6))(x), Unsupported, "the page size is 48", "use pages of 64 keys", engine="fake")

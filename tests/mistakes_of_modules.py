@@ -37,12 +37,12 @@ FP8 = [
     row("fp8.quantize", "center and rotate", lambda x: fp8.quantize(x.v, center=True, rotate=True), ValueError, "center and rotate are True",
         "pass one of them"),
     row("fp8.quantize", "center=1", lambda x: fp8.quantize(x.v, center=1), TypeError, "center is 1", "True or False"),
-    row("fp8.quantize", "explained", lambda x: explain_function(fp8.quantize, x.q), TypeError, "computes no attention"),
+    row("fp8.quantize", "explained", lambda x: explain_function(fp8.quantize, x.q), TypeError, "does not run a program that computes attention"),
     row("fp8.quantize", "rotate=1", lambda x: fp8.quantize(x.q, rotate=1), TypeError, "rotate is 1", "True or False"),
     row("fp8.quantize_qkv", "two arrays", lambda x: fp8.quantize_qkv(x.q, x.k), TypeError, "v"),
     row("fp8.quantize_qkv", "rotate by position", lambda x: fp8.quantize_qkv(*x.qkv, True), TypeError, "True", "float8_e4m3fn"),
     row("fp8.attention", "arrays without factors", lambda x: fp8.attention(*x.qkv), TypeError, "q is a numpy.ndarray", "fp8.quantize"),
-    row("fp8.attention", "elements in place of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
+    row("fp8.attention", "elements instead of FP8 arrays", lambda x: attention(*(a.data for a in fp8.quantize_qkv(*x.qkv))),
         TypeError, "factors", "fp8.quantize"),
     row("fp8.attention", "q rotated and k not", lambda x: attention(fp8.quantize(x.q, rotate=True), *(
         fp8.quantize(a) for a in (x.k, x.v))), ValueError, "q.rotated is True", "same rotate"),
@@ -97,7 +97,7 @@ FP8 = [
     row("fp8.DelayedScaling.quantize", "one NaN, then finite arrays", lambda x: after_nan(x), lambda x: np.asarray([True]),),
     row("fp8.DelayedScaling.quantize", "numpy arrays with a history of CuPy", lambda x: fp8.DelayedScaling(x.q).quantize(x.q.get()),
         TypeError, "another DelayedScaling", engine="fake"),
-    row("fp8.DelayedScaling.update", "an array in place of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
+    row("fp8.DelayedScaling.update", "an array instead of its maximum", lambda x: fp8.DelayedScaling(x.q).update(x.q), TypeError,
         "(8, 4, 6, 3)", "(1,)"),
     row("fp8.DelayedScaling.update", "a maximum of 0", lambda x: fp8.DelayedScaling(x.q).update(0.0), ValueError, "above 0"),
 ]  # fmt: skip
@@ -150,7 +150,7 @@ NNLIB = [
     row("nnlib.dot_product_attention", "a causal mask of another length", nn(6, 6, 6, mask=nnlib.make_causal_mask(np.zeros((4, 5)))),
         ValueError, "5 keys", "6 keys"),
     row("nnlib.dot_product_attention", "a padding mask of another batch",
-        nn(6, 7, 7, mask=nnlib.make_padding_mask(np.array([3, 4]), 7)), ValueError, "2 lengths", "3 batch entries"),
+        nn(6, 7, 7, mask=nnlib.make_padding_mask(np.array([3, 4]), 7)), ValueError, "2 lengths", "3 batch items"),
     row("nnlib.dot_product_attention", "fdrop as a rate", nn(6, 7, 7, fdrop=0.1), TypeError, "fdrop is 0.1", "function"),
     row("nnlib.dot_product_attention", "fdrop that returns nothing", nn(6, 7, 7, fdrop=lambda a: None), TypeError, "fdrop"),
     row("nnlib.dot_product_attention", "one feature in C order", lambda x: nnlib.dot_product_attention(*[flat(x)[:1].copy()] * 3)[0],
@@ -253,7 +253,7 @@ PARALLEL = [
         ValueError, "'a'", "number"),
     row("parallel.environment", "ranks from 1", lambda x: parallel.environment({"RANK": "2", "WORLD_SIZE": "2"}), ValueError,
         "RANK is 2", "lower"),
-    row("parallel.run_threads", "the group in place of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
+    row("parallel.run_threads", "the group instead of its members", lambda x: parallel.run_threads(parallel.Loopback(2), len),
         TypeError, "Loopback", "members"),
     row("parallel.run_threads", "an error of one member", lambda x: parallel.run_threads(
         parallel.Loopback(2, timeout=5).members, lambda g: 1 // g.rank), ZeroDivisionError),
@@ -272,10 +272,10 @@ def group_backward(x, cp, dout, change=lambda stats: stats, **options):
 
 
 STORE = [
-    row("store.build", "a shape in place of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
+    row("store.build", "a shape instead of problems", lambda x: store.build((64, 8, 10, 2), "h200", "/nowhere"), TypeError,
         "64", "cupy_sdpa.problem"),
-    row("store.build", "one problem in place of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
-    row("store.read_problems", "numbers in place of problems", read_from("1"), ValueError, "line 1 is not a problem"),
+    row("store.build", "one problem instead of a list", lambda x: one_problem(), TypeError, "problems is <Problem", "a list of problems"),
+    row("store.read_problems", "numbers instead of problems", read_from("1"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "a file that does not exist", lambda x: store.read_problems("/nowhere/problems.jsonl"),
         FileNotFoundError, "problems.jsonl"),
     row("store.kept", "an argument", lambda x: store.kept(1), TypeError, "positional"),
@@ -406,14 +406,14 @@ def packed(x, starts, **options):
 EXPLAIN, SHARD = "parallel.ContextParallel.explain", "parallel.ContextParallel.shard"
 OF_PARALLEL = [
     row(EXPLAIN, "dropout on a GPU", lambda x: first().explain(x.s, x.s, x.s, dropout_p=0.25, seed=1), Unsupported,
-        "no input for the place of the call", engine="fake"),
+        "no input for the call's place", engine="fake"),
     row(EXPLAIN, "offsets on the GPU", lambda x: packed(x, x.integers(0, 8)), TypeError, "pass a numpy array", engine="fake"),
     row(EXPLAIN, "a sequence longer than the maximum", lambda x: packed(x, np.array([0, 8]), max_seqlen_q=7), ValueError,
         "cu_seqlens_q has a sequence of 8; max_seqlen_q is 7"),
     row(EXPLAIN, "heads that the members cannot share", lambda x: first(3).explain(x.s, x.s, x.s, method="all_to_all"), Unsupported,
-        "4 query heads cannot be shared out equally among 3 members", "use method='ring'"),
+        "4 query heads cannot be divided equally among 3 members", "use method='ring'"),
     row(EXPLAIN, "heads of parts of groups", lambda x: first(3).explain(*ones(6, 2), method="all_to_all"), Unsupported,
-        "do not belong to whole groups"),
+        "do not form whole groups"),
     row(EXPLAIN, "lengths and a diagonal of the end", lambda x: first().explain(
         *ones(2, 2), seq_lens_kv=np.array([3], np.int32), causal="bottom_right", method="ring"), Unsupported,
         "bottom-right diagonal", "use method='all_to_all'"),
@@ -444,9 +444,9 @@ def built(problems=(), gpu="h200", **options):
 
 
 OF_PLANS = [
-    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum runs no program"),
+    row("explain_function", "a function of numpy", lambda x: explain_function(np.sum, x.q), TypeError, "sum does not run a program"),
     row("explain_function", "a function that computes no attention", lambda x: explain_function(cupy_sdpa.alibi_slopes, 8), TypeError,
-        "alibi_slopes runs no program"),
+        "alibi_slopes does not run a program"),
     row("problem", "dtype int8", posed(dtype="int8"), TypeError, "q is int8"),
     row("store.read_problems", "a TOML file", read_from("[[attention]]\nq = [64, 8, 100, 2]"), ValueError, "line 1 is not a problem"),
     row("store.read_problems", "no JSON", read_from("{"), ValueError, "line 1 is not a problem: Expecting"),

@@ -52,14 +52,14 @@ def dropped(**options):
 
 
 HELPERS = [
-    row("merge", "arrays in place of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a numpy.ndarray", "list"),
+    row("merge", "arrays instead of lists", lambda x: merge(x.dout, x.q), TypeError, "outs is a numpy.ndarray", "list"),
     row("merge", "pairs of an output and its statistics", lambda x: merge(list(zip(*halves(x), strict=True))), TypeError, "stats"),
     row("merge", "outputs without statistics", merged(lambda o, s: (o, [])), ValueError, "2 outs and 0 stats"),
-    row("merge", "None in place of an output", merged(lambda o, s: ([o[0], None], s)), TypeError, "outs[1] is None"),
+    row("merge", "None instead of an output", merged(lambda o, s: ([o[0], None], s)), TypeError, "outs[1] is None"),
     row("merge", "outputs of two shapes with a layout", merged(lambda o, s: ([o[0].T, o[1].T[:, :1]], [a.T for a in s]), layout="bhsd"),
         ValueError, "outs[1] has shape (3, 1, 4, 16)", "must be (3, 4, 6, 16), the shape of outs[0] ["),
     row("merge", "inf of flash-attention 2 in the log-sum-exp", lambda x: merge(*infinite_parts(x)), ValueError,
-        "stats[1] is inf in 1 of 72 rows, first at query 5, head 1 and batch entry 2", "-np.inf", engine="numpy"),
+        "stats[1] is inf in 1 of 72 rows, first at query 5, head 1 and batch item 2", "-np.inf", engine="numpy"),
     row("merge", "a generator", merged(lambda o, s: ((a for a in o), s)), TypeError, "outs is a generator", "list"),
     row("merge", "integers", merged(lambda o, s: ([a.astype("i4") for a in o], s)), TypeError, "int32", ".astype("),
     row("merge", "two axes", lambda x: merge([x.q[:, 0, :, 0]], [x.q[0, 0]]), ValueError, "(Dv, Hq, Sq, B)"),
@@ -178,7 +178,7 @@ CACHE = [
     row("KVCache.append", "a layer twice", lambda x: layer_twice(x), RuntimeError, "layer 2 of this step is appended already",
         "layers [1] are not: pass layer="),
     row("KVCache.append", "other numbers of tokens in a later layer", lambda x: other_lengths(x), ValueError, "3", "2"),
-    row("KVCache.append", "lengths in place of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
+    row("KVCache.append", "lengths instead of the layer", lambda x: new_cache().append(tokens(x), tokens(x), [3, 3, 3]), TypeError,
         "layer is [3, 3, 3]"),
     row("KVCache.append", "masked arrays", lambda x: new_cache().append(*[np.ma.array(tokens(x))] * 2), TypeError, "MaskedArray",
         "numpy arrays"),
@@ -314,7 +314,7 @@ MASKS = [
     row("block_mask", "a function of heads without heads=", masked(lambda b, h, i, j: (i >= j) | (h == 0)), TypeError, "h",
         "pass heads=", "number of heads"),
     row("block_mask", "a function of the batch without batch=", masked(lambda b, h, i, j: (i >= j) | (b == 0)), TypeError,
-        "batch is None", "number of batch entries"),
+        "batch is None", "number of batch items"),
     row("block_mask", "tensors that the function does not take", masked(zoo.causal, tensors={"a": np.ones(3)}), ValueError,
         "tensors has a"),
     row("block_mask", "a tensor that is a list", masked(zoo.causal_document, 6, 6, tensors={"document_id": [0] * 6}), TypeError,
@@ -332,7 +332,7 @@ MASKS = [
         x.s, x.s, x.s, allowed=documents())),
     row("block_mask", "the variable of a loop", lambda x: looped_masks(x), lambda x: [
         output(x.s, x.s, x.s, allowed=np.abs(np.arange(6)[:, None] - np.arange(6))[:, :, None, None] <= n) for n in (1, 3)]),
-    row("BlockMask.from_blocks", "elements in place of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
+    row("BlockMask.from_blocks", "elements instead of blocks", lambda x: BlockMask.from_blocks(blocks(7, 6), 6, 7), ValueError,
         "sq is 6", "1 blocks of 128"),
     row("BlockMask.from_blocks", "integers", lambda x: BlockMask.from_blocks(np.ones((1, 1), int)), TypeError, "int64",
         ".astype(bool)"),
@@ -394,7 +394,7 @@ def with_zoo(mask_mod=None, score_mod=None, **tensors):
 
 
 ZOO = [
-    row(f"zoo.{name}", "the maker in place of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
+    row(f"zoo.{name}", "the maker instead of its function", with_zoo(**{option: getattr(zoo, name)}), TypeError, f"pass {name}(...)")
     for option, name in [
         *(("score_mod", name) for name in ("softcap", "length_scaled")),
         *(("mask_mod", name) for name in ("sliding_window", "nearby", "dilated", "chunked", "image_window", "fixed")),
@@ -471,7 +471,7 @@ def branches(b, h, q_idx, kv_idx):
 OF_FIELDS = [
     row("block_mask", f"block={block!r}", lambda x, block=block: block_mask(zoo.causal, 10, 10, block=block), error, *words)
     for block, error, *words in (
-        (96, ValueError, "block is 96; sizes must be multiples of 128, or divide it: choose 128"),
+        (96, ValueError, "block is 96; sizes must be multiples or divisors of 128: choose 128"),
         ((128, 0), ValueError, "block is (128, 0)"), (64.0, TypeError, "block is 64.0; it must be a number"),
     )
 ] + [
@@ -488,7 +488,7 @@ OF_FIELDS = [
     row("zoo.natten", "a dilated window larger than the image", lambda x: zoo.natten(7, 8, 3, 3), ValueError,
         "is 9; it must be at most 7"),
     row("attention", "a block mask for another batch", call(block_mask=BlockMask.from_blocks(np.ones((1, 1, 1, 2), bool), 6, 6)),
-        ValueError, "1 heads and 2 batch entries; q has 4 and 3"),
+        ValueError, "1 heads and 2 batch items; q has 4 and 3"),
     row("attention", "a block mask and two other masks", call(mask=np.ones((6, 1, 1, 1), bool), mask_mod=zoo.causal), ValueError,
         "mask, mask_mod and block_mask are passed", "create block_mask with the condition of mask_mod"),
     row("attention", "a block mask and an unknown option", call(caussal=True), TypeError, "did you mean causal"),

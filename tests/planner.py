@@ -168,7 +168,7 @@ def nvrtc_in_use(problem, gpu):
 
 
 class Raised:
-    """In place of the result of a function that raised an exception."""
+    """Instead of the result of a function that raised an exception."""
 
     def __init__(self, error):
         self.error = error

@@ -102,7 +102,7 @@ def by_pullback(x, **options):
 
 
 def of_stats(x, **options):
-    """The gradients of the log-sum-exp, with those of the output and alone."""
+    """The gradients of the log-sum-exp, alone and with the gradients of the output."""
     (out, stats), pullback = attention_vjp(x["q"], x["k"], x["v"], return_stats=True, causal=True, **options)
     doubled = 2 * stats
     x.held += [pullback, doubled]  # a captured graph reads it again
@@ -327,7 +327,7 @@ class Calls:
 
     @property
     def arrays(self):
-        """The arrays by name, those of the inputs and of the caller's results."""
+        """The arrays of the inputs and of the caller's results, by name."""
         return self.memory.views
 
     def load(self, index):

@@ -1,4 +1,4 @@
-"""Run each step of the calls in a block on numpy, too, and compare the results.
+"""Also run each step of the calls in a block on numpy, and compare the results.
 
 The inputs of a step are copied from the GPU. Attention is compared with the float64 result of its graph: the error may be twice
 that of the naive computation in the same precision, plus rounding errors. Other steps are compared with their numpy functions,
@@ -66,10 +66,10 @@ def validated_steps() -> Iterator[None]:
 
 
 def compared(call: ReadCall, step: Step, arguments: Any, work: Callable[[], T]) -> T:
-    """Run a step by ``work``, and compare what it wrote; ``arguments`` has arrays and numbers in place of its views and scalars.
+    """Run a step by ``work``, and compare what it wrote; ``arguments`` has arrays and numbers instead of views and scalars.
 
     Raises:
-        AssertionError: a result differs from that on numpy.
+        AssertionError: a result differs from numpy's.
     """
     on_gpu, attend = call.on_gpu, step.attend
     pairs = list(_pairs(attend.arrays if attend else step.arguments, arguments))
@@ -134,7 +134,7 @@ class _HostCopies:
         self._copies = {id(array): (array, _on_host(array)) for _, array in pairs}
 
     def of(self, value: Any) -> Any:
-        """An argument with the copies in place of the arrays."""
+        """An argument with the copies instead of the arrays."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if isinstance(value, dict):
@@ -145,7 +145,7 @@ class _HostCopies:
 
 
 def _difference(name: str, actual: Any, expected: Any, largest: float) -> str:
-    """How the result of a kernel differs from that of its numpy function; empty if it does not, but for rounding.
+    """How a kernel's result differs from its numpy function's; empty if only by rounding.
 
     ``largest`` is the largest sum of magnitudes, if it is a sum.
     """
@@ -224,7 +224,7 @@ def _range_of(problem: Problem, side: int, arrays: Mapping[str, Any]) -> tuple[A
 def _floor(
     problem: Problem, name: str, arrays: Mapping[str, Any], scalars: Mapping[str, float], largest: float, approximate: float
 ) -> float:
-    """The error that rounding may cause beside that of the naive computation, which may be small by chance.
+    """The error that rounding may cause in addition to the naive computation's, which may be small by chance.
 
     ``largest`` is the largest magnitude of the result, and ``approximate`` the relative error of scores from approximate
     functions.

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def size(folder: Path) -> int:
-    """The bytes of all files of a folder; a file with several names counts once."""
+    """Return the bytes of all files of a folder; a file with several names counts once."""
     files = {(found.st_dev, found.st_ino): found.st_size for found in (p.lstat() for p in folder.rglob("*") if p.is_file())}
     return sum(files.values())
 

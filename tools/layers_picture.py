@@ -1,4 +1,4 @@
-"""Draw the core and the layers beside it: ``python tools/layers_picture.py`` writes ``docs/_static/layers.svg``.
+"""Draw the core and its layers: ``python tools/layers_picture.py`` writes ``docs/_static/layers.svg``.
 
 A box is a folder, with its modules and lines; modules in the root of the package are one box. The core is drawn below the
 layers. A line leads from each unit down to a unit that it imports from, unless another import already leads there. Everything
@@ -18,19 +18,19 @@ PICTURE = ROOT / "docs" / "_static" / "layers.svg"
 WIDTH, BOX, HEIGHT, GAP, ROW = 940, 132, 40, 14, 74
 #: Colours that are visible on light and dark pages.
 STROKE, CORE, LAYER, LINE = "#888888", "#76b90033", "#4c8bf533", "#88888877"
-#: The name of the box of the modules in the root.
+#: The name of the box for the modules in the root.
 ROOT_MODULES = "public functions"
 
 
 def unit(parts: tuple[str, ...]) -> str:
-    """The box of a module: a folder of the core, a layer, or the modules in the root."""
+    """Return the box of a module: a folder of the core, a layer, or the modules in the root."""
     if parts[:1] == ("core",):
         return f"core/{parts[1]}" if len(parts) > 2 or (PACKAGE / "core" / parts[1]).is_dir() else "core/base"
     return parts[0] if (PACKAGE / parts[0]).is_dir() else ROOT_MODULES
 
 
 def imports(path: Path) -> Iterator[tuple[str, ...]]:
-    """The modules of the package that a module imports from."""
+    """Yield the modules of the package that a module imports from."""
     package = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -40,7 +40,7 @@ def imports(path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def graph() -> tuple[dict[str, set[str]], dict[str, tuple[int, int]]]:
-    """The units that each unit imports from; and the modules and lines of each unit."""
+    """Return the units that each unit imports from; and the modules and lines of each unit."""
     edges: dict[str, set[str]] = collections.defaultdict(set)
     sizes: dict[str, tuple[int, int]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -55,7 +55,7 @@ def graph() -> tuple[dict[str, set[str]], dict[str, tuple[int, int]]]:
 
 
 def levels(edges: dict[str, set[str]]) -> dict[str, int]:
-    """The height of each unit above those that it imports from."""
+    """Return the height of each unit above those that it imports from."""
     made: dict[str, int] = {}
 
     def height(name: str, above: tuple[str, ...] = ()) -> int:
@@ -70,7 +70,7 @@ def levels(edges: dict[str, set[str]]) -> dict[str, int]:
 
 
 def reachable(edges: dict[str, set[str]], name: str, without: str) -> set[str]:
-    """The units to which the other imports of a unit lead."""
+    """Return the units to which the other imports of a unit lead."""
     found: set[str] = set()
     waiting = [other for other in edges[name] if other != without]
     while waiting:
@@ -82,7 +82,7 @@ def reachable(edges: dict[str, set[str]], name: str, without: str) -> set[str]:
 
 
 def picture() -> str:
-    """The drawing."""
+    """Return the drawing."""
     edges, sizes = graph()
     edges = {name: {o for o in others if o.startswith("core/") == name.startswith("core/")} for name, others in edges.items()}
     if ROOT_MODULES in edges:  # public functions lie on top of the features that they use, and below those that use them

@@ -18,7 +18,7 @@ from cupy_sdpa.offline.remote_planner import Planner, load_target
 
 
 def text_of(plan: object) -> str:
-    """The engine, the knobs and the workspace of a plan, or that there is none."""
+    """Return a plan's engine, knobs and workspace, or that there is no plan."""
     return "no plan" if isinstance(plan, str) else f"engine {plan.engine}, {knobs_text(plan.knobs)}, {plan.workspace} bytes"
 
 

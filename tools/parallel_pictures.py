@@ -48,7 +48,7 @@ class Picture:
 
 
 def owners() -> np.ndarray:
-    """The member of every position."""
+    """Return the member of every position."""
     layout, found = Layout((LENGTH,), MEMBERS), np.zeros(LENGTH, int)
     for rank in range(MEMBERS):
         found[layout.positions(rank)] = rank
@@ -56,7 +56,7 @@ def owners() -> np.ndarray:
 
 
 def zigzag() -> Picture:
-    """The positions of a sequence, and the member that holds each of them."""
+    """Return the positions of a sequence, and the member that holds each of them."""
     picture = Picture(LENGTH * CELL + 90, 2 * CELL)
     picture.text(0, CELL, "position")
     picture.text(0, 2 * CELL - 6, "member")
@@ -103,7 +103,7 @@ def heads() -> Picture:
 
 
 def drawn() -> dict[str, str]:
-    """The pictures by their names."""
+    """Return the pictures by their names."""
     made = {"zigzag": zigzag(), "ring": computed("ring"), "all_gather": computed("all_gather"), "all_to_all": heads()}
     return {name: str(picture) for name, picture in made.items()}
 

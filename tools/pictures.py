@@ -27,7 +27,7 @@ PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 7, "m
 
 
 def spots(queries: int, keys: int) -> np.ndarray:
-    """A mask of no particular shape."""
+    """Return a mask of no particular shape."""
     return np.asfortranarray(np.random.default_rng(2).random((keys, queries, 1, 1)) < 0.6)
 
 
@@ -52,7 +52,7 @@ PICTURES = {
 
 
 def weights(queries: int, keys: int, options: dict[str, object]) -> np.ndarray:
-    """What every query looks at, (queries, keys), where all scores are 0 but for the options."""
+    """Return what every query looks at, (queries, keys), where all scores are 0 but for the options."""
     shape = () if "cu_seqlens_q" in options else (1,)
     q, k = (np.zeros((8, 1, length, *shape), np.float32, order="F") for length in (queries, keys))
     v = np.asfortranarray(np.eye(keys, dtype=np.float32).reshape(keys, 1, keys, *shape))
@@ -72,7 +72,7 @@ def svg(picture: np.ndarray) -> str:
 
 
 def drawn() -> dict[str, str]:
-    """The pictures by their names."""
+    """Return the pictures by their names."""
     return {name: svg(weights(queries, keys, options)) for name, (queries, keys, options) in PICTURES.items()}
 
 
@@ -106,7 +106,7 @@ BLOCK_MASKS = {
 
 
 def drawn_masks() -> dict[str, str]:
-    """The pictures of block masks by their names."""
+    """Return the pictures of block masks by their names."""
     masks = {name: cupy_sdpa.block_mask(function, LENGTH, LENGTH) for name, function in BLOCK_MASKS.items()}
     return {name: f"{mask.picture()}\n" for name, mask in masks.items()}
 
@@ -116,7 +116,7 @@ DHSB, SIDE, COLOURS = (4, 2, 2, 2), 18, ("#1b6ca8", "#d9822b")
 
 
 def memory() -> str:
-    """The elements of an array in the order of their addresses, with the first index of each head in both orders of axes."""
+    """Draw an array's elements in the order of their addresses, with each head's first index in both orders of axes."""
     dim, heads, seq, _ = DHSB
     x = np.zeros(DHSB, np.float16, order="F")
     c_order = x.T  # (batch, seq, heads, head_dim)

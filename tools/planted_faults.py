@@ -120,7 +120,7 @@ class Fault(NamedTuple):
     numeric: bool
 
     def problem(self, root: Path = ROOT) -> str:
-        """Why the fault cannot be planted; empty if it can be."""
+        """Return why the fault cannot be planted; empty if it can be."""
         path = root / self.file
         if not path.is_file():
             return f"{self.name}: {self.file} does not exist"
@@ -133,7 +133,7 @@ class Fault(NamedTuple):
         path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
 
     def command(self) -> str:
-        """The default command."""
+        """Return the default command."""
         if self.numeric:
             return CHECK
         folder = max((name for name in TESTS if f"{self.file}/".startswith(f"{name}/")), key=len)
@@ -141,12 +141,12 @@ class Fault(NamedTuple):
 
 
 def read_faults() -> list[Fault]:
-    """All faults."""
+    """Return all faults."""
     return [Fault(**values) for values in json.loads(DATA.read_text(encoding="utf-8"))]
 
 
 def problems(faults: Sequence[Fault]) -> list[str]:
-    """What is wrong with the data."""
+    """Return what is wrong with the data."""
     names = [fault.name for fault in faults]
     twice = [f"{name}: there are {names.count(name)} faults of this name" for name in sorted({*names}) if names.count(name) > 1]
     return twice + [problem for fault in faults if (problem := fault.problem())]

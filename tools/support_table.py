@@ -64,7 +64,7 @@ def names_of_options(*, backward: bool) -> list[str]:
 
 
 def excluded(first: str, second: str, *, backward: bool) -> bool:
-    """Whether two options exclude each other, or one of them belongs to the other direction."""
+    """True if two options exclude each other, or one of them belongs to the other direction."""
     if {first, second} & ONE_DIRECTION[not backward]:
         return True
     one, other = OPTIONS[first], OPTIONS[second]
@@ -166,7 +166,7 @@ class Finding:
     Attributes:
         probe: the title of the problem.
         gpu: the name of the description.
-        rules: the rules and bugs that refuse the problem.
+        rules: the rules and bugs that rule the problem out.
         measured: ``engine`` and its number, or cuDNN's refusal.
         agree: whether both agree. Entries about wrong results agree with any plan, which cannot confirm them.
     """
@@ -292,7 +292,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _header(columns: Iterable[str]) -> Iterator[str]:
-    """A header with an empty first cell."""
+    """Yield a header with an empty first cell."""
     columns = list(columns)
     yield f"| | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
@@ -328,7 +328,7 @@ def _operations(version: int) -> Iterator[str]:
 
 
 def _gpus_of(problem: Problem | None, version: int) -> str:
-    """The GPUs that run a problem: ``yes`` for all, ``no`` for none."""
+    """Return the GPUs that run a problem: ``yes`` for all, ``no`` for none."""
     if problem is None:
         return ""
     supported = [gpu.upper() for gpu in gpus.REPRESENTATIVES if not why_not(problem, version, gpus.capability(gpu))]

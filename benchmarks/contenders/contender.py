@@ -68,15 +68,15 @@ class Contender:
         raise NotImplementedError
 
     def to_cupy(self, results: Sequence[Any]) -> list[Any]:
-        """The results as CuPy arrays ``(head_dim, heads, seq, batch)``."""
+        """Return the results as CuPy arrays ``(head_dim, heads, seq, batch)``."""
         return list(results)
 
     def active(self) -> AbstractContextManager[Any]:
-        """A context manager in which its calls run."""
+        """Return a context manager in which its calls run."""
         return contextlib.nullcontext()
 
     def timer(self, calls: Sequence[Call], busy: Any) -> Timer:
-        """The timer for its calls; ``busy`` is a matrix whose products keep the device busy."""
+        """Return the timer for its calls; ``busy`` is a matrix whose products keep the device busy."""
         return Events(calls, busy)
 
     def wait(self, results: Any = None) -> None:
@@ -84,7 +84,7 @@ class Contender:
         cupy_runtime.cupy().cuda.Device().synchronize()
 
     def peak_bytes(self, call: Call) -> int | None:
-        """The peak of the memory that a call allocates, results included; None if it is not known."""
+        """Return the peak of the memory that a call allocates, results included; None if it is not known."""
         return None
 
     def facts(self) -> dict[str, Any]:

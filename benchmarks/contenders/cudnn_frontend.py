@@ -80,13 +80,13 @@ class AttentionGraph:
         self.plan_name = str(self.graph.get_plan_name_at_index(0))
 
     def runner(self, addresses: Mapping[str, int]) -> Callable[[], None]:
-        """A function that executes the plan on arrays at these addresses; the caller keeps the arrays alive."""
+        """Return a function that executes the plan on arrays at these addresses; the caller keeps the arrays alive."""
         pack = {self._tensors[name].get_uid(): address for name, address in addresses.items() if name in self._tensors}
         return functools.partial(self.graph.execute, pack, self._workspace.ptr, handle=handle())
 
 
 def _shapes(preset: Preset) -> dict[str, tuple[int, ...]]:
-    """The shapes of all arrays of the graphs."""
+    """Return the shapes of all arrays of the graphs."""
     inputs = dict(zip(("q", "k", "v"), preset.shapes, strict=True))
     gradients = {f"d{name}": shape for name, shape in inputs.items()}
     stats = (preset.sq, preset.hq, preset.b)
@@ -144,7 +144,7 @@ class Frontend(Contender):
         def run() -> Sequence[Any]:
             for execute in runners:
                 execute()
-            return [arrays[name] for name in self._results]  # ``arrays`` keeps the inputs alive, too
+            return [arrays[name] for name in self._results]  # ``arrays`` also keeps the inputs alive
 
         return run
 
@@ -155,13 +155,13 @@ class Frontend(Contender):
         return [getattr(self, name) for name in used]
 
     def peak_bytes(self, call: Call) -> int:
-        """The sum of results, stats if a call writes and reads them, and workspace, all allocated once."""
+        """Return the sum of results, stats if a call writes and reads them, and workspace, all allocated once."""
         results = sum(int(array.nbytes) for array in call())
         stats = ITEMSIZE["float32"] * math.prod(_shapes(self.preset)["stats"]) if self.direction == "both" else 0
         return results + stats + self._workspace_bytes
 
     def facts(self) -> dict[str, Any]:
-        """The names of the plans and the largest workspace."""
+        """Return the names of the plans and the largest workspace."""
         names = " + ".join(graph.plan_name for graph in self._graphs)
         return {"engine": names, "workspace_bytes": self._workspace_bytes}
 

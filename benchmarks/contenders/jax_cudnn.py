@@ -48,7 +48,7 @@ class Jax(Contender):
         return {name: jax.jit(function) for name, function in functions.items()}
 
     def call(self, inputs: Inputs) -> Call:
-        """The compiled call."""
+        """Return the compiled call."""
         import jax
 
         cupy_runtime.cupy().cuda.Device().synchronize()  # JAX's streams do not wait for CuPy's
@@ -62,12 +62,12 @@ class Jax(Contender):
         return lambda: tuple(compiled["both"](*qkv, gradient))
 
     def to_cupy(self, results: Sequence[Any]) -> list[Any]:
-        """The results in float32, which DLPack supports in every version of both libraries."""
+        """Return the results in float32, which DLPack supports in every version of both libraries."""
         self.wait(results)
         return [cupy_runtime.cupy().from_dlpack(x.astype("float32")).T for x in results]
 
     def timer(self, calls: Sequence[Call], busy: Any) -> Timer:
-        """A wall clock."""
+        """Return a wall clock."""
         return WallClock(calls, self.wait)
 
     def wait(self, results: Any = None) -> None:

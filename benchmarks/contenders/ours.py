@@ -28,7 +28,7 @@ class Ours(Contender):
         self._options = preset.options
 
     def call(self, inputs: Inputs) -> Call:
-        """The plain call, which allocates its results."""
+        """Return the plain call, which allocates its results."""
         qkv, options = (inputs.q, inputs.k, inputs.v), self._options
         if self.direction == "forward":
             return lambda: (attention(*qkv, **options),)
@@ -43,7 +43,7 @@ class Ours(Contender):
         return both
 
     def host_variants(self, inputs: Inputs) -> Iterator[tuple[str, Call]]:
-        """The call into preallocated results, and the prepared call."""
+        """Yield the call into preallocated results, and the prepared call."""
         cupy, qkv, options = cupy_runtime.cupy(), (inputs.q, inputs.k, inputs.v), self._options
         if self.preset.engine:
             return
@@ -59,7 +59,7 @@ class Ours(Contender):
             yield "host_prepared_us", lambda: backward(*arguments)
 
     def facts(self) -> dict[str, Any]:
-        """The engines of the plans, the workspace, and the time to get the plans."""
+        """Return the engines of the plans, the workspace, and the time to get the plans."""
         plans = self._plans()
         if not plans:
             return {"engine": "CuPy"}
@@ -70,7 +70,7 @@ class Ours(Contender):
         }
 
     def peak_bytes(self, call: Call) -> int | None:
-        """The peak of CuPy's memory pool."""
+        """Return the peak of CuPy's memory pool."""
         return peak_allocation(call)
 
     def _plans(self) -> list[PlanInfo]:

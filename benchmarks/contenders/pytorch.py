@@ -19,11 +19,11 @@ class _Torch(Contender):
     requires: ClassVar[tuple[str, ...]] = ("torch",)
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        """The function."""
+        """Return the function."""
         raise NotImplementedError
 
     def to_torch(self, array: Any) -> Any:
-        """A CuPy array as an input of the function."""
+        """Return a CuPy array as an input of the function."""
         return as_torch(array)
 
     def active(self) -> AbstractContextManager[Any]:
@@ -34,7 +34,7 @@ class _Torch(Contender):
         return grad
 
     def call(self, inputs: Inputs) -> Call:
-        """The function, its gradients after the forward pass, or both."""
+        """Return the function, its gradients after the forward pass, or both."""
         import torch
 
         qkv = [self.to_torch(array) for array in (inputs.q, inputs.k, inputs.v)]
@@ -52,11 +52,11 @@ class _Torch(Contender):
         return both
 
     def to_cupy(self, results: Sequence[Any]) -> list[Any]:
-        """The results in float32, which DLPack supports in every version of both libraries."""
+        """Return the results in float32, which DLPack supports in every version of both libraries."""
         return [cupy_runtime.cupy().from_dlpack(x.detach().float().permute(3, 1, 2, 0)) for x in results]
 
     def peak_bytes(self, call: Call) -> int:
-        """The peak of PyTorch's allocator."""
+        """Return the peak of PyTorch's allocator."""
         return torch_peak(call)
 
 
@@ -74,13 +74,13 @@ class _Sdpa(_Torch):
             yield
 
     def call(self, inputs: Inputs) -> Call:
-        """The call, unless the preset has a window."""
+        """Return the call, unless the preset has a window."""
         if self.preset.left is not None:
             raise UnavailableError("scaled_dot_product_attention does not support windows")
         return super().call(inputs)
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        """The function."""
+        """Return the function."""
         from torch.nn.functional import scaled_dot_product_attention
 
         grouped = self.preset.hq != self.preset.hkv
@@ -113,11 +113,11 @@ class Flex(_Torch):
     requires = ("torch.nn.attention.flex_attention", "triton")
 
     def to_torch(self, array: Any) -> Any:
-        """A contiguous copy ``(batch, heads, seq, head_dim)``, FlexAttention's fastest layout."""
+        """Return a contiguous copy ``(batch, heads, seq, head_dim)``, FlexAttention's fastest layout."""
         return as_torch(array).contiguous()
 
     def call(self, inputs: Inputs) -> Call:
-        """The compiled call. Each preset and direction starts with an empty cache of compiled functions."""
+        """Return the compiled call. Each preset and direction starts with an empty cache of compiled functions."""
         if not hasattr(self, "_compiled"):
             self._compile()
         return super().call(inputs)
@@ -139,5 +139,5 @@ class Flex(_Torch):
         self._compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        """The compiled function."""
+        """Return the compiled function."""
         return self._compiled(q, k, v, **self._options)

@@ -22,7 +22,7 @@ CONTENDERS: dict[str, type[Contender]] = {Ours.name: Ours, **PEERS}
 
 
 def select(names: Sequence[str] | None) -> list[type[Contender]]:
-    """The peers with the given names; None selects all.
+    """Return the peers with the given names; None selects all.
 
     Raises:
         CommandError: no peer has such a name.
@@ -34,7 +34,7 @@ def select(names: Sequence[str] | None) -> list[type[Contender]]:
 
 
 def unavailable(kind: type[Contender]) -> str:
-    """Why a contender is not available here; empty if it is. Imports the modules that it requires."""
+    """Return why a contender is not available here; empty if it is. Imports the modules that it requires."""
     Jax.limit_memory()
     return _import_error(kind.requires)
 

@@ -32,7 +32,7 @@ from .block_size import (
 from .blocks import BLOCK
 from .evaluate import EMPTY, FULL, PARTIAL, Function, Rows, answers_flex_attention, evaluate, evaluate_blocks, partial_blocks
 
-#: What a block is in :func:`numbers_of`, in place of the number of a partial block.
+#: What :func:`numbers_of` returns for full and empty blocks, instead of the number of a partial block.
 ALL, NONE = -1, -2
 #: Numbers the masks.
 _next_number = itertools.count().__next__
@@ -51,26 +51,27 @@ def block_mask(
     block: int | tuple[int, int] = BLOCK,
     tensors: Mapping[str, Array] | None = None,
 ) -> BlockMask:
-    r"""The blocks of queries and keys in which a query attends to a key, for ``attention(..., block_mask=)``.
+    r"""Find the blocks of queries and keys in which a query attends to a key, for ``attention(..., block_mask=)``.
 
     .. math:: M_{ij} = f(b, h, i, j), \qquad \text{computed: } \{(I, J) : M_{ij} \text{ for some } i \in I, j \in J\}
 
-    The function is evaluated once for every query and key, on some rows of blocks at a time: the memory is proportional to the
-    number of blocks and to Skv. It runs on the engine of ``tensors``; without arrays on the GPU if there is one. This
+    The function is evaluated once for every query and key, a few rows of blocks at a time, so memory is proportional to the
+    number of blocks and to Skv. It runs on the engine of ``tensors``; without arrays, on the GPU if there is one. This
     synchronizes; calls that use the mask do not.
 
     Args:
-        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, the signature of FlexAttention, whether the query attends
-            to the key. Functions that cannot be traced are called with integer arrays that broadcast.
+        mask_mod: ``f(b, h, q_idx, kv_idx, **tensors) -> condition``, with FlexAttention's signature: True where the query
+            attends to the key. Functions that cannot be traced are called with integer arrays that broadcast.
         sq, skv: the numbers of queries Sq and of keys Skv.
-        heads: Hq if the mask differs between heads. Default None: all heads have one mask, and the function must not use h.
-        batch: B if the mask differs between batch entries. Default None: all have one mask, and the function must not use b.
-        block: the size of the blocks that the mask reports: a number, or (queries, keys); each a multiple of 128, or a divisor.
+        heads: Hq if the mask depends on the head. Default None: all heads share one mask, and the function must not use h.
+        batch: B if the mask depends on the sequence. Default None: all sequences share one mask, and the function must not use
+            b.
+        block: the size of the blocks that the mask reports: a number, or (queries, keys); each a multiple or a divisor of 128.
             Calls compute tiles of 128 queries and 128 keys, so the size does not change the result or the time. Default 128.
-        tensors: the arrays that the function reads. They are read now: a later change has no effect. Default None.
+        tensors: the arrays that the function reads. They are read now; later changes have no effect. Default None.
 
     Returns:
-        The block mask. It contains no reference to the arrays.
+        The block mask. It keeps no reference to the arrays.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -100,19 +101,20 @@ def block_mask(
 class BlockMask(NoArray):
     """Which blocks of keys each block of queries attends to: empty, partial or full.
 
-    :func:`block_mask` creates it from a mask function, :meth:`from_blocks` and :meth:`from_kv_blocks` from blocks. It is
-    immutable, and independent of the arrays of the calls. Tables on the GPU are created by the first call on a device.
+    Create it with :func:`block_mask` from a mask function, or with :meth:`from_blocks` or :meth:`from_kv_blocks` from blocks.
+    It is immutable and independent of the arrays that you call attention with. The first call on a GPU creates the tables
+    there.
 
     Attributes:
         sq, skv: the numbers of queries and of keys.
-        heads, batch: Hq and B, or 1 if all heads or batch entries have the same mask.
+        heads, batch: Hq and B, or 1 if all heads or sequences share one mask.
         block: the size of the blocks that :attr:`blocks`, :attr:`sparsity` and ``repr`` report, (queries, keys).
     """
 
     #: The end of the error message of a call that takes arrays only.
     _not_an_array = (
-        "pass it as block_mask=; its method to_dense() returns a bool array (Skv, Sq, heads, batch). Combine conditions in "
-        "the function from which cupy_sdpa.block_mask creates it"
+        "pass it as block_mask=; its method to_dense() returns a bool array (Skv, Sq, heads, batch). To combine conditions, "
+        "pass one function with all of them to cupy_sdpa.block_mask"
     )
 
     def __init__(
@@ -142,7 +144,7 @@ class BlockMask(NoArray):
     kinds: NDArray[np.uint8]
     # (partial tiles, 2048), their pairs in the order of kinds, query by query, the first key in the highest bit.
     bits: NDArray[np.uint8]
-    # Those of each batch entry if all rows are intervals.
+    # The segments of each batch item if all rows are intervals.
     segments: tuple[segments.Segments, ...] | None
     # The mask function as it was, if it reads no arrays and can be traced.
     function: Recorded | None
@@ -152,7 +154,7 @@ class BlockMask(NoArray):
     tables: dict[Any, Any]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} of a BlockMask cannot be changed, because calls store tables of it: create another mask")
+        raise AttributeError(f"{name} of a BlockMask cannot be changed, because calls store tables for it: create another mask")
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{name} of a BlockMask cannot be deleted")
@@ -169,16 +171,16 @@ class BlockMask(NoArray):
         block: int | tuple[int, int] = BLOCK,
         tensors: Mapping[str, Array] | None = None,
     ) -> BlockMask:
-        """A block mask from an array of blocks.
+        """Create a block mask from an array of blocks.
 
         Args:
             blocks: bool ``(key blocks, query blocks)`` or ``(key blocks, query blocks, Hq, B)``, where the last two axes may be
                 1: True where queries attend to keys.
-            sq, skv: the numbers of queries and keys. Default None: those of the blocks.
-            full: bool, of the shape of ``blocks``: in these blocks, every query attends to every key. Default None: all blocks
-                if there is no ``mask_mod``, otherwise none.
-            mask_mod, tensors: the mask within the other blocks, as for :func:`block_mask`. Default None.
-            block: the size of the blocks: a number, or (queries, keys); each a multiple of 128, or a divisor. Calls compute
+            sq, skv: the numbers of queries and keys. Default None: as many as the blocks have.
+            full: bool, with the shape of ``blocks``: in these blocks, every query attends to every key. Default None: all
+                blocks without ``mask_mod``, no blocks with it.
+            mask_mod, tensors: the mask within the remaining blocks, as for :func:`block_mask`. Default None.
+            block: the size of the blocks: a number, or (queries, keys); each a multiple or a divisor of 128. Calls compute
                 tiles of 128 queries and 128 keys, with a mask where only some of their blocks are listed. Default 128.
 
         Raises:
@@ -240,16 +242,15 @@ class BlockMask(NoArray):
         block: int | tuple[int, int] = BLOCK,
         tensors: Mapping[str, Array] | None = None,
     ) -> BlockMask:
-        """A block mask from the fields of FlexAttention's.
+        """Create a block mask from the fields of FlexAttention's ``BlockMask``.
 
-        The axes have the order of FlexAttention. Query block i of head h and batch entry b attends to the key blocks
-        ``kv_indices[b, h, i, :kv_num_blocks[b, h, i]]`` within the mask function, and to the blocks of ``full_kv_indices``
-        without it.
+        The axes have FlexAttention's order. Query block i of head h and sequence b attends to the key blocks ``kv_indices[b, h,
+        i, :kv_num_blocks[b, h, i]]`` within the mask function, and to the blocks of ``full_kv_indices`` without it.
 
         Args:
             kv_num_blocks: integers ``(B, Hq, query blocks)``; B and Hq may be 1.
             kv_indices: integers ``(B, Hq, query blocks, key blocks)``.
-            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: there are none.
+            full_kv_num_blocks, full_kv_indices: the same for full blocks. Default None: no full blocks.
             sq, skv, mask_mod, block, tensors: as for :meth:`from_blocks`; ``block`` is FlexAttention's ``BLOCK_SIZE``. Without
                 a mask function all blocks are full.
 
@@ -264,7 +265,7 @@ class BlockMask(NoArray):
         full = None
         if (full_kv_num_blocks is None) != (full_kv_indices is None):
             passed = "indices" if full_kv_num_blocks is None else "num_blocks"
-            raise ValueError(f"of full_kv_num_blocks and full_kv_indices only full_kv_{passed} is passed: pass both, or none")
+            raise ValueError(f"of full_kv_num_blocks and full_kv_indices only full_kv_{passed} is passed: pass both or neither")
         if full_kv_num_blocks is not None and full_kv_indices is not None:
             full = blocks_of_lists("full_kv_", full_kv_num_blocks, full_kv_indices)
             if full.shape != listed.shape:
@@ -274,7 +275,7 @@ class BlockMask(NoArray):
         return cls.from_blocks(listed, sq, skv, full=full, mask_mod=mask_mod, block=block, tensors=tensors)
 
     def __dir__(self) -> list[str]:
-        """The public names."""
+        """Return the public names."""
         return [name for name in dir(type(self)) if name[0] != "_"]
 
     @property
@@ -284,7 +285,7 @@ class BlockMask(NoArray):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks in which a query attends to a key, for all heads and batch entries of the mask."""
+        """The number of blocks in which a query attends to a key, over all heads and sequences of the mask."""
         return int(np.count_nonzero(self._block_kinds))
 
     @property
@@ -294,7 +295,7 @@ class BlockMask(NoArray):
 
     @property
     def sparsity(self) -> float:
-        """The share of blocks without such queries, from 0 to 1."""
+        """The share of blocks in which no query attends to a key, from 0 to 1."""
         return 1 - self.blocks / self._block_kinds.size if self._block_kinds.size else 0.0
 
     @property
@@ -315,7 +316,7 @@ class BlockMask(NoArray):
         return self.kinds.nbytes + self.bits.nbytes
 
     def __copy__(self) -> BlockMask:
-        """The mask itself, which is immutable."""
+        """Return the mask itself, which is immutable."""
         return self
 
     def __deepcopy__(self, _: Any) -> BlockMask:
@@ -326,7 +327,13 @@ class BlockMask(NoArray):
         return type(self), (self.sq, self.skv, self.kinds, self.bits, self.segments, None, self.block)
 
     def to_dense(self) -> NDArray[np.bool_]:
-        """The mask as a bool array ``(Skv, Sq, heads, batch)``, the form of ``mask=``: for tests and small masks."""
+        """Return the mask as a bool array ``(Skv, Sq, heads, batch)``, as ``mask=`` takes it: for tests and small masks.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> mask = cupy_sdpa.block_mask(cupy_sdpa.zoo.causal, 200, 200)
+        >>> bool((mask.to_dense()[:, :, 0, 0] == np.tri(200, dtype=bool).T).all())
+        True
+        """
         dense = np.repeat(np.repeat(self.kinds == FULL, BLOCK, axis=0), BLOCK, axis=1)
         for (j, i, h, b), bits in zip(partial_blocks(self.kinds), self.bits, strict=True):
             block = np.unpackbits(bits).reshape(BLOCK, BLOCK).astype(bool)
@@ -343,12 +350,19 @@ class BlockMask(NoArray):
         return _html.with_title(repr(self)[1:-1], self.picture())
 
     def picture(self, head: int = 0, entry: int = 0) -> str:
-        """An SVG picture of the blocks of one head and batch entry: queries from top to bottom, keys from left to right.
+        """Draw the blocks of one head and sequence as SVG: queries from top to bottom, keys from left to right.
 
         Full blocks are blue, partial blocks orange. Masks of more than 128 blocks are drawn coarser.
 
         Args:
-            head, entry: the head and the batch entry. Default 0.
+            head, entry: the head and the sequence. Default 0.
+
+        Raises:
+            IndexError: the mask has no such head or sequence.
+
+        >>> import numpy as np, cupy_sdpa
+        >>> cupy_sdpa.BlockMask.from_blocks(np.eye(2, dtype=bool)).picture()[:4]
+        '<svg'
         """
         for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
             if not -count <= index < count:
@@ -369,14 +383,14 @@ class BlockMask(NoArray):
 
 
 def numbers_of(mask: BlockMask) -> NDArray[np.int64]:
-    """The number of every partial tile, with the shape of ``kinds``; :data:`ALL` for full ones, :data:`NONE` for others."""
+    """Return the numbers of the partial tiles, with the shape of ``kinds``; :data:`ALL` for full tiles, else :data:`NONE`."""
     found = np.where(mask.kinds == FULL, ALL, NONE).astype(np.int64)
     found.T[mask.kinds.T == PARTIAL] = np.arange(len(mask.bits))
     return found
 
 
 def segments_of(rows: Mapping[tuple[int, int], Rows], kinds: NDArray[np.uint8]) -> tuple[segments.Segments, ...] | None:
-    """The segments of each batch entry; None if a row is not an interval, or for masks that differ between heads.
+    """Return the segments of each batch item; None if a row is not an interval, or for masks that differ between heads.
 
     With more segments than two for each block of queries, tiles of cuDNN's kernels would be mostly empty.
     """

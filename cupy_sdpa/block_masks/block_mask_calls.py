@@ -19,7 +19,7 @@ from .method import check_groups, check_type, method_of
 def reasons_for_dense(
     options: Mapping[str, Any], *, return_stats: Any = False, outputs: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The arguments of a call for which it computes all blocks with a dense mask; none if it computes the mask by blocks."""
+    """Return the arguments that force a call to compute all blocks with a dense mask; empty if it computes by blocks."""
     check_spelling(options)
     found = [name for name, value in options.items() if not OPTIONS[name].blocks and OPTIONS[name].is_passed(value)]
     found += [name for name, value in (outputs or {}).items() if value is not None and value is not False]
@@ -27,7 +27,7 @@ def reasons_for_dense(
 
 
 def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
-    """The options of a function that computes no blocks: with the dense mask in place of ``block_mask``, if that is passed.
+    """Return the options of a function that does not compute blocks: with a dense mask instead of ``block_mask``, if passed.
 
     q and k are arrays or shapes. Without k, as for the part of a group, the sizes are not checked here.
     """
@@ -39,7 +39,7 @@ def dense_options(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
 
 
 def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call with a block mask as the option ``mask``; beside another ``mask``, as a mask function.
+    """Return the options with a block mask as ``mask=``, or as a mask function if ``mask`` is already passed.
 
     The array is created by the first call, and belongs to the block mask.
     """
@@ -51,15 +51,15 @@ def with_dense_mask(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any])
         return {**options, "mask": array}
     if options.get("mask_mod") is not None:
         raise ValueError(
-            "mask, mask_mod and block_mask are passed; a call takes two of them: create block_mask with the condition of "
-            "mask_mod"
+            "mask, mask_mod and block_mask are passed; a call takes at most two of them: create block_mask with the condition "
+            "of mask_mod"
         )
     function = _WITHIN[mask.heads > 1, mask.batch > 1]
     return {**options, "mask_mod": function, "tensors": {**(options.get("tensors") or {}), "_dense_block_mask": array}}
 
 
 def _within(per_head: bool, per_entry: bool) -> Callable[..., Any]:
-    """A dense mask as a mask function; its array has a name that no array of the caller has."""
+    """Return a dense mask as a mask function; its array has a name that no array of the caller has."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, _dense_block_mask: Any) -> Any:
         return _dense_block_mask[kv_idx, q_idx, h if per_head else 0, b if per_entry else 0]
@@ -71,7 +71,7 @@ _WITHIN = {(per_head, per_entry): _within(per_head, per_entry) for per_head in (
 
 
 def _dense(q: Any, mask: BlockMask) -> Any:
-    """The mask as an array of the engine of q; its view or its shape if q is one."""
+    """Return the mask as an array of the engine of q; its view or its shape if q is one."""
     if isinstance(q, View):
         return View.dense("mask", mask.shape, bool, q.storage.device)
     if not hasattr(q, "dtype"):
@@ -88,7 +88,7 @@ def _dense(q: Any, mask: BlockMask) -> Any:
 
 
 def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a mask has other sizes than the scores of a call; arrays of wrong ranks are refused later."""
+    """Raise ValueError if a mask's sizes differ from the scores of a call; arrays of wrong ranks raise errors later."""
     queries, keys = (tuple(getattr(x, "shape", x)) for x in (q, k))
     starts, table = options.get("cu_seqlens_q"), options.get("page_table")
     if hasattr(q, "dtype"):  # they are arrays or lists, not shapes
@@ -112,15 +112,15 @@ def _check_sizes(q: Any, k: Any, mask: BlockMask, options: Mapping[str, Any]) ->
 
 
 def description(mask: BlockMask, sizes: Sizes) -> str:
-    """How calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
+    """Return how calls of some sizes compute a mask, for :func:`cupy_sdpa.explain`."""
     method = method_of(mask, sizes)
     how = {
-        "packed": "computed as packed sequences", "blocks": "computed as batch entries of blocks",
+        "packed": "computed as packed sequences", "blocks": "computed as batch items of blocks",
         "slices": f"computed as {len(method.slices)} calls on slices" if method.slices else "nothing is computed",
     }  # fmt: skip
     return f"{repr(mask)[1:-1]}; {how[method.name]}"
 
 
 def dense_description(mask: BlockMask, reasons: Sequence[str]) -> str:
-    """How calls with other arguments compute a mask, for :func:`cupy_sdpa.explain`."""
+    """Return how calls with other arguments compute a mask, for :func:`cupy_sdpa.explain`."""
     return f"{repr(mask)[1:-1]}; computed as a dense mask of all blocks, because of {', '.join(reasons)}"

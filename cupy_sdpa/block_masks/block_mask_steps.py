@@ -1,6 +1,6 @@
 """Builders of attention with a block mask, and of its gradients.
 
-The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, or batch entries of blocks.
+The method of a mask (:mod:`cupy_sdpa.block_masks.method`) is one packed call, calls on slices, or batch items of blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def stored(mask: BlockMask, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """The tables of a mask under a key; they are made once, and shared by all programs of the mask."""
+    """Return the tables of a mask under a key; they are made once, and shared by all programs of the mask."""
     if key not in mask.tables:
         mask.tables[key] = make()
     found: T = mask.tables[key]
@@ -57,9 +57,10 @@ class _Parts:
         self.options = options.without("score_mod", "tensors")
 
     def options_of(self, part: Mapping[str, Any], key: tuple[Any, ...], positions: Callable[[], Positions]) -> ReadOptions:
-        """The options of a part, with the score function at its positions.
+        """Return the options of a part, with the score function at its positions.
 
-        ``part`` has what is different in this part, see :class:`.ReadOptions`; ``key`` identifies it among those of the sizes.
+        ``part`` has the options that differ in this part, see :class:`.ReadOptions`; ``key`` identifies it among the parts of
+        these sizes.
         """
         options = self.options | part
         if self.scores is None:
@@ -84,12 +85,12 @@ class _Parts:
         return options | {"score_mod": located, "tensors": {**options.get("tensors", {}), **tensors}}
 
     def constants(self, key: tuple[Any, ...], make: Callable[..., Iterable[Any]], *arguments: Any) -> list[View]:
-        """Arrays that are known now, which are made once for a mask; ``key`` identifies them among those of the sizes."""
+        """Arrays that are known now and made once for a mask; ``key`` identifies them among the arrays of these sizes."""
         found = stored(self.mask, (self.sizes, *key), lambda: [Constant(array) for array in make(*arguments)])
         return [self.builder.constant(constant) for constant in found]
 
     def constant(self, key: tuple[Any, ...], make: Callable[..., Any], *arguments: Any) -> View:
-        """One of :meth:`constants`."""
+        """Return one of :meth:`constants`."""
         (found,) = self.constants(key, lambda: [make(*arguments)])
         return found
 
@@ -99,11 +100,11 @@ class _Parts:
         add(name, options=options, **arrays, **self.flags)
 
     def whole_options(self, **others: Any) -> ReadOptions:
-        """The options of one call on the whole arrays."""
+        """Return the options of one call on the whole arrays."""
         return self.options | {**(self.scores.options if self.scores else {}), **others}
 
     def packing(self, key: tuple[Any, ...], part: Packed | PackedCopies) -> dict[str, Any]:
-        """What packed sequences change."""
+        """Return what packed sequences change."""
         starts_q, starts_kv = self.constants((*key, "starts"), lambda: (part.starts_q, part.starts_kv))
         return {
             "cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv, "max_seqlen_q": part.longest_q,
@@ -111,13 +112,13 @@ class _Parts:
         }  # fmt: skip
 
     def pairs(self, key: tuple[Any, ...], partial: Any) -> dict[str, Any]:
-        """The options of the mask within partial blocks; none if all blocks are full."""
+        """Return the options of the mask within partial blocks; none if all blocks are full."""
         if partial is None:
             return {}
         return {"mask_mod": is_attended, "tensors": {"attends": self.constant((*key, "pairs"), attends, self.mask, partial)}}
 
     def flat(self, x: View) -> View:
-        """An array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch entries do not follow one another."""
+        """Return an array ``(D, H, S, B)`` as ``(D, H, S B)``; a copy if its batch items do not follow one another."""
         view: View | None = flattened(x)
         if view is None:
             dense = self.builder.temporary(x.shape, x.dtype)
@@ -134,12 +135,12 @@ class _Parts:
 
 
 def _counts_elements(array: View) -> bool:
-    """Whether every element of an array is a number of elements, 0 or more, after the first one."""
+    """True if every element of an array is a number of elements, 0 or more, after the first one."""
     return all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
 
 
 def score_function(q: Sequence[int], k: Sequence[int], options: Mapping[str, Any]) -> MovableFunction | None:
-    """The score function of a call with a block mask, from the shapes of q and k; None if there is none.
+    """Return the score function of a call with a block mask, from the shapes of q and k, or None.
 
     Raises:
         ValueError: it masks keys, or ``tensors`` is passed without it.
@@ -175,7 +176,7 @@ def add(
     *,
     deterministic: bool,
 ) -> None:
-    """Add the steps of a pass: those that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
+    """Add the steps that write dq, dk and dv; or the output, and the log-sum-exp unless ``stats`` is None."""
     backward = "dout" in arrays
     if backward:  # the log-sum-exp contains the sinks
         options = options.without("sinks")
@@ -272,7 +273,7 @@ def _slices(parts: _Parts, arrays: Arrays, slices: Sequence[Slice]) -> None:
 
 
 def _gaps(written: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The parts of a range of positions that no slice has written."""
+    """Return the parts of a range of positions that no slice has written."""
     gaps = []
     for first, last in sorted(written):
         if begin < min(first, end):
@@ -282,7 +283,7 @@ def _gaps(written: Sequence[tuple[int, int]], begin: int, end: int) -> list[tupl
 
 
 def _results(arrays: Arrays) -> tuple[str, ...]:
-    """The names of the results of a pass that have a head dim."""
+    """Return the names of a pass's results with a head dim."""
     return ("dq", "dk", "dv") if "dout" in arrays else ("out",)
 
 
@@ -299,7 +300,7 @@ def _fill_rows(parts: _Parts, stats: View, begin: int, end: int) -> None:
 
 
 def _blocks(parts: _Parts, arrays: Arrays, tables: Tables) -> None:
-    """Blocks of queries as batch entries, whose pages are the blocks of keys that they attend to."""
+    """Blocks of queries as batch items, whose pages are the blocks of keys that they attend to."""
     builder, mask = parts.builder, parts.mask
     q, k, v, out, stats = (arrays[name] for name in FORWARD)
     groups, sinks = tables.groups, parts.options.get("sinks")
@@ -355,7 +356,7 @@ def _pages(parts: _Parts, x: View, groups: int) -> View:
 
 
 def _entry_options(parts: _Parts, key: tuple[Any, ...], entries: Entries, starts: Any) -> ReadOptions:
-    """The options of a call on batch entries of blocks, whose queries have these cumulative lengths."""
+    """Return the options of a call on batch items of blocks, whose queries have these cumulative lengths."""
     arrays = entries.table, entries.lengths, np.array(starts, np.int32)
     table, lengths, cumulative = parts.constants((*key, "entries"), lambda: arrays)
     given = {"page_table": table, "seq_lens_kv": lengths, "cu_seqlens_q": cumulative, "max_seqlen_q": BLOCK}
@@ -396,7 +397,7 @@ def _block_gradients(parts: _Parts, arrays: Arrays) -> None:
 
 
 def _copied(mask: BlockMask, sizes: Sizes) -> list[PackedCopies]:
-    """The rectangles of a mask as the packed copies of each call."""
+    """Return the rectangles of a mask as the packed copies of each call."""
     found = (packed_copies(kind, mask, sizes) for kind in rectangles(mask, sizes.batch))
     return [part for part in found if part is not None]
 

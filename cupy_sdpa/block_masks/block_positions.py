@@ -25,12 +25,12 @@ _POSITIONS = dict(zip(AXES, ("entry of b", "head of b", "position of q_idx", "po
 
 
 class Positions(NamedTuple):
-    """Where the queries and keys of a call come from, E batch entries.
+    """Where the queries and keys of a call come from, E batch items.
 
     Attributes:
         queries, keys: int32 ``(Sq, E)`` and ``(Skv, E)``, the positions in the arrays of the caller.
-        entries: int32 ``(E,)``, the batch entries.
-        heads: int32 ``(E,)``, the head, if each entry has one head; None if the heads are those of the caller.
+        entries: int32 ``(E,)``, the batch items.
+        heads: int32 ``(E,)``, the head, if each entry has one head; None for the caller's heads.
     """
 
     queries: NDArray[np.int32]
@@ -40,7 +40,7 @@ class Positions(NamedTuple):
 
 
 def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of segments as packed sequences of flattened batch entries."""
+    """Return the positions of segments as packed sequences of flattened batch items."""
     starts, count = (packed.starts_q[:-1], packed.starts_kv[:-1]), mask.sq * sizes.batch - 1
     entries = np.minimum(starts[0], max(count, 0)) // max(mask.sq, 1)
     local = [start - entries * length for start, length in zip(starts, (mask.sq, mask.skv), strict=True)]
@@ -48,13 +48,13 @@ def of_packed(packed: Packed, mask: BlockMask, sizes: Sizes) -> Positions:
 
 
 def of_slice(part: Slice, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of a slice of every batch entry."""
+    """Return the positions of a slice of every batch item."""
     zeros = np.zeros(sizes.batch, np.int64)
     return _positions(part.q1 - part.q0, zeros + part.q0, part.k1 - part.k0, zeros + part.k0, np.arange(sizes.batch), mask)
 
 
 def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
-    """The positions of batch entries of blocks."""
+    """Return the positions of batch items of blocks."""
     blocks, groups, of_batch = entries.items.T.astype(np.int64)
     keys = (entries.table % max(mask.kinds.shape[0], 1)).astype(np.int64)
     return Positions(
@@ -66,7 +66,7 @@ def of_entries(entries: Entries, mask: BlockMask, sizes: Sizes) -> Positions:
 
 
 def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
-    """The positions of rectangles as packed sequences."""
+    """Return the positions of rectangles as packed sequences."""
     found = []
     for items, starts, longest, length in (
         (part.queries, part.starts_q, part.longest_q, mask.sq),
@@ -83,7 +83,7 @@ def of_copies(part: PackedCopies, mask: BlockMask) -> Positions:
 
 
 def _in_blocks(blocks: NDArray[np.int64], length: int) -> NDArray[np.int32]:
-    """The positions in blocks along the first axis; at most the last one."""
+    """Return the positions in blocks along the first axis; at most the last one."""
     found = (blocks[:, None] * BLOCK + np.arange(BLOCK)[:, None]).reshape(-1, blocks.shape[1])
     return np.asfortranarray(np.minimum(found, max(length - 1, 0)).astype(np.int32))
 
@@ -98,14 +98,14 @@ def _positions(queries: int, first_q: Any, keys: int, first_kv: Any, entries: An
 
 
 class MovableFunction:
-    """A score function of the caller, the arrays that it reads, and the lengths of the axes of the scores."""
+    """A caller's score function, the arrays that it reads, and the lengths of the scores' axes."""
 
     def __init__(self, score_mod: Callable[..., Any], tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self.tensors = dict(tensors)
         self._function = record({"score_mod": score_mod}, tensors)["score_mod"]
         traced = trace(self._function, None, self.tensors, sizes)
         if traced.band or (traced.expression and traced.expression.mask is not None):
-            raise ValueError("score_mod masks keys and block_mask is passed: put the condition into the mask function")
+            raise ValueError("score_mod masks keys and block_mask is passed: move the condition into the mask function")
         #: The options of a call in which all queries and keys are at their positions.
         self.options = {"score_mod": self._function, **({"tensors": self.tensors} if self.tensors else {})}
 
@@ -115,7 +115,7 @@ class MovableFunction:
         return self._function.reads
 
     def places(self, positions: Positions, mask: BlockMask) -> dict[str, NDArray[np.int32]]:
-        """The arrays of original positions that a call reads, by name."""
+        """Return the arrays of original positions that a call reads, by name."""
         arrays = {
             "b": positions.entries, "q_idx": _shortest(positions.queries, mask.sq),
             "kv_idx": _shortest(positions.keys, mask.skv),
@@ -125,7 +125,7 @@ class MovableFunction:
         return {_POSITIONS[axis]: np.asfortranarray(array) for axis, array in arrays.items()}
 
     def index(self, access: Access, array: Any, positions: Positions) -> NDArray[np.int64]:
-        """The offsets in elements of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
+        """Return the offsets of the elements that a call reads, ``(Skv, Sq, H, E)`` without the axes that it does not use.
 
         Of the array only the metadata are read.
         """
@@ -149,7 +149,7 @@ class MovableFunction:
         return np.asfortranarray(offsets[kept])
 
     def located(self, names: Mapping[Access, str], axes: Mapping[str, int]) -> Recorded:
-        """The function at positions, from the names of the copied arrays, and the number of axes of those of :meth:`places`."""
+        """Return the function at positions, given the names of the copied arrays and the rank of :meth:`places`' arrays."""
         one_head = _POSITIONS["h"] in axes
         reads = {access: Access(name, _axes_of(access, one_head)) for access, name in names.items()}
         first = {axis: Access(name, ("b",)) for axis, name in _POSITIONS.items() if axes.get(name) == 1}
@@ -169,7 +169,7 @@ def _shortest(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
 
 
 def _axes_of(access: Access, one_head: bool) -> tuple[str, ...]:
-    """The axes of the copy of an array, in order: keys, queries, heads, batch entries."""
+    """Return the axes of the copy of an array, in order: keys, queries, heads, batch items."""
     used = {axis for axis in access.axes if isinstance(axis, str)}
     if used & {"b", "q_idx", "kv_idx"} or (one_head and "h" in used):
         used.add("b")

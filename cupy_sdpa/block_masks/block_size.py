@@ -25,7 +25,7 @@ TILE = BlockSize(BLOCK, BLOCK)
 
 
 def read_block(block: Any) -> BlockSize:
-    """The size of a block, from a number or a pair.
+    """Return the size of a block, from a number or a pair.
 
     Raises:
         TypeError, ValueError: it is neither, or blocks of this size are not composed of tiles, nor tiles of them.
@@ -36,7 +36,7 @@ def read_block(block: Any) -> BlockSize:
     for n in pair:
         if n < 1 or (n % BLOCK and BLOCK % n):
             raise ValueError(
-                f"block is {block!r}; sizes must be multiples of {BLOCK}, or divide it: choose {BLOCK}, and pass the mask "
+                f"block is {block!r}; sizes must be multiples or divisors of {BLOCK}: choose {BLOCK}, and pass the mask "
                 "function of the pairs"
             )
     return BlockSize(int(pair[0]), int(pair[1]))
@@ -50,7 +50,7 @@ def _on_host(name: str, array: Any) -> NDArray[Any]:
 
 
 def read_bool(name: str, array: Any) -> NDArray[np.bool_]:
-    """A bool array of either engine, on the host; other dtypes raise TypeError."""
+    """Return a bool array of either engine, on the host; other dtypes raise TypeError."""
     host = _on_host(name, array)
     if host.dtype != bool:
         raise TypeError(f"{name} is {host.dtype}; it must be bool: convert with .astype(bool)")
@@ -58,7 +58,7 @@ def read_bool(name: str, array: Any) -> NDArray[np.bool_]:
 
 
 def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArray[np.bool_]:
-    """The listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
+    """Return the listed blocks ``(key blocks, query blocks, Hq, B)`` of fields of FlexAttention."""
     counts, listed = _on_host(f"{prefix}num_blocks", numbers_of_blocks), _on_host(f"{prefix}indices", indices)
     if listed.ndim != 4 or counts.shape != listed.shape[:3] or {counts.dtype.kind, listed.dtype.kind} - set("iu"):
         raise ValueError(
@@ -72,7 +72,7 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
             f"{prefix}num_blocks has numbers from {counts.min()} to {counts.max()}; there are {key_blocks} key blocks"
         )
     if (used & ((listed < 0) | (listed >= key_blocks))).any():
-        raise ValueError(f"{prefix}indices has entries outside of 0 to {key_blocks - 1}, the key blocks")
+        raise ValueError(f"{prefix}indices has entries outside 0 to {key_blocks - 1}, the key blocks")
     blocks = np.zeros(listed.shape, bool)
     at = np.nonzero(used)
     blocks[(*at[:3], listed[at])] = True
@@ -82,7 +82,7 @@ def blocks_of_lists(prefix: str, numbers_of_blocks: Any, indices: Any) -> NDArra
 
 
 def tile_kinds(listed: NDArray[np.bool_], full: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> NDArray[np.uint8]:
-    """The kinds of tiles ``(key tiles, query tiles, heads, batch)`` of blocks ``(key blocks, query blocks, heads, batch)``.
+    """Return the kinds of tiles ``(key tiles, query tiles, heads, batch)``, from blocks with the same axes.
 
     A query attends to a key in ``listed`` blocks, and every query to every key in ``full`` ones.
     """
@@ -105,9 +105,9 @@ def with_blocks(
     block: BlockSize,
     lengths: tuple[int, int],
 ) -> NDArray[np.uint8]:
-    """The pairs of partial tiles: those of ``full`` blocks, and in other ``listed`` blocks those of ``bits``.
+    """Return the pairs of partial tiles: all pairs of ``full`` blocks, and the pairs in ``bits`` of other ``listed`` blocks.
 
-    The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch entry.
+    The bits are as in :class:`.BlockMask`; tiles are int32 ``(n, 4)``: key tile, query tile, head and batch item.
     """
     offsets, found = np.arange(BLOCK), np.empty_like(bits)
     for n, (j, i, h, b) in enumerate(tiles):
@@ -123,7 +123,7 @@ def with_blocks(
 def with_exact_kinds(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], tiles: NDArray[np.int32], lengths: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The kinds and bits of :class:`.BlockMask` after ``tiles`` without pairs became empty, and those with all of them full."""
+    """Return the kinds and bits of :class:`.BlockMask`, with ``tiles`` without pairs empty and tiles with all pairs full."""
     ones = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
     of_queries, of_keys = (np.minimum(BLOCK, n - BLOCK * tiles[:, axis]) for n, axis in zip(lengths, (1, 0), strict=True))
     found = kinds_of(ones[bits].sum(axis=1), of_queries * of_keys)
@@ -133,7 +133,7 @@ def with_exact_kinds(
 
 
 def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: int) -> Rows:
-    """The keys of every query of full blocks ``(key blocks, query blocks)``."""
+    """Return the keys of every query of full blocks ``(key blocks, query blocks)``."""
     key_blocks, query_blocks = blocks.shape
     first = blocks.argmax(axis=0) * block.keys if key_blocks else np.zeros(query_blocks, np.int64)
     end = np.minimum((key_blocks - blocks[::-1].argmax(axis=0)) * block.keys, skv) if key_blocks else first
@@ -145,7 +145,7 @@ def rows_of_blocks(blocks: NDArray[np.bool_], block: BlockSize, sq: int, skv: in
 def kinds_of_blocks(
     kinds: NDArray[np.uint8], bits: NDArray[np.uint8], block: BlockSize, sq: int, skv: int
 ) -> NDArray[np.uint8]:
-    """The kinds of blocks of another size ``(key blocks, query blocks, heads, batch)``, from those of tiles and their bits."""
+    """Return the kinds of blocks of another size, ``(key blocks, query blocks, heads, batch)``, from tiles and their bits."""
     if block == TILE:
         return kinds
     # pairs of the parts into which a tile is divided: (key tiles, parts, query tiles, parts, heads, batch)

@@ -15,18 +15,18 @@ from ..extend import Struct, cuda_kernel, cupy_runtime
 THREADS = 128
 #: The rows of an array as kernels read them: the address, and strides in bytes.
 _ROWS = Struct("Rows", "data head row batch rows")
-#: The arguments of :func:`copy_blocks`; width is the bytes of a row of a head of the copies.
+#: The arguments of :func:`copy_blocks`; width is the number of bytes in one head's row of the copies.
 _COPY = Struct("Arguments", source=_ROWS, target=Struct("Copies", "data width heads items"))
 
 
 def _rows_of(array: Any) -> tuple[Any, ...]:
-    """The values of :data:`_ROWS` for an array ``(D, H, S, B)``."""
+    """Return the values of :data:`_ROWS` for an array ``(D, H, S, B)``."""
     _, head, row, batch = array.strides
     return array, head, row, batch, array.shape[2]
 
 
 def _is_vector(array: Any, size: int) -> bool:
-    """Whether the rows of an array consist of aligned units of ``size`` bytes."""
+    """True if the rows of an array consist of aligned units of ``size`` bytes."""
     return all(x % size == 0 for x in (array.shape[0] * array.itemsize, array.data.ptr, *array.strides[1:]))
 
 
@@ -36,7 +36,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
     Args:
         copies: ``(D, H', BLOCK, n)``, dense, written.
         array: the array.
-        items: int32 ``(n, 3)``: block, group of heads and batch entry of each copy.
+        items: int32 ``(n, 3)``: block, group of heads and batch item of each copy.
         heads: H', the number of heads in a group.
         of_stats: whether the array is the log-sum-exp, float32 (numpy: also float64) ``(1, H, S, B)``, for the backward pass:
             rows without keys, and those after S, are inf. Default False.
@@ -58,7 +58,7 @@ def copy_blocks(copies: Any, array: Any, items: Any, heads: int, of_stats: bool 
 
 @cuda_kernel
 def _copy_kernel(unit: int, of_stats: bool) -> str:
-    """The kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
+    """Return the kernel of :func:`copy_blocks`: ``blockIdx`` is (item, head), ``threadIdx`` is (unit of a row, row)."""
     kind = UNITS[unit]
     missing = {16: "make_uint4(0, 0, 0, 0)", 8: "make_uint2(0, 0)", 4: "0u", 2: "(unsigned short)0"}[unit]
     without_keys = ""
@@ -96,7 +96,7 @@ def copy_elements(copies: Any, array: Any, index: Any) -> None:
 
 @cuda_kernel
 def _element_kernel(size: int) -> str:
-    """The kernel of :func:`copy_elements`."""
+    """Return the kernel of :func:`copy_elements`."""
     kind = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2"}[size]
     return f"""extern "C" __global__ void cupy_sdpa_copy_elements(
             long long array, long long index, long long copies, long long size

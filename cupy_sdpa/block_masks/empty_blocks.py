@@ -48,7 +48,7 @@ def describe_empty_blocks(
 
 
 def _sides_of(band: Band | None, sq: int, skv: int) -> Sides | None:
-    """The sides of a band on the diagonal from the top left."""
+    """Return the sides of a band on the diagonal from the top left."""
     if band is None:
         return None
     shift = skv - sq if band.bottom_right else 0
@@ -56,7 +56,7 @@ def _sides_of(band: Band | None, sq: int, skv: int) -> Sides | None:
 
 
 def _taken(mask_mod: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that the mask function takes; others are those of the score function."""
+    """Return the arrays that the mask function takes; the rest belong to the score function."""
     parameters = inspect.signature(mask_mod).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: plain(array) for name, array in tensors.items() if takes_all or name in parameters}

@@ -1,6 +1,6 @@
-"""A block mask as batch entries: lists of pages for the forward pass, and rectangles of blocks for the backward pass.
+"""A block mask as batch items: lists of pages for the forward pass, and rectangles of blocks for the backward pass.
 
-Forward, a block of queries is a batch entry of a call with paged keys: its pages are the blocks that it attends to. Blocks with
+Forward, a block of queries is a batch item of a call with paged keys: its pages are the blocks that it attends to. Blocks with
 and without a mask are separate calls, whose results are merged, unless that takes longer than computing all with a mask.
 
 Backward, cuDNN reads no pages. Copies of the blocks of a rectangle, which are query blocks that attend to the same key blocks,
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from .block_mask import ALL, NONE, BlockMask, numbers_of
 from .blocks import BLOCK
 
-#: The time of a block with a mask, and of copying and merging a block of queries, relative to that of a block without a mask,
-#: in the forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim
-#: 128: 8 blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
+#: The time of a block with a mask, and of copying and merging a block of queries, relative to a block without a mask, in the
+#: forward pass. A query block with few full blocks is therefore computed by one masked call. H200, 16 heads, head dim 128: 8
+#: blocks of 64 take 167 us without a mask and 240 us with one; copying and merging 64 blocks takes 65 us.
 MASKED_COST, MERGE_COST = 1.45, 3.0
 #: In the backward pass: the time of a block with a mask, and of each copy of a block of queries and of keys. They follow from
 #: the times of 512 blocks as 64 sequences of 128 queries and 1024 keys (731 us), 64 of 1024 and 128 (1112 us) and 8 of 1024 and
@@ -43,10 +43,10 @@ class Sizes(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Batch entries of one call.
+    """Batch items of one call.
 
     Attributes:
-        items: int32 ``(E, 3)``: query block, group of heads and batch entry of each.
+        items: int32 ``(E, 3)``: query block, group of heads and batch item of each.
         table: int32 ``(P, E)``: the pages of each.
         lengths: int32 ``(E,)``: the number of keys of each.
         partial: int32 ``(P, E)``: the number of the partial block of each page, or :data:`ALL` or :data:`NONE`; None for a call
@@ -66,8 +66,8 @@ class Tables(NamedTuple):
         groups: the number of groups of heads, which are computed separately: 1, or Hq if the mask differs between heads.
         direct: the entries that read q and write out in place: all query blocks in order; or None.
         copied: the entries that read copies of query blocks, in up to two calls: without and with a mask.
-        offsets, parts: the results of target t, which is (query block, group, batch entry) with the first fastest, are those of
-            the copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
+        offsets, parts: target t, which is (query block, group, batch item) with the first fastest, gets the results of the
+            copied entries ``parts[offsets[t] : offsets[t + 1]]`` and of ``direct``.
     """
 
     groups: int
@@ -78,7 +78,7 @@ class Tables(NamedTuple):
 
 
 class _List(NamedTuple):
-    """A query block (block, group of heads, batch entry), its key blocks, and the numbers of the partial ones."""
+    """A query block (block, group of heads, batch item), its key blocks, and the numbers of the partial ones."""
 
     item: tuple[int, int, int]
     keys: NDArray[np.int64]
@@ -86,7 +86,7 @@ class _List(NamedTuple):
 
 
 def _entries(lists: Sequence[_List], mask: BlockMask, sizes: Sizes, masked: bool) -> Entries:
-    """The batch entries of lists."""
+    """Return the batch items of lists."""
     most, count = max([1, *(len(one.keys) for one in lists)]), len(lists)
     table, partial = np.zeros((most, count), np.int32), np.full((most, count), NONE, np.int32)
     lengths = np.zeros(count, np.int32)
@@ -115,12 +115,12 @@ def _split(found: Sequence[Any]) -> list[Any]:
 
 
 def page(sizes: Sizes, mask: BlockMask, group: int, entry: int) -> int:
-    """The row of pages of a group and batch entry: pages are those of each entry, or of each key/value head and entry."""
+    """Return the row of pages of a group and batch item: pages belong to an entry, or to a key/value head and an entry."""
     return entry if mask.heads == 1 else group // (sizes.hq // sizes.hkv) + sizes.hkv * entry
 
 
 def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
-    """The batch entries of a mask for calls of some sizes."""
+    """Return the batch items of a mask for calls of some sizes."""
     _, query_blocks, groups, _ = mask.kinds.shape
     numbers, without, masked = numbers_of(mask), [], []
     for b in range(sizes.batch):
@@ -149,7 +149,7 @@ def make_tables(mask: BlockMask, sizes: Sizes) -> Tables:
 
 
 def sources(items: NDArray[np.int32], blocks: int, groups: int, batch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The copies of every block, as offsets and numbers: those of ``(block, group, batch entry)``, the first fastest."""
+    """Return each block's copies as offsets and numbers, for ``(block, group, batch item)`` with the block fastest."""
     targets = items[:, 0] + blocks * (items[:, 1] + groups * items[:, 2])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=blocks * groups * batch))])
     return offsets.astype(np.int32), np.argsort(targets, kind="stable").astype(np.int32)
@@ -159,7 +159,7 @@ class Rectangle(NamedTuple):
     """Query blocks that attend to key blocks.
 
     Attributes:
-        group, entry: the group of heads and the batch entry.
+        group, entry: the group of heads and the batch item.
         queries, keys: the blocks, in order.
         partial: the numbers of the partial blocks ``(key blocks, query blocks)``, or :data:`ALL` or :data:`NONE`; None if all
             blocks are full.
@@ -173,15 +173,15 @@ class Rectangle(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The time of the backward pass relative to that of a block without a mask."""
+        """The time of the backward pass relative to a block without a mask."""
         block = 1.0 if self.partial is None else MASKED_GRADIENT_COST
         return block * len(self.queries) * len(self.keys) + QUERY_COPY_COST * len(self.queries) + KEY_COPY_COST * len(self.keys)
 
 
 def rectangles(mask: BlockMask, batch: int) -> tuple[list[Rectangle], list[Rectangle]]:
-    """The blocks of a mask as rectangles: those of full blocks, and those with a mask.
+    """Return the blocks of a mask as rectangles: rectangles of full blocks, and rectangles with a mask.
 
-    For each group of heads and batch entry the cheapest of these is taken: full blocks without a mask and partial blocks with
+    For each group of heads and batch item the cheapest of these is taken: full blocks without a mask and partial blocks with
     one; or all blocks with one.
     """
     numbers, full, masked = numbers_of(mask), [], []
@@ -210,7 +210,7 @@ def _without_mask(blocks: NDArray[np.bool_], group: int, entry: int) -> list[Rec
 
 
 def _equal_rows(blocks: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The rows with equal contents and the columns that are set, for every content that is not empty."""
+    """Yield the rows with equal contents and the columns that are set, for every content that is not empty."""
     rows: dict[bytes, list[int]] = {}
     for number, row in enumerate(blocks):
         if row.any():
@@ -237,7 +237,7 @@ class PackedCopies(NamedTuple):
     """Rectangles as packed sequences of copies of blocks.
 
     Attributes:
-        queries, keys: int32 ``(n, 3)``: block, group of heads and batch entry of each copy. Keys have the head of their group.
+        queries, keys: int32 ``(n, 3)``: block, group of heads and batch item of each copy. Keys have the head of their group.
         starts_q, starts_kv: int32, the cumulative lengths.
         longest_q, longest_kv: the maximum lengths.
         partial: int32 ``(key blocks, query blocks, E)``: the numbers of the partial blocks of each sequence; or None.
@@ -284,7 +284,7 @@ def packed_copies(found: list[Rectangle], mask: BlockMask, sizes: Sizes) -> Pack
 
 
 def attends(mask: BlockMask, partial: NDArray[np.int32]) -> NDArray[np.float16]:
-    """The mask of batch entries as a captured array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
+    """Return the mask of batch items as an array ``(keys, queries, E)`` in Fortran order: 1 where a query attends, else 0.
 
     ``partial`` is int32 ``(key blocks, query blocks, E)``: the number of a partial block, :data:`ALL` or :data:`NONE`.
     """

@@ -22,17 +22,17 @@ _ELEMENTS = 1 << 23
 
 
 def kinds_of(pairs: NDArray[Any], every: NDArray[Any]) -> NDArray[np.uint8]:
-    """The kinds of blocks, from the numbers of pairs that attend and of all pairs."""
+    """Return the kinds of blocks, from the numbers of pairs that attend and of all pairs."""
     return np.where(pairs == 0, EMPTY, np.where(pairs == every, FULL, PARTIAL)).astype(np.uint8)
 
 
 def partial_blocks(kinds: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """The partial blocks, int32 ``(n, 4)``: key block, query block, head and batch entry, the first one fastest."""
+    """Return the partial blocks, int32 ``(n, 4)``: key block, query block, head and batch item, the first one fastest."""
     return np.argwhere(kinds.T == PARTIAL)[:, ::-1].astype(np.int32)
 
 
 def lengths_of(length: int, blocks: int) -> NDArray[np.int64]:
-    """The number of positions in each block."""
+    """Return the number of positions in each block."""
     return np.minimum(BLOCK, length - BLOCK * np.arange(blocks))
 
 
@@ -41,7 +41,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
-    """Name our arguments in the error of a call with those of FlexAttention's ``create_block_mask``."""
+    """Name our arguments in the error of a call that uses the arguments of FlexAttention's ``create_block_mask``."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -59,7 +59,7 @@ def answers_flex_attention(function: Callable[Parameters, Made]) -> Callable[Par
 
 
 class Rows(NamedTuple):
-    """The keys of every query of one head and batch entry, int64 ``(Sq,)``: the first one, the last plus 1, and the number.
+    """The keys of every query of one head and batch item, int64 ``(Sq,)``: the first one, the last plus 1, and the number.
 
     They are contiguous if the number is ``end - first``.
     """
@@ -75,7 +75,7 @@ class Function:
     Attributes:
         xp: the module of its arrays, numpy or CuPy.
         dtype: the dtype of the positions: integers have 64 bits on the CPU and 32 bits on the GPU, as in all calls.
-        recorded: the function as it is now; None if only arrays can evaluate it, such as ``table[q_idx - kv_idx]``.
+        recorded: the recorded function; None if only arrays can evaluate it, such as ``table[q_idx - kv_idx]``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Function:
         self.xp: Any = np
         on_gpu = {name: cupy_runtime.is_array(array) for name, array in arrays.items()}
         if len(set(on_gpu.values())) > 1:
-            raise TypeError("tensors has numpy and CuPy arrays; move them to one side with cupy.asarray or cupy.asnumpy")
+            raise TypeError("tensors has numpy and CuPy arrays; move them to one device with cupy.asarray or cupy.asnumpy")
         if any(on_gpu.values()) or (not arrays and cupy_runtime.current_device() is not None):
             self.xp = cupy_runtime.cupy()
         self.dtype = np.dtype(np.int64 if self.xp is np else np.int32)
@@ -105,7 +105,7 @@ class Function:
         self._per_head, self._per_entry = per_head, per_entry
 
     def __call__(self, b: Any, h: Any, queries: Any, keys: Any) -> Any:
-        """Whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
+        """Return whether queries attend to keys, bool, of the broadcast shape of the index arrays."""
         head = self._index(h) if self._per_head else _Unknown("h", "heads")
         entry = self._index(b) if self._per_entry else _Unknown("b", "batch")
         try:
@@ -126,7 +126,7 @@ class Function:
             ) from error
         if getattr(getattr(result, "dtype", None), "kind", "b" if isinstance(result, (bool, np.bool_)) else "") != "b":
             kind = getattr(result, "dtype", "None" if result is None else type(result).__name__)
-            remedy = "add a return statement" if result is None else "x != 0 is the condition of a number x"
+            remedy = "add a return statement" if result is None else "for a number x write x != 0"
             raise TypeError(f"mask_mod returned {kind}; it must return a condition, such as q_idx >= kv_idx: {remedy}")
         shape = np.broadcast_shapes(queries.shape, keys.shape, *(x.shape for x in (b, h) if hasattr(x, "shape")))
         found = getattr(result, "shape", ())
@@ -135,7 +135,7 @@ class Function:
         return self.xp.broadcast_to(self.xp.asarray(result), shape)
 
     def _index(self, index: Any) -> Any:
-        """An array of indices, or an index as a scalar of numpy: ``~(h == 0)`` would be -2 of a Python integer."""
+        """Return an array of indices, or an index as a scalar of numpy: ``~(h == 0)`` would be -2 of a Python integer."""
         return index if hasattr(index, "shape") else self.dtype.type(index)
 
 
@@ -150,7 +150,7 @@ class _Checked(np.ndarray[Any, Any]):
         operands = [np.asarray(x) for x in inputs]
         if ufunc is np.add and method == "__call__" and all(x.dtype == np.bool_ for x in operands):
             raise _SumOfConditions(
-                "mask_mod adds two conditions, and numpy's sum of them is a condition: write &, |, or np.where(condition, 1, 0)"
+                "mask_mod adds two conditions, which numpy's + turns into a condition: write &, |, or np.where(condition, 1, 0)"
             )
         if "out" in keywords:  # x |= y
             keywords["out"] = tuple(map(np.asarray, keywords["out"]))
@@ -179,7 +179,7 @@ class _Unknown:
     """An index that the mask function must not use, because the mask is the same for all its values."""
 
     def __init__(self, name: str, option: str) -> None:
-        what = {"heads": "heads", "batch": "batch entries"}[option]
+        what = {"heads": "heads", "batch": "batch items"}[option]
         self._message = f"mask_mod uses {name}, and {option} is None: pass {option}= to block_mask, the number of {what}"
 
     def _use(self, *_: Any) -> Any:
@@ -193,7 +193,7 @@ class _Unknown:
 
 
 def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
-    """The names of the arrays that a mask function or a score function takes.
+    """Return the names of the arrays that a mask function or a score function takes.
 
     Raises:
         ValueError: there are others.
@@ -213,7 +213,7 @@ def taken(function: Callable[..., Any], arrays: Mapping[str, Any]) -> list[str]:
 
 
 def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDArray[np.uint8], Rows]:
-    """The kinds of all blocks of one head and batch entry, ``(key blocks, query blocks)``, and the keys of every query.
+    """Return the kinds of all blocks of one head and batch item, ``(key blocks, query blocks)``, and the keys of every query.
 
     The function is evaluated on some rows of tiles at a time.
     """
@@ -238,7 +238,7 @@ def evaluate(function: Function, b: int, h: int, sq: int, skv: int) -> tuple[NDA
 
 
 def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The number of pairs in each block ``(key blocks, query blocks)``; the first key, the end and the count of each row."""
+    """Return each block's number of pairs, ``(key blocks, query blocks)``; each row's first key, end and count."""
     queries, keys = attends.shape
     blocks = -(-queries // BLOCK), -(-keys // BLOCK)
     padded = attends
@@ -252,9 +252,9 @@ def _reduced(attends: Any, xp: Any) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def evaluate_blocks(function: Function, blocks: NDArray[np.int32], sq: int, skv: int) -> NDArray[np.uint8]:
-    """The bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
+    """Return the bits of single blocks: uint8 ``(n, BLOCK BLOCK / 8)``, query by query, the first key in the highest bit.
 
-    The blocks are int32 ``(n, 4)``: key block, query block, head and batch entry. Pairs after the lengths get the bit 0.
+    The blocks are int32 ``(n, 4)``: key block, query block, head and batch item. Pairs after the lengths get the bit 0.
     """
     xp, found = function.xp, [np.zeros((0, BLOCK * BLOCK // 8), np.uint8)]
     step = max(1, _ELEMENTS // BLOCK**2)

@@ -1,4 +1,4 @@
-"""The intersection of a block mask with a band: ``causal`` and ``window`` beside ``block_mask``."""
+"""The intersection of a block mask with a band: ``causal`` and ``window`` together with ``block_mask``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .evaluate import Rows, kinds_of, lengths_of, partial_blocks
 
 
 def within_band(mask: BlockMask, band: Band) -> BlockMask:
-    """The pairs of a block mask that are in a band. It is computed once, and belongs to the mask."""
+    """Return the pairs of a block mask that are in a band. It is computed once, and belongs to the mask."""
     if ("band", band) not in mask.tables:
         simplified = band.simplified(mask.sq, mask.skv, lengths=False)
         mask.tables["band", band] = mask if simplified is None else _intersected(mask, simplified)
@@ -60,7 +60,7 @@ class BlocksOfBand:
         self.kinds = kinds_of(pairs, lengths_of(sq, query_blocks) * np.diff(edges)[:, None])[:, :, None, None]
 
     def bits(self, j: int, i: int) -> NDArray[np.uint8]:
-        """The pairs of a block, in the form of the bits of a block mask."""
+        """Return a block's pairs as the bits of a block mask."""
         attends, keys = np.zeros((BLOCK, BLOCK), bool), BLOCK * j + np.arange(BLOCK)
         of_tile = slice(BLOCK * i, BLOCK * (i + 1))
         queries = self.first[of_tile, None]
@@ -69,7 +69,7 @@ class BlocksOfBand:
 
 
 def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
-    """The keys of every query of a mask of segments within a band, by head and batch entry."""
+    """Return the keys of every query of a mask of segments within a band, by head and batch item."""
     found = {}
     for b, entry in enumerate(mask.segments or ()):
         low, high = np.zeros((2, mask.sq), np.int64)
@@ -84,7 +84,7 @@ def _rows(mask: BlockMask, band: BlocksOfBand) -> dict[tuple[int, int], Rows]:
 
 
 def _function(own: Recorded, band: Band, corner: int) -> Recorded:
-    """A mask function within a band, whose diagonal from the bottom right is ``corner`` keys after that from the top left."""
+    """Return a mask function within a band whose bottom-right diagonal is ``corner`` keys after the top-left diagonal."""
     left, right, shift = band.left, band.right, corner if band.bottom_right else 0
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a call computes a block mask: one packed call, calls on slices, or batch entries of blocks; and the arrays for it."""
+"""How a call computes a block mask: one packed call, calls on slices, or batch items of blocks; and the arrays for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Method(NamedTuple):
     Attributes:
         packed: the sequences of one packed call.
         slices: calls on slices of the arrays.
-        blocks: batch entries of blocks.
+        blocks: batch items of blocks.
         cost: the number of blocks that cuDNN computes, about; a block with a mask counts as several.
     """
 
@@ -43,7 +43,7 @@ class Method(NamedTuple):
 
 
 def block_cost(mask: BlockMask) -> float:
-    """The cost of the mask as batch entries of blocks: with a mask in partial blocks, and merged results."""
+    """Return the cost of the mask as batch items of blocks: with a mask in partial blocks, and merged results."""
     full, partial = ((mask.kinds == kind).sum(axis=0) for kind in (FULL, PARTIAL))
     together = MASKED_COST * (full + partial)
     separate = full + MASKED_COST * partial + MERGE_COST
@@ -51,7 +51,7 @@ def block_cost(mask: BlockMask) -> float:
 
 
 def choose(mask: BlockMask, sizes: Sizes) -> Method:
-    """The method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
+    """Return the method with the least cost: segments need no mask, but as many tiles as their rows and keys overlap."""
     if 0 in (sizes.hq, sizes.batch) or not mask.kinds.any():  # no query attends to a key
         return Method(None, [], None, 0.0)
     repeats = sizes.batch // mask.batch
@@ -69,7 +69,7 @@ def choose(mask: BlockMask, sizes: Sizes) -> Method:
 
 
 def method_of(mask: BlockMask, sizes: Sizes) -> Method:
-    """The method of a mask for calls of some sizes; it is chosen once."""
+    """Return the method of a mask for calls of some sizes; it is chosen once."""
     method = mask.tables.get(sizes)
     if method is None:
         method = mask.tables[sizes] = choose(mask, sizes)
@@ -77,7 +77,7 @@ def method_of(mask: BlockMask, sizes: Sizes) -> Method:
 
 
 def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | None:
-    """The mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
+    """Return the mask function if the backward pass is faster as a call with it than on copies of blocks; None otherwise.
 
     cuDNN computes all blocks within a band that ends at the diagonal, and all blocks without such a band. A block of queries or
     keys that is in no block of the mask may contain NaN, which would spread; such masks are computed on copies.
@@ -103,7 +103,7 @@ def gradient_function(mask: BlockMask, sizes: Sizes) -> Callable[..., Any] | Non
 
 
 def blocks_of_band(key_blocks: int, query_blocks: int, band: Sides | None) -> NDArray[np.bool_]:
-    """Whether blocks ``(key blocks, query blocks)`` have pairs within a band: cuDNN computes only these."""
+    """Return whether blocks ``(key blocks, query blocks)`` have pairs within a band: cuDNN computes only these."""
     left, right = band or (None, None)
     offsets = BLOCK * (np.arange(query_blocks)[None, :] - np.arange(key_blocks)[:, None])  # from keys to queries
     computed = np.ones(offsets.shape, bool)
@@ -115,19 +115,19 @@ def blocks_of_band(key_blocks: int, query_blocks: int, band: Sides | None) -> ND
 
 
 def is_attended(b: Any, h: Any, q_idx: Any, kv_idx: Any, attends: Any) -> Any:
-    """The mask of batch entries of blocks."""
+    """Return the mask of batch items of blocks."""
     return attends[kv_idx, q_idx, b] != 0
 
 
 def flattened(array: View) -> View | None:
-    """An array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch entries do not follow one another."""
+    """Return an array ``(D, H, S, B)`` as ``(D, H, S B)``; None if the batch items do not follow one another."""
     d, h, s, b = array.shape
     unit, head, row, batch = array.strides
     return array.strided((d, h, s * b), (unit, head, row)) if b == 1 or batch == s * row else None
 
 
 def as_pages(array: View) -> View | None:
-    """An array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``; None if S is no multiple of BLOCK."""
+    """Return an array ``(D, H, S, B)`` as pages ``(D, H, BLOCK, pages)``; None if S is no multiple of BLOCK."""
     flat = flattened(array)
     if flat is None or array.shape[2] % BLOCK:
         return None
@@ -136,7 +136,7 @@ def as_pages(array: View) -> View | None:
 
 
 def check_type(mask: Any) -> None:
-    """Raise TypeError for a block mask that is none."""
+    """Raise TypeError if ``block_mask`` is not a BlockMask."""
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_mask is a {type(mask).__module__}.{type(mask).__qualname__}; it must be a cupy_sdpa.BlockMask: create it "
@@ -171,10 +171,10 @@ def check(q: Any, k: Any, v: Any, mask: Any) -> Sizes:
 
 
 def check_groups(mask: BlockMask, heads: int, batch: int) -> None:
-    """Raise ValueError if a mask has other numbers of heads or batch entries than the queries."""
+    """Raise ValueError if a mask has other numbers of heads or batch items than the queries."""
     if mask.heads not in (1, heads) or mask.batch not in (1, batch):
         raise ValueError(
-            f"block_mask has {mask.heads} heads and {mask.batch} batch entries; q has {heads} and {batch}: both must be equal "
+            f"block_mask has {mask.heads} heads and {mask.batch} batch items; q has {heads} and {batch}: both must be equal "
             "or 1"
         )
 
@@ -184,8 +184,8 @@ def check_arrays(
 ) -> None:
     """Check the arrays of a call whose q, k and v are checked: kernels read and write them without a problem.
 
-    ``results`` are the names of the arrays that are written. ``dtype`` is that of dout, dq, dk and dv, by default that of q.
-    ``rounded``: the call computes in another dtype than that of its arrays.
+    ``results`` are the names of the arrays that are written. ``dtype`` is the dtype of dout, dq, dk and dv, by default q's.
+    ``rounded``: the call computes in a dtype other than its arrays' dtype.
     """
     q, k, v = (arrays[name] for name in "qkv")
     given = {**arrays, "sinks": sinks}

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The segments of one batch entry, in the order of their queries. Other queries attend to no key.
+    """The segments of one batch item, in the order of their queries. Other queries attend to no key.
 
     Attributes:
         segments: the segments.
@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
 
 def find_segments(rows: Rows, most: int) -> Segments | None:
-    """The segments of the rows of a mask; None if a row is not an interval, or if there are more than ``most`` segments."""
+    """Return the segments of a mask's rows; None if a row is not an interval, or for more than ``most`` segments."""
     first, end, count = rows
     used = count > 0
     if (end - first != count)[used].any():
@@ -88,13 +88,13 @@ def find_segments(rows: Rows, most: int) -> Segments | None:
 
 
 def _distance(distance: NDArray[np.int64], moving: NDArray[np.bool_]) -> int | None:
-    """The most frequent distance from the diagonal among rows whose bound moves with it; None if there is none."""
+    """Return the most frequent distance from the diagonal among rows whose bound moves with it; None without such rows."""
     values, counts = np.unique(distance[moving], return_counts=True)
     return int(values[counts.argmax()]) if len(values) else None
 
 
 def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | None) -> Bound | None:
-    """The bound of a segment with one more row: its key is ``bounds[i]``, that of the band ``band[i]``; None if it has none."""
+    """Return a segment's bound with one more row: its key is ``bounds[i]``, the band's is ``band[i]``; None for no bound."""
     key = bounds[i]
     moves = band is not None and key >= band[i]
     clipped = band is not None and key > band[i]
@@ -114,7 +114,7 @@ def _extended(side: Bound | None, i: int, bounds: list[int], band: list[int] | N
 
 
 def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, int | None] | None:
-    """The sides ``(left, right)`` of the band that every segment of a group has; None if they differ."""
+    """Return the sides ``(left, right)`` of the band that every segment of a group has; None if they differ."""
     sides: list[int | None] = []
     for name, side in (("first", entry.left), ("end", entry.right)):
         bounds = [getattr(segment, name) for segment in group]
@@ -128,7 +128,7 @@ def band_sides(entry: Segments, group: Sequence[Segment]) -> tuple[int | None, i
 
 
 def local_band(segment: Segment, left: int | None, right: int | None, bottom_right: bool) -> Band | None:
-    """A band in positions within a segment, from one of the corners.
+    """Return a band in positions within a segment, from one of the corners.
 
     Raises:
         ValueError: the diagonal of the mask is outside of the segment.
@@ -140,7 +140,7 @@ def local_band(segment: Segment, left: int | None, right: int | None, bottom_rig
 
 
 def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:
-    """Whether all segments have one band in their own positions, and the band."""
+    """Return whether all segments have one band in their own positions, and the band."""
     pairs = []
     for entry in entries:
         if (sides := band_sides(entry, entry.segments)) is None:
@@ -157,7 +157,7 @@ def common_band(entries: Sequence[Segments]) -> tuple[bool, Band | None]:
 
 
 def cost(entry: Segments) -> float:
-    """The number of blocks that cuDNN computes, about: tiles of its kernels, without those outside of the bands."""
+    """Return the number of blocks that cuDNN computes, about: tiles of its kernels, without those outside of the bands."""
     total = 0
     for segment in entry.segments:
         for begin in range(segment.q0, segment.q1, BLOCK):
@@ -169,7 +169,7 @@ def cost(entry: Segments) -> float:
 
 
 class Packed(NamedTuple):
-    """Segments as packed sequences of flattened batch entries: cumulative lengths, int32; maximum lengths; the band of all."""
+    """Segments as packed sequences of flattened batch items: cumulative lengths, int32; maximum lengths; the band of all."""
 
     starts_q: NDArray[np.int32]
     starts_kv: NDArray[np.int32]
@@ -179,7 +179,7 @@ class Packed(NamedTuple):
 
 
 def packed(entries: Sequence[Segments], sq: int, skv: int) -> Packed | None:
-    """The segments of all batch entries as packed sequences; None if keys belong to several segments, or bands differ.
+    """Return the segments of all batch items as packed sequences; None if keys belong to several segments, or bands differ.
 
     Queries without keys, and keys without queries, between two segments are sequences of their own, which are not longer than
     the longest segment.
@@ -219,7 +219,7 @@ class Slice(NamedTuple):
 
 
 def slices(entry: Segments) -> list[Slice] | None:
-    """The segments of a batch entry as calls on slices; None if there are too many, or a segment has no band.
+    """Return the segments of a batch item as calls on slices; None if there are too many, or a segment has no band.
 
     None also for a segment of one query and one key: cuDNN cannot read the positions, which are integers, in such a call.
     """
@@ -230,7 +230,7 @@ def slices(entry: Segments) -> list[Slice] | None:
         if segment.q1 - segment.q0 == segment.end.key - segment.first.key == 1:
             return None
         sides = band_sides(entry, [segment])
-        assert sides  # those of one segment do not differ
+        assert sides  # the bands of one segment do not differ
         for bottom_right in (False, True):
             try:
                 band = local_band(segment, *sides, bottom_right)
@@ -244,11 +244,11 @@ def slices(entry: Segments) -> list[Slice] | None:
 
 
 def gradient_slices(parts: Sequence[Slice]) -> list[Slice]:
-    """The slices of the backward pass, in which no slice has a diagonal from the bottom right where a top left one is possible.
+    """Return the slices of the backward pass, with diagonals from the top left wherever possible.
 
     cuDNN's backward kernels compute all tiles of a mask from the bottom right. The first keys of such a slice, to which all
-    its queries attend, and the other keys are separate slices; the log-sum-exp is that of all keys, so nothing is merged.
-    Slices of consecutive queries with the same keys become one.
+    its queries attend, and the other keys are separate slices; the log-sum-exp covers all keys, so nothing is merged. Slices of
+    consecutive queries with the same keys become one.
     """
     found: list[Slice] = []
     for part in parts:

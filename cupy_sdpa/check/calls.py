@@ -36,21 +36,21 @@ class Form(NamedTuple):
     layout: str | None = None
 
     def array(self, x: Any) -> Any:
-        """An array of the call; None for None."""
+        """Return an array of the call; None for None."""
         return None if x is None else self.to(x)
 
     def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of the call; some have the axes of the scores or of the queries."""
+        """Return the options of the call; some have the axes of the scores or of the queries."""
         kept = (name for name in options if name != "layout" or not self.layout)
         arrays = ("mask", "bias", "dropout_mask")
         return {name: self.array(options[name]) if name in arrays else options[name] for name in kept}
 
     def results(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """The results of the call in the form of the first one."""
+        """Return the results of the call in the form of the first one."""
         return {name: x if "tensors" in name or x.ndim == 1 else self.back(x) for name, x in results.items()}
 
     def context(self) -> AbstractContextManager[Any]:
-        """The context in which the call is made."""
+        """Return the context in which the call is made."""
         return layout.default(self.layout) if self.layout else contextlib.nullcontext()
 
 
@@ -63,7 +63,7 @@ ONE_FORM = frozenset(("packed", "paged", "cache", "fp8", "parallel", "weight_sum
 
 
 def other_form(case: Case) -> Form:
-    """The form of the last call of a case: without batch axes if there is one batch entry, else with a default layout."""
+    """Return the form of the last call of a case: without batch axes if there is one batch item, else with a default layout."""
     if ONE_FORM & case.options.keys():
         return GIVEN
     return WITHOUT_BATCH if case.b == 1 else IN_C_ORDER
@@ -76,7 +76,7 @@ def _prepare_and_call(*arrays: Any, out: Any = None, **options: Any) -> Any:
 class CaseRunner:
     """Makes the calls of one case on numpy or CuPy arrays, with two sets of values, and counts them.
 
-    The options are those of :meth:`options`, ``deterministic``, and in the backward pass ``backward_options``, too.
+    The options are :meth:`options`, ``deterministic``, and in the backward pass also ``backward_options``.
     """
 
     def __init__(self, case: Case) -> None:
@@ -105,7 +105,7 @@ class CaseRunner:
             fill_nan(memory.views[name])
 
     def options(self, memory: Memory, index: int) -> dict[str, Any]:
-        """The options of the forward call."""
+        """Return the options of the forward call."""
         tensors = {name.removeprefix("tensors/"): x for name, x in memory.views.items() if name.startswith("tensors/")}
         options = call_options(self.case, memory.views, tensors, index)
         if not self.case.cache:
@@ -118,7 +118,7 @@ class CaseRunner:
         attends, case = self.data[0].attends, self.case
         if "block_mask" not in case.options:
             return None
-        if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch entry
+        if 0 in attends.shape[2:]:  # a block mask has at least one head and one batch item
             attends = np.zeros((*attends.shape[:2], 1, 1), bool)
         heads, entries = attends.shape[2] > 1, attends.shape[3] > 1
 
@@ -172,7 +172,7 @@ class CaseRunner:
         return results
 
     def cotangents(self, memory: Memory, form: Form = GIVEN) -> list[Any]:
-        """The gradients of the output and, if the case has it, of the log-sum-exp."""
+        """Return the gradients of the output and, if the case has it, of the log-sum-exp."""
         of_stats = self.case.options.get("dstats")
         dout = None if of_stats == "alone" else form.array(memory.views["dout"])
         return [dout] if of_stats is None else [dout, form.array(memory.views["dstats"])]
@@ -207,7 +207,7 @@ class CaseRunner:
         return dict(zip(("out", "stats", "max", "sum_exp"), results, strict=False))
 
     def gradients_by_name(self, gradients: tuple[Any, ...]) -> dict[str, Any]:
-        """The results of a backward call by name."""
+        """Return the results of a backward call by name."""
         optional = [row.name for row in REQUESTED_GRADIENTS if row.request in self.case.options]
         optional += ["dscale"] * ("return_dscale" in self.case.options)
         results = dict(zip(("dq", "dk", "dv", *optional), gradients, strict=False))
@@ -216,7 +216,7 @@ class CaseRunner:
         return results
 
     def reports(self, memory: Memory, index: int) -> list[Any]:
-        """What ``explain`` says about each pass."""
+        """Return what ``explain`` says about each pass."""
         options, views = self.options(memory, index), memory.views
         q, k, v = (views[name] for name in "qkv")
         if self.case.tangents:
@@ -230,12 +230,12 @@ class CaseRunner:
         return reports
 
     def dropout_mask(self, index: int) -> Any:
-        """The weights that the engine keeps, ``(Skv, Sq, Hq, B)``."""
+        """Return the weights that the engine keeps, ``(Skv, Sq, Hq, B)``."""
         case, memory = self.case, self.allocate()
         self.load(memory, index)
         names = {"cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "bucket", "layout", "engine"}
         q, k = memory.views["q"], memory.views["k"]
-        if case.paged:  # the random numbers are those of dense arrays
+        if case.paged:  # the random numbers are drawn as for dense arrays
             names, dense = {"engine"}, case.without("packed")
             q, k = (self.xp.zeros(dense_shape(dense, name), dtype_of(case.dtype), order="F") for name in "qk")
         options = {name: x for name, x in self.options(memory, index).items() if name in names}
@@ -265,7 +265,7 @@ def plan(case: Case, outcome: Outcome) -> None:
 
 
 def problems(case: Case) -> list[Any]:
-    """The problems of the passes of a case."""
+    """Return the problem of each pass of a case."""
     data, memory = build(case, 0), memory_of(case, np, "qkv")
     table = {"page_table": memory.views["page_table"]} if case.paged else {}  # a part of a larger array, as in a call
     q, k, v = (memory.views[name] for name in "qkv")

@@ -185,11 +185,11 @@ class Case:
         return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def with_(self, **changes: Any) -> Case:
-        """A copy with other values."""
+        """Return a copy with other values."""
         return replace(self, **changes)
 
     def without(self, *names: str) -> Case:
-        """A copy without some options, and without the options that require them."""
+        """Return a copy without some options, and without the options that require them."""
         options = {name: value for name, value in self.options.items() if name not in names}
         for name, required in REQUIRES.items():
             if required not in options and required in names:
@@ -237,7 +237,7 @@ class Case:
         return (*sorted(self.options), *(["layouts"] if self.layouts else []))
 
     def describe(self) -> str:
-        """One sentence with the passes, engine, dtype, sizes, options and layouts."""
+        """Return one sentence with the passes, engine, dtype, sizes, options and layouts."""
         passes = "forward and backward" if self.backward else "derivative" if self.tangents else "forward"
         engines = {"gpu": "on the GPU", "cpu": "on the CPU engine", "cupy": "with CuPy's operations"}
         engine = engines.get(self.engine, f"planned for {self.gpu}")

@@ -14,8 +14,8 @@ SHARES = {
     "cache": 6, "weight_sums": 2, "weight_entropy": 2, "tree": 2, "dstats": 2,
 }  # fmt: skip
 #: The options that are left out of a run on an engine. Groups plan every call again, in new threads. Block masks are planned by
-#: ``tests/block_masks/test_block_plans.py``; the calls of the other features are those of other options. CuPy's own operations
-#: compute neither FP8 nor groups. An offset needs float64.
+#: ``tests/block_masks/test_block_plans.py``; the other features are calls with other options. CuPy's own operations compute
+#: neither FP8 nor groups. An offset needs float64.
 LEFT_OUT: dict[str, set[str]] = {
     "cpu": set(), "gpu": {"parallel", "offset"}, "cupy": {"fp8", "mean", "parallel"},
     "plan": {"block_mask", "parallel", "shared_prefix", "merge", "cache", "offset"},
@@ -63,7 +63,7 @@ NOT_SPLIT = {"packed", "tree", "dropout", *(name for name, option in OPTIONS.ite
 
 
 def is_valid(names: set[str]) -> bool:
-    """Whether the interface accepts a combination of options.
+    """True if the interface accepts a combination of options.
 
     >>> is_valid({"packed", "seq_lens_q"}), is_valid({"causal", "window"}), is_valid({"fp8", "sinks"})
     (False, True, False)
@@ -74,12 +74,12 @@ def is_valid(names: set[str]) -> bool:
 
 
 def with_required(names: set[str]) -> set[str]:
-    """The given options and the options that they require."""
+    """Return the given options and the options that they require."""
     return names | {REQUIRES[name] for name in names if name in REQUIRES}
 
 
 def schedule(seed: int, number: int) -> tuple[str, int]:
-    """The feature of a case, and how many earlier cases have it: every 50 cases contain each feature with its share.
+    """Return the feature of a case, and how many earlier cases have it: every 50 cases contain each feature with its share.
 
     >>> names = [schedule(1, number)[0] for number in range(50)]
     >>> {name: 2 * names.count(name) for name in SHARES} == SHARES

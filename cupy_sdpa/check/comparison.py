@@ -25,22 +25,22 @@ SINGLE = float(np.finfo(np.float32).eps)
 APPROXIMATE = 2.0**-10
 #: The error of a sum of FP8 products relative to the norms. Tensor cores truncate every addend to about 13 bits below the
 #: leading one of the largest (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.3.2). The error of rows with one key
-#: is up to 1.2 of this for normal numbers; that of rows with many keys is much smaller.
+#: is up to 1.2 of this for normal numbers, and much smaller for rows with many keys.
 FP8_SUM = 2.0**-13
 
 
 def spacing(dtype: Any) -> float:
-    """The relative spacing of a dtype."""
+    """Return the relative spacing of a dtype."""
     return float(np.spacing(np.dtype(dtype).type(1)))
 
 
 def max_error(a: Array, b: Array) -> float:
-    """The largest absolute difference, see :func:`abs_errors`."""
+    """Return the largest absolute difference, see :func:`abs_errors`."""
     return float(abs_errors(a, b).max(initial=0.0))
 
 
 def abs_errors(a: Array, b: Array) -> Array:
-    """The absolute differences; 0 for equal infinities, inf where either is NaN."""
+    """Return the absolute differences; 0 for equal infinities, inf where either is NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.where(a == b, 0.0, np.abs(a - b))
@@ -48,7 +48,7 @@ def abs_errors(a: Array, b: Array) -> Array:
 
 
 def compare(name: str, actual: Array, truth: Array, naive: Array, floor: float, exact: Array | None = None) -> str:
-    """An error message with the name of a result; empty if it is within the tolerance.
+    """Return an error message with the name of a result; empty if it is within the tolerance.
 
     ``floor`` is the error that rounding may cause, ``exact`` are the elements that must equal the truth.
     """
@@ -71,7 +71,7 @@ def compare(name: str, actual: Array, truth: Array, naive: Array, floor: float, 
 
 
 def _first_index(wrong: Array) -> tuple[int, ...]:
-    """The index of the first True element in Fortran order."""
+    """Return the index of the first True element in Fortran order."""
     flat = int(np.argmax(wrong.ravel(order="F")))
     return tuple(int(i) for i in np.unravel_index(flat, wrong.shape, order="F"))
 

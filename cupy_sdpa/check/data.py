@@ -23,7 +23,7 @@ ARRAY_OPTIONS = (
     *(name for name, row in ROWS.items() if row.array is not None), "seq_lens_q", "seq_lens_kv", "cu_seqlens_q",
     "cu_seqlens_kv", "page_table",
 )  # fmt: skip
-#: Parts of the seed, to separate the random numbers of lengths, tangents, trees and means from those of the arrays.
+#: Parts of the seed, which keep the random numbers of lengths, tangents, trees and means apart from the arrays' numbers.
 _LENGTHS_STREAM, _TANGENTS_STREAM, _TREES_STREAM, _MEAN_STREAM, _STATS_STREAM, _SCALES_STREAM = 77, 78, 79, 80, 81, 82
 #: The number of pages that no table lists before the lengths.
 UNUSED = 3
@@ -44,11 +44,11 @@ class Data:
         arrays: q, k, v, dout, dstats and the tangents ``tq``, ``tk`` and ``tv`` in logical shape and the array options, by
             name; NaN where nothing may be read.
         tensors: the arrays that the score and mask functions capture, by name.
-        lengths: the lengths of queries and keys of each batch entry, at most the maximum lengths; None where all are full.
+        lengths: the lengths of queries and keys of each batch item, at most the maximum lengths; None where all are full.
         starts: ``cu_seqlens_q`` and ``cu_seqlens_kv``; None where the sequences are not packed.
         dense: k and v in the shape of dense arrays, if the arrays of the call are pages.
         attends: the pairs of the block mask, bool, broadcasts to ``(Skv, Sq, Hq, B)``; None without one.
-        parents: the parents of the tokens of the trees, ``(Sq, B)``; None without one.
+        parents: the parents of the trees' tokens, ``(Sq, B)``; None without a tree.
         mean: the mean of v in FP8, float32 ``(Dv, Hkv, 1, B)``, which is not in the arrays; None without one.
         keep: the weights that dropout keeps, ``(Skv, Sq, Hq, B)``; set later if the engine generates them.
     """
@@ -122,13 +122,13 @@ def _lengths(rng: np.random.Generator, kind: str, maximum: int, batch: int, exce
 
 
 def forked_lengths(lengths: Any) -> Any:
-    """The number of first keys that each sequence shares with sequence 0 if a cache begins with copies of that sequence."""
+    """Return how many first keys each sequence shares with sequence 0 if a cache begins with copies of sequence 0."""
     shared = np.minimum(lengths[0], lengths) // 2
     return np.where(np.arange(len(lengths)) == 0, 0, shared)
 
 
 def _packed_lengths(case: Case, index: int) -> tuple[Any, Any]:
-    """The lengths of packed queries and keys. In a group both sets of values have the same, because nothing follows them."""
+    """Return the lengths of packed queries and keys. In a group both sets of values share them, as nothing follows them."""
     packed, (sq, skv, b) = Packed(*case.options["packed"]), (case.sq, case.skv, case.b)
     rng = np.random.default_rng([case.seed, 0 if "parallel" in case.options else index, _LENGTHS_STREAM])
     queries = _lengths(rng, packed.kind_q, sq, b, packed.excess)
@@ -159,18 +159,18 @@ def _add_lengths(data: Data, index: int) -> None:
 
 
 def packed_total(case: Case, side: int) -> int:
-    """The length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
+    """Return the length of the packed arrays of the queries (0) or keys (1); the same for both sets of values."""
     packed = Packed(*case.options["packed"])
     lengths = [_packed_lengths(case, index)[side] for index in (0, 1)]
     total = int(packed.before + max(x.sum() for x in lengths) + packed.after)
     sums = [packed.before + (packed.before + np.cumsum(x)).sum() for x in lengths]
-    while packed.before and total in sums:  # offsets that add up to the total are refused, because they may be lengths
+    while packed.before and total in sums:  # offsets that add up to the total raise an error, because they may be lengths
         total += 1
     return total
 
 
 def shape_of(case: Case, name: str) -> tuple[int, ...]:
-    """The shape of q, k, v, out, stats or a gradient of one of them, also of an input of the backward pass."""
+    """Return the shape of q, k, v, out, stats or a gradient of one of them, also of an input of the backward pass."""
     return pool_shape(case, name) if case.paged and name in ("k", "v") else dense_shape(case, name)
 
 
@@ -198,7 +198,7 @@ def _position_array(data: Data, rng: np.random.Generator, name: str) -> Any:
 
 
 def _in_sequences(data: Data, side: int, count: int) -> Any:
-    """Whether each of ``count`` positions of the queries (0) or keys (1) is in a sequence: ``(count, B)`` or ``(count,)``."""
+    """Return which of ``count`` positions of the queries (0) or keys (1) are in a sequence: ``(count, B)`` or ``(count,)``."""
     lengths, starts, positions = data.lengths[side], data.starts[side], np.arange(count)[:, None]
     if starts is not None:
         return ((positions >= starts[:-1]) & (positions < starts[:-1] + lengths)).any(axis=1)
@@ -206,7 +206,7 @@ def _in_sequences(data: Data, side: int, count: int) -> Any:
 
 
 def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
-    """The gradient of the log-sum-exp: random inside the sequences, NaN in the padding."""
+    """Return the gradient of the log-sum-exp: random inside the sequences, NaN in the padding."""
     case = data.case
     array = rng.standard_normal(dense_shape(case, "dstats"), np.float32)
     packed = array.ndim == 2
@@ -216,14 +216,14 @@ def _stats_gradient(data: Data, rng: np.random.Generator) -> Any:
 
 
 def _head_scales(case: Case, rng: np.random.Generator) -> Any:
-    """The option ``head_scales``."""
+    """Return the option ``head_scales``."""
     scales = rng.uniform(-0.1, 0.5, case.hq)
     scales[: int(case.options["head_scales"] == "zero")] = 0
     return scales.astype(np.float32)
 
 
 def _attends(case: Case) -> Any:
-    """The pairs of the option ``block_mask``."""
+    """Return the pairs of the option ``block_mask``."""
     kind, axes = case.options["block_mask"]
     seed, sq, skv, shape = case.seed, case.sq, case.skv, score_shape(case, axes)
     rng = np.random.default_rng([seed, len(kind)])
@@ -247,14 +247,14 @@ def _attends(case: Case) -> Any:
 
 
 def _parents(case: Case, rng: np.random.Generator) -> Any:
-    """The parents of random trees of the newest tokens, ``(Sq, B)``, or ``(Sq, 1)`` for all sequences."""
+    """Return the parents of random trees of the newest tokens, ``(Sq, B)``, or ``(Sq, 1)`` for all sequences."""
     sizes, tokens = (case.sq, 1 if case.options["tree"] == "one" else case.b), np.arange(case.sq)[:, None]
     random = rng.integers(-1, np.maximum(tokens, 0), sizes)
     return np.asfortranarray(np.where(rng.random(sizes) < 0.5, tokens - 1, random).astype(np.int32))
 
 
 def tree_pairs(parents: Any) -> Any:
-    """Whether each token of the trees ``(Sq, B)`` is visible to each other one, bool ``(Sq, Sq, B)``, keys before queries."""
+    """Return which tokens of the trees ``(Sq, B)`` see each other, bool ``(Sq, Sq, B)``, keys before queries."""
     tokens, batch = parents.shape
     pairs = np.zeros((tokens, tokens, batch), bool)
     for query, b in np.ndindex(tokens, batch):
@@ -266,14 +266,14 @@ def tree_pairs(parents: Any) -> Any:
 
 
 def pool_shape(case: Case, name: str) -> tuple[int, ...]:
-    """The shape of the pages of k or v."""
+    """Return the shape of the pages of k or v."""
     assert case.paged
     pages = case.skv // case.paged.page * case.b + UNUSED
     return (case.dv if name == "v" else case.d, case.hkv, case.paged.page, pages)
 
 
 def build_pages(case: Case, index: int, dense: dict[str, Any], lengths: Any) -> dict[str, Any]:
-    """The arrays ``k``, ``v`` and ``page_table``: the dense keys and values of every sequence, distributed over pages.
+    """Return the arrays ``k``, ``v`` and ``page_table``: the dense keys and values of every sequence, distributed over pages.
 
     Pages that no sequence uses are NaN. Rows of a last page after the length are finite, up to 1e4. In the dense arrays the
     keys of shared pages are changed. The pages depend on the index of the set of values.
@@ -320,7 +320,7 @@ def _share(case: Case, pages: Any, dense: dict[str, Any], lengths: Any) -> None:
 
 
 def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any]:
-    """The arrays that a score or mask function captures, by name."""
+    """Return the arrays that a score or mask function captures, by name."""
     name, dtype = case.options[option]
     function, tensors = function_of(option, name), {}
     for tensor, axes in function.tensors.items():
@@ -335,7 +335,7 @@ def _tensors(case: Case, rng: np.random.Generator, option: str) -> dict[str, Any
 
 
 def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], index: int) -> dict[str, Any]:
-    """The options of the forward call with arrays as in :class:`Data`; the seed of dropout depends on the set of values."""
+    """Return the forward call's options, with arrays as in :class:`Data`; the dropout seed depends on the set of values."""
     options = {name: case.options[name] for name in LITERAL_OPTIONS if name in case.options}
     options |= {name: arrays[name] for name in ARRAY_OPTIONS if name in arrays}
     if "packed" in case.options:
@@ -351,7 +351,7 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
 
 
 def dropout_options(case: Case, arrays: dict[str, Any], index: int) -> dict[str, Any]:
-    """The dropout options of the call."""
+    """Return the dropout options of the call."""
     dropout = case.dropout
     if dropout is None:
         return {}

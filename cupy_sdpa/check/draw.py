@@ -184,7 +184,7 @@ def _draw_case(sampler: Sampler, names: set[str], number: int) -> Case:
 
 
 def _option_names(sampler: Sampler, seed: int, number: int) -> set[str]:
-    """The options of a case: those of its feature, see :data:`~.combine.SHARES`."""
+    """Return a case's options, which follow from its feature, see :data:`~.combine.SHARES`."""
     feature, earlier = schedule(seed, number)
     if feature == "few":
         names = {name for name in OPTIONS if sampler.chance(0.04)}

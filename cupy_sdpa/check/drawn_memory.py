@@ -33,12 +33,12 @@ def parse_layout(layout: str) -> tuple[str, dict[str, str]]:
 
 
 def named_layout(case: Case) -> dict[str, Any]:
-    """The option ``layout`` of a case whose arrays need it: on the CPU it confirms strides that a GPU cannot read.
+    """Return the option ``layout`` of a case whose arrays need it: on the CPU it confirms strides that a GPU cannot read.
 
     >>> named_layout(Case(layouts={"k": "hdsb"}))
     {'layout': 'dhsb'}
     """
-    one = 1 in (case.d, case.dv)  # a head dim of 1 has no stride: the order of the other axes may be that of another layout
+    one = 1 in (case.d, case.dv)  # a head dim of 1 has no stride: the other axes may be in the order of another layout
     needed = any(
         layout != "qkv" and (layout[0] != "d" or "-" in layout or (one and not layout.startswith("dhs")))
         for layout in case.layouts.values()
@@ -47,7 +47,7 @@ def named_layout(case: Case) -> dict[str, Any]:
 
 
 def bits_of(array: Any) -> Any:
-    """A view as unsigned integers; all bits set is NaN in every floating-point dtype."""
+    """Return a view as unsigned integers; all bits set is NaN in every floating-point dtype."""
     return array.view(f"u{array.dtype.itemsize}")
 
 
@@ -111,12 +111,12 @@ class Memory:
             bits_of(self.views[name])[...] = self.xp.asarray(bits_of(value))
 
     def host_bits(self, name: str) -> Any:
-        """A copy on the host of an array and the memory around it, as unsigned integers."""
+        """Return a copy on the host of an array and the memory around it, as unsigned integers."""
         parent = bits_of(self.parents[name])
         return parent.copy() if isinstance(parent, np.ndarray) else parent.get()
 
     def surroundings_changed(self, name: str) -> bool:
-        """Whether any element of the memory around an array is no longer NaN."""
+        """True if any element of the memory around an array is no longer NaN."""
         bits = bits_of(self.views[name])
         saved = bits.copy()
         fill_nan(self.views[name])
@@ -126,7 +126,7 @@ class Memory:
 
 
 def memory_of(case: Case, xp: Any, names: Iterable[str]) -> Memory:
-    """Allocate arrays of a case in its layouts, full of NaN; ``names`` are those of q, k, v, dout and the results."""
+    """Allocate arrays of a case in its layouts, full of NaN; ``names`` names q, k, v, dout and the results."""
     memory, dtype = Memory(xp), dtype_of(case.dtype)
     if case.paged:
         memory.allocate_table("page_table", (case.skv // case.paged.page, case.b))

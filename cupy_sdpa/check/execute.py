@@ -27,7 +27,7 @@ SEQUENCE = {"gpu": (0, 1, 0, 1, 0, 1), "cpu": (0, 1), "cupy": (0, 1)}
 SEQUENCE_OF_BITS = SEQUENCE | {"cpu": (0, 1, 0), "cupy": (0, 1, 0)}
 #: The results that do not depend on the derivative of the score function.
 WITHOUT_SCORE_DERIVATIVE = ("out", "stats", "max", "sum_exp", "weights", "dv")
-#: The options of cases whose sequences are also computed alone, those of them with an element for each sequence, and the
+#: The options of cases whose sequences are also computed alone; which of them have an element for each sequence; and the
 #: results that are compared.
 WITH_BITS_ALONE = {
     "scale", "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "alibi_slopes", "softcap", "sinks", "stats",
@@ -51,7 +51,7 @@ class Expected:
             self.floors, self.exact = rounding_floors(inputs, self.truth), exact_elements(inputs, self.truth)
 
     def errors(self, results: dict[str, Any]) -> dict[str, str]:
-        """The error messages of wrong results, by name."""
+        """Return the error messages of wrong results, by name."""
         case, errors = self.case, {}
         for name, actual in results.items():
             if self.truth.nondifferentiable and name not in WITHOUT_SCORE_DERIVATIVE:
@@ -76,8 +76,7 @@ Finding = tuple[str, str]
 class Comparison:
     """Compares the results of the calls of one case.
 
-    ``reproducible`` is the option that requires the same bits in all calls with equal inputs, those of ``first_results``; empty
-    if there is none.
+    ``reproducible`` is the option that requires the bits of ``first_results`` in all calls with equal inputs; may be empty.
     """
 
     def __init__(self, runner: CaseRunner) -> None:
@@ -124,7 +123,7 @@ class Comparison:
             first = self.first_results.setdefault(0 if same_values else index, {name: x.copy() for name, x in arrays.items()})
             for name, x in arrays.items():
                 if x.tobytes() != first[name].tobytes() and name not in messages:
-                    messages[name] = f"{self.reproducible}, and the bits of {name} differ from those of an earlier call"
+                    messages[name] = f"{self.reproducible}, and the bits of {name} differ from an earlier call"
         if messages:
             yield f"{call}: {'; '.join(messages.values())}", ", ".join(messages)
 
@@ -169,7 +168,7 @@ class Comparison:
                     yield f"the bits of {name} of sequence {entry} depend on the rest of the batch", name
 
     def _expected(self, index: int) -> Expected:
-        """The expected results of a set of values; the dropout mask is read from the engine."""
+        """Return the expected results of a set of values; the dropout mask is read from the engine."""
         if index not in self.expected:
             data, dropout = self.runner.data[index], self.case.dropout
             if dropout and dropout.source != "mask":
@@ -200,7 +199,7 @@ def execute(case: Case) -> Outcome:
 
 
 def _documented_reasons(runner: CaseRunner) -> list[str]:
-    """The reasons from ``explain`` why the case is not supported; empty if it is supported."""
+    """Return the reasons from ``explain`` why the case is not supported; empty if it is supported."""
     try:
         memory = runner.allocate()
         runner.load(memory, 0)
@@ -210,7 +209,7 @@ def _documented_reasons(runner: CaseRunner) -> list[str]:
 
 
 def _describe(error: Exception) -> tuple[str, str]:
-    """The message of an exception on one line, and its type and line."""
+    """Return the message of an exception on one line, and its type and line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     cause = f"{type(error).__name__} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return f"{cause}: {' '.join(str(error).split())[:400]}", cause

@@ -26,7 +26,7 @@ FP8_SCALE = 64.0
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a name.
+    """Return the dtype of a name.
 
     >>> dtype_of("bfloat16").itemsize
     2

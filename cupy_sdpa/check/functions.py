@@ -1,7 +1,7 @@
 """The score and mask functions that the self-test draws: plain Python functions that also accept numpy arrays.
 
 The package traces them. The reference calls them with numpy arrays that broadcast to ``(B, Hq, Sq, Skv)``. Each captured array
-is read with one index expression, so its gradient is a sum of the gradient of the scores times an elementwise derivative.
+is read with one index expression, so its gradient is the sum of dS times an elementwise derivative.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ MASKS: dict[str, Function] = {
 
 
 def function_of(option: str, name: str) -> Function:
-    """A function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its program (:func:`of_program`)."""
+    """Return a function by its option, ``score_mod`` or ``mask_mod``, and its name; or by its program (:func:`of_program`)."""
     if name.startswith("{"):
         return of_program(option, name)
     return SCORES[name] if option == "score_mod" else MASKS[name]
 
 
 def tensor_shape(axes: str, b: int, h: int, q: int, k: int) -> tuple[int, ...]:
-    """The shape of a captured array with the given axes.
+    """Return the shape of a captured array with the given axes.
 
     >>> tensor_shape("hk2", 1, 4, 5, 6)
     (4, 6, 2)
@@ -137,7 +137,7 @@ _KEEP_SIGN = frozenset({"add", "mul", "div", "min", "max", "abs"})
 
 @functools.lru_cache(maxsize=64)
 def of_program(option: str, text: str) -> Function:
-    """The function that a program computes, for ``score_mod`` or ``mask_mod``. Scalars have arbitrary values.
+    """Return the function that a program computes, for ``score_mod`` or ``mask_mod``. Scalars have arbitrary values.
 
     The program is a JSON object: ``steps`` as in a file of problems, the last one is the result; and ``arrays``, the axes of
     each captured array, as in :attr:`Function.tensors`.
@@ -197,7 +197,7 @@ class _Step(NamedTuple):
 
 
 def _is_positive(steps: Sequence[_Step], index: int) -> bool:
-    """Whether a step is known to be 0 or more."""
+    """True if a step is known to be 0 or more."""
     step = steps[index]
     if step.mode in ("index", "number") or (step.mode == "constant" and float(step.value) >= 0):
         return True
@@ -205,7 +205,7 @@ def _is_positive(steps: Sequence[_Step], index: int) -> bool:
 
 
 def _truncated(x: Any, b: Any, *, positive: bool) -> Any:
-    """The quotient of integers, rounded to 0."""
+    """Return the quotient of integers, rounded to 0."""
     if positive:
         return x // b
     quotient = abs(x) // abs(b)

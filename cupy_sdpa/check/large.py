@@ -1,7 +1,7 @@
 """Problems beyond 2^31 elements, and near the largest grids, on a GPU: samples of their results are compared with float64.
 
-``python -m cupy_sdpa check --large`` runs the cases, and so does the tier ``large`` of the tests. The
-samples are the first and the last batch entries or positions, and those beside element 2^31.
+``python -m cupy_sdpa check --large`` runs the cases, and so does the tier ``large`` of the tests. The samples are the first and
+the last batch items or positions, and the ones around element 2^31.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class LargeCase(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a case; the defaults are those of a GPU.
+    """The sizes of a case; the defaults are for a GPU.
 
     Attributes:
         elements: the number of elements that arrays exceed.
         seq: the length of sequences.
-        grid: the number of heads or batch entries of the cases of large grids.
+        grid: the number of heads or batch items of the cases of large grids.
     """
 
     elements: int = ELEMENTS
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     grid: int = GRID
 
     def batch(self, d: int, heads: int) -> int:
-        """The number of batch entries whose arrays exceed the elements, by six entries."""
+        """Return the number of batch items whose arrays exceed the elements, by six entries."""
         return self.elements // (d * heads * self.seq) + 6
 
 
@@ -88,7 +88,7 @@ def run(case: LargeCase, sizes: Sizes | None = None) -> list[str]:
 
 
 def free_gib() -> float:
-    """The free memory of the current GPU in GiB."""
+    """Return the free memory of the current GPU in GiB."""
     free, _ = cupy_runtime.cupy().cuda.runtime.memGetInfo()
     return float(free) / 2**30
 
@@ -118,7 +118,7 @@ def _qkv(d: int, hq: int, hkv: int, sq: int, skv: int, b: int) -> tuple[Any, Any
 
 
 def _entries(count: int, *others: int) -> list[int]:
-    """The first and the last index, those beside the middle, and others that exist."""
+    """Return the first and the last index, the indices around the middle, and others that exist."""
     return sorted({n for n in (0, count // 2, count - 2, count - 1, *others) if 0 <= n < count})
 
 
@@ -127,7 +127,7 @@ def _host(x: Any) -> Any:
 
 
 def _error(name: str, where: object, actual: Any, truth: Any, tolerance: float = TOLERANCE) -> Iterator[str]:
-    """The message of a sample that is wrong; NaN is wrong."""
+    """Yield the message of a sample that is wrong; NaN is wrong."""
     actual = _host(actual)
     finite = np.isfinite(truth)
     largest = max(float(np.abs(truth[finite]).max(initial=0)), 1e-3)
@@ -142,7 +142,7 @@ def _both_passes(
 ) -> Iterator[str]:
     """Run both passes of q, k, v and dout, into results full of NaN, and compare samples of all results.
 
-    ``truth_options`` are the options of the reference. Default: those of the call.
+    ``truth_options`` are the options of the reference. Default: the call's options.
     """
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     out, stats = _nan(*q.shape), _nan(q.shape[2], q.shape[1], q.shape[3], dtype=np.float32)
@@ -168,7 +168,7 @@ def _both_passes(
 
 
 def _of_entry(options: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """The options of the reference for one batch entry."""
+    """Return the options of the reference for one batch item."""
     return {name: _host(x[b : b + 1]).astype(int) if name.startswith("seq_lens") else x for name, x in options.items()}
 
 
@@ -270,7 +270,7 @@ def _dropout(sizes: Sizes) -> Iterator[str]:
             yield from _error(name, f"entry {entry}", x[:, : 4 if name == "dq" else 1, :, only], truth)
 
 
-@_case("gradients that are sums over the batch, and functions of the batch entry", 36)
+@_case("gradients that are sums over the batch, and functions of the batch item", 36)
 def _sums(sizes: Sizes) -> Iterator[str]:
     cupy = cupy_runtime.cupy()
     b, s = sizes.batch(128, 16), sizes.seq
@@ -450,7 +450,7 @@ def _rows(sizes: Sizes) -> Iterator[str]:
 
 
 def _grids(heads: int, batch: int) -> Iterator[str]:
-    """Both passes and the kernels of this package with many heads, or many batch entries."""
+    """Both passes and the kernels of this package with many heads, or many batch items."""
     cupy = cupy_runtime.cupy()
     arrays = _with_dout(*_qkv(16, heads, heads, 3, 5, batch))
     picked, chosen = _entries(batch), [h for h in _entries(heads) if h in (0, heads - 1)]
@@ -486,12 +486,12 @@ def _heads(sizes: Sizes) -> Iterator[str]:
     yield from _grids(sizes.grid, 1)
 
 
-@_case("many batch entries", 2)
+@_case("many batch items", 2)
 def _batch(sizes: Sizes) -> Iterator[str]:
     yield from _grids(1, sizes.grid)
 
 
-@_case("many heads and batch entries", 2)
+@_case("many heads and batch items", 2)
 def _heads_and_batch(sizes: Sizes) -> Iterator[str]:
     side = math.isqrt(sizes.grid) + 40
     yield from _grids(side, side)

@@ -1,7 +1,7 @@
 r"""The expected results of a case: what the public reference lacks, and the intermediate values for the tolerances.
 
-The masks and the softmax are those of :mod:`cupy_sdpa.reference`. Besides, the self-test needs score functions, derivatives,
-the roundings of a kernel, and all heads at once. It uses no other code of the package.
+The masks and the softmax come from :mod:`cupy_sdpa.reference`. The self-test also needs score functions, derivatives, the
+roundings of a kernel, and all heads at once. It uses no other code of the package.
 
 All matrices are ``(B, Hkv, G, Sq, Skv)``, G query heads per key head.
 In float64 the result is the truth. With the roundings of a fused kernel (P, dS and the results to the dtype of the arrays, the
@@ -73,13 +73,13 @@ class Inputs:
         self.keep: Any = 1.0 if data.keep is None else self.expand_scores(data.keep) / (1 - p)
 
     def tangent(self, name: str) -> Array:
-        """The tangent of q, k or v in the shape of the array; 0 if it is not given."""
+        """Return the tangent of q, k or v in the shape of the array; 0 if it is not given."""
         if name not in self.case.options["jvp"]:
             return np.zeros_like(getattr(self, name))
         return self._padded(f"t{name}")
 
     def _padded(self, name: str) -> Array:
-        """An array as ``(B, Hkv, G, S, D)`` in float64, 0 beyond the lengths; keys and values have G = 1."""
+        """Return an array as ``(B, Hkv, G, S, D)`` in float64, 0 beyond the lengths; keys and values have G = 1."""
         array, side = self.data.dense.get(name, self.data.arrays[name]), int(name[-1] in "kv")
         if name == "dstats":  # as one channel
             array = array[None] if array.ndim == 2 else array.transpose(1, 0, 2)[None]
@@ -111,7 +111,7 @@ class Inputs:
         return array.reshape(1, self.case.hkv, self.group, 1, 1)
 
     def diagonal(self) -> Array:
-        """The key index on the diagonal for each batch entry and query, ``(B, 1, 1, Sq, 1)``."""
+        """Return the key index on the diagonal for each batch item and query, ``(B, 1, 1, Sq, 1)``."""
         i, (lengths_q, lengths_kv) = np.arange(self.case.sq)[:, None], self.lengths
         found = [diagonal(i, n, m, **self._band) for n, m in zip(lengths_q, lengths_kv, strict=True)]
         return np.array(found).reshape(self.case.b, 1, 1, self.case.sq, 1)
@@ -122,7 +122,7 @@ class Inputs:
         return {name: self.case.options[name] for name in ("causal", "window") if name in self.case.options}
 
     def visible(self) -> Array:
-        """Whether each query attends to each key, according to the lengths and the mask options."""
+        """Return whether each query attends to each key, according to the lengths and the mask options."""
         case, options = self.case, self.case.options
         i, (lengths_q, lengths_kv) = np.arange(case.sq)[:, None], self.lengths
         band = {**self._band, "seq_lens_q": lengths_q, "seq_lens_kv": lengths_kv}
@@ -140,7 +140,7 @@ class Inputs:
         return found
 
     def tree(self) -> Array:
-        """Whether each key is before the tree of the newest tokens, or visible within it, ``(B, 1, 1, Sq, Skv)``."""
+        """Return whether each key is before the tree of the newest tokens, or visible within it, ``(B, 1, 1, Sq, Skv)``."""
         case, pairs = self.case, tree_pairs(self.data.parents)
         found = np.zeros((case.b, 1, 1, case.sq, case.skv), bool)
         for b, (count, length) in enumerate(zip(*self.lengths, strict=True)):
@@ -162,7 +162,7 @@ class Inputs:
         return np.broadcast_to(np.asarray(result), self.merged_shape).reshape(self.shape)
 
     def to_call_shape(self, array: Array, side: int, fill_value: float = 0.0) -> Array:
-        """A result ``(B, H, S, ...)`` of the queries (side 0) or keys (1) in the call's shape, with a value in the padding."""
+        """Return a result ``(B, H, S, ...)`` of queries (0) or keys (1) in the call's shape, with a value in the padding."""
         lengths = self.lengths[side]
         inside = (np.arange(array.shape[2]) < lengths[:, None])[:, None, :]
         array = np.where(inside.reshape(*inside.shape, *(1,) * (array.ndim - 3)), array, fill_value)
@@ -214,7 +214,7 @@ class Results:
         softcap_input: the scores before the softcap.
         scores: the scores after the mask, -inf where masked.
         sink: the score of the sink, ``(B, Hkv, G, Sq, 1)``.
-        p, sink_weight: the weights, softmax of the scores, and that of the sink.
+        p, sink_weight: the weights (the softmax of the scores), and the weight of the sink.
         attended: which weights are not masked.
         stats: the log-sum-exp, ``(B, Hkv, G, Sq)``.
         ds: the gradient of the scores before the softmax.
@@ -252,7 +252,7 @@ class Results:
             return array if self.dtype is None else array.astype(self.dtype).astype(self.work)
 
     def _round_stats(self, array: Array) -> Array:
-        """Round to the dtype of row statistics, that of the work."""
+        """Round to the dtype of row statistics, which is the dtype to compute in."""
         return array if self.dtype is None else array.astype(self.work)
 
     def _add_outputs(self) -> None:
@@ -289,7 +289,7 @@ class Results:
             self.values["entropy"] = inputs.to_call_shape(inputs.merge_heads(self._entropy()), 0)
 
     def _entropy(self) -> Array:
-        """The entropy of each row of weights, in which a sink is a key; with roundings from the mean key."""
+        """Return the entropy of each row of weights, in which a sink is a key; with roundings from the mean key."""
         if self.dtype is None:
             terms = [p * np.log(np.where(p > 0, p, 1)) for p in (self.p, self.sink_weight)]
             return -np.asarray(terms[0].sum(axis=-1) + terms[1][..., 0])
@@ -299,7 +299,7 @@ class Results:
         return self._round_stats(np.where(found < 0, 0, found))
 
     def _sink(self) -> Array:
-        """The scores of the sinks; -inf where there is no sink."""
+        """Return the scores of the sinks; -inf where there is no sink."""
         inputs = self.inputs
         sink = np.full((*inputs.shape[:-1], 1), -np.inf, self.work)
         if "sinks" not in inputs.case.options:
@@ -361,7 +361,7 @@ class Results:
         self.values["dstats"] = inputs.to_call_shape(inputs.merge_heads(self.mean[..., 0]), 0)
 
     def _add_gradients(self) -> None:
-        """Add the gradients; the derivatives of the score function are those of the truth."""
+        """Add the gradients, with the true derivatives of the score function."""
         inputs, options, work, values = self.inputs, self.inputs.case.options, self.work, self.values
         dout = inputs.dout.astype(work)
         stats = self.stats[..., None]
@@ -393,5 +393,5 @@ class Results:
 
 
 def score_tensors(inputs: Inputs) -> dict[str, str]:
-    """The axes of the arrays that the score function captures, by name."""
+    """Return the axes of the arrays that the score function captures, by name."""
     return dict(function_of("score_mod", inputs.case.options["score_mod"][0]).tensors)

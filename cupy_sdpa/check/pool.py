@@ -35,7 +35,7 @@ class Pool(_workers.Pool):
         super().__init__(jobs, lambda: _workers.Worker(command, environment, capture=True), CASES_PER_PROCESS)
 
     def run(self, case: Case, limit: float = TIME_LIMIT) -> Outcome:
-        """The outcome of a case in the next idle worker: a crash if the process ended, a hang if it did not answer in time.
+        """Run a case in the next idle worker, and return the outcome: a crash if it ended, a hang if it did not answer in time.
 
         Raises:
             RuntimeError: the pool has been killed.

@@ -1,6 +1,6 @@
 """Other ways to compute the attention of a case: FP8 arrays, a group of threads, a shared prefix, merged parts, and a cache.
 
-Their results are those of one call, so they have the same reference.
+Their results equal one call's results, so they have the same reference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .formats import FORMATS, FP8_SCALE
 
 #: Seconds after which a member of a group gives up.
 _TIMEOUT = 60.0
-#: The factors of the queries of a member before each of its calls. On the GPU the third call is captured as a CUDA graph.
+#: The factors that multiply a member's queries before each of its calls. On the GPU the third call is captured as a CUDA graph.
 _FACTORS = {"cpu": (1,), "gpu": (-1, -1, -1, -1)}
 #: Parts of the seed.
 _PARTS_STREAM, _CACHE_STREAM = 79, 80
 
 
 def _scalings(case: Case, views: dict[str, Any]) -> dict[str, Any]:
-    """The scalings of q, k and v, which begin with the scale at which the values are exact, and the lengths of the arrays."""
+    """Return the scalings of q, k and v, which begin at a scale with exact values, and the lengths of the arrays."""
     dtype = case.options["fp8"]
     amax = FORMATS[dtype].largest / FP8_SCALE
     lengths = {"q": views.get("seq_lens_q")} | dict.fromkeys("kv", None if case.paged else views.get("seq_lens_kv"))
@@ -51,7 +51,7 @@ def arrays_in_fp8(data: Data, views: dict[str, Any], xp: Any) -> list[Any]:
 
 
 def wrong_scale(data: Data, views: dict[str, Any]) -> str:
-    """What is wrong with the scale of a second conversion, that of the first array's largest magnitude, or with a mean."""
+    """Return what is wrong with a second conversion's scale, which the first array's magnitudes set, or with a mean."""
     case = data.case
     if case.dv and case.hkv and case.skv and "mean" in case.options and (wrong := _wrong_mean(data, views)):
         return wrong
@@ -68,7 +68,7 @@ def wrong_scale(data: Data, views: dict[str, Any]) -> str:
 
 
 def _wrong_mean(data: Data, views: dict[str, Any]) -> str:
-    """What is wrong with the mean that a conversion of v subtracts."""
+    """Return what is wrong with the mean that a conversion of v subtracts."""
     lengths = {"lengths": views.get("seq_lens_kv"), **named_layout(data.case)}
     found = on_host(fp8.quantize(views["v"], data.case.options["fp8"], center=True, **lengths).mean)[:, :, 0]
     v, counts = data.arrays["v"].astype(np.float64), data.lengths[1]
@@ -80,14 +80,14 @@ def _wrong_mean(data: Data, views: dict[str, Any]) -> str:
 
 
 def forward_function(case: Case) -> Callable[..., Any]:
-    """The function that computes the forward pass of a case."""
+    """Return the function that computes the forward pass of a case."""
     if "shared_prefix" in case.options:
         return lambda q, k, v, **options: cupy_sdpa.shared_prefix_attention(q, k, v, case.shared_keys, **options)
     return functools.partial(_merged, case) if "merge" in case.options else cupy_sdpa.attention
 
 
 def with_tree(case: Case, data: Data, k: Any, options: dict[str, Any], xp: Any) -> dict[str, Any]:
-    """The options of a call with those of :func:`cupy_sdpa.tree_mask`, if the case has a tree."""
+    """Return the options of a call, with the mask of :func:`cupy_sdpa.tree_mask` if the case has a tree."""
     if data.parents is None:
         return options
     parents: Any = data.parents
@@ -123,7 +123,7 @@ def _merged(case: Case, q: Any, k: Any, v: Any, *, return_stats: bool = False, s
 def in_group(
     case: Case, views: dict[str, Any], options: dict[str, Any], backward: dict[str, Any], *, vjp: bool
 ) -> dict[str, Any]:
-    """The results of a group of threads, each of which has a part of every sequence, as numpy arrays.
+    """Return the results of a group of threads, each of which has a part of every sequence, as numpy arrays.
 
     On the GPU a member repeats its calls, with the queries negated in between. ``backward`` are further options of gradients,
     which ``attention_vjp`` or ``attention_backward`` computes.
@@ -177,12 +177,12 @@ def in_group(
 
 
 def on_host(x: Any) -> Any:
-    """An array of numpy or CuPy as an array of numpy."""
+    """Return an array of numpy or CuPy as an array of numpy."""
     return x if isinstance(x, np.ndarray) else x.get()
 
 
 def rotation(case: Case) -> Any:
-    """The rotation of queries and keys by quarter turns; None if the case has none."""
+    """Return the rotation of queries and keys by quarter turns; None if the case has no rotation."""
     assert case.cache
     *_, form, dim = case.cache
     frequencies = np.pi / 2 * _quarter_turns(dim)
@@ -190,12 +190,12 @@ def rotation(case: Case) -> Any:
 
 
 def _quarter_turns(dim: int) -> Any:
-    """The quarter turns per position of each pair of channels."""
+    """Return the quarter turns per position of each pair of channels."""
     return 1 + np.arange(dim // 2) % 3
 
 
 def turned_back(x: Any, rope: Any, positions: Any) -> Any:
-    """The array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places.
+    """Return the array ``(D, H, S, B)`` whose rotation at the positions ``(S, B)`` is x: the same numbers at other places.
 
     float64 resolves that a frequency is a rounded multiple of pi / 2, so there the rest of the angle is also turned back.
     """
@@ -216,7 +216,7 @@ def turned_back(x: Any, rope: Any, positions: Any) -> Any:
 
 
 def _positions(case: Case, data: Data) -> tuple[Any, Any]:
-    """The positions of the queries ``(Sq, B)`` and of the keys ``(Skv, B)``: their places, or those in a tree."""
+    """Return the positions of the queries ``(Sq, B)`` and of the keys ``(Skv, B)``: their places, or those in a tree."""
     assert case.cache
     queries, keys = data.lengths
     first = keys.astype(np.int64) - (case.sq if queries is None else queries)
@@ -230,12 +230,12 @@ def _positions(case: Case, data: Data) -> tuple[Any, Any]:
 
 
 def _lists_positions(case: Case, data: Data) -> bool:
-    """Whether positions are passed token by token."""
+    """True if positions are passed token by token."""
     return case.cache is not None and (data.parents is not None or case.cache.steps % 2 == 0)
 
 
 def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
-    """The queries of a case, rotated by :func:`cupy_sdpa.apply_rope` from others."""
+    """Return the queries of a case, rotated by :func:`cupy_sdpa.apply_rope` from others."""
     rope = rotation(case)
     if not rope:
         return q
@@ -249,7 +249,7 @@ def rotated_queries(case: Case, data: Data, q: Any, cache: Any, xp: Any) -> Any:
 
 
 def filled_cache(case: Case, data: Data, xp: Any) -> Any:
-    """A cache of two layers with the keys and values of a case in layer 1, and other numbers in layer 0."""
+    """Return a cache of two layers with the keys and values of a case in layer 1, and other numbers in layer 0."""
     assert case.cache
     page, _, steps, event, packed, *_ = case.cache
     rope = rotation(case)

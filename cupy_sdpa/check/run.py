@@ -49,7 +49,7 @@ class Finding:
         return f'python -c "from cupy_sdpa.check import Case, reproduce; reproduce({self.case!r})"'
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding as JSON values."""
+        """Return the finding as JSON values."""
         return {
             "kind": self.outcome.kind, "message": self.outcome.message, "case": repr(self.case),
             "sentence": self.case.describe(),
@@ -58,7 +58,7 @@ class Finding:
         }  # fmt: skip
 
     def text(self) -> str:
-        """The finding as text: kind and case, error message, and the command that reproduces it."""
+        """Return the finding as text: kind and case, error message, and the command that reproduces it."""
         times = f" ({len(self.duplicates) + 1} times)" if self.duplicates else ""
         head = f"{self.outcome.kind}{times}: {self.case.describe()}"
         parts = [head, self.outcome.message]
@@ -105,15 +105,15 @@ class Summary:
             self.findings.append(Finding(case, outcome, case))
 
     def count(self, kind: str) -> int:
-        """The number of outcomes of a kind."""
+        """Return the number of outcomes of a kind."""
         return sum(number for (_, other), number in self.kinds.items() if other == kind)
 
     def share(self, name: str) -> float:
-        """The percentage of cases with an option."""
+        """Return the percentage of cases with an option."""
         return 100 * sum(self.options[name, column] for column in COLUMNS) / max(self.problems, 1)
 
     def table(self) -> list[str]:
-        """The lines of a table of options: the share of the cases, and the number that were run, refused and wrong."""
+        """Return the lines of a table of options: the share of the cases, and the number that were run, refused and wrong."""
         names = ["forward only", "gradients", "no option", *OPTIONS, "layouts"]
         half = -(-len(names) // 2)
         widths = (6, 7, 6)
@@ -128,7 +128,7 @@ class Summary:
         return [f"{left}   {right}".rstrip() for left, right in pairs]
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts as JSON values."""
+        """Return the counts as JSON values."""
 
         def by_column(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
             names = sorted({name for name, _ in counts})
@@ -170,7 +170,7 @@ def run(
     before_shrinking: Callable[[Summary], None] = lambda summary: None,
     modules: tuple[str, ...] = (),
 ) -> Summary:
-    """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result is that of the finished cases.
+    """Run cases until a limit is reached. A KeyboardInterrupt ends the run; the result then covers the finished cases.
 
     ``progress`` is called after each case, with the current activity, and ``before_shrinking`` before findings are shrunk, if
     there are any; the first of a run that it ends is not. Each of ``jobs`` worker processes imports the modules first.
@@ -231,7 +231,7 @@ def _shrink_findings(findings: Sequence[Finding], pool: Pool, threads: ThreadPoo
 
 
 def _explains(simple: Finding, other: Finding) -> bool:
-    """Whether another finding probably has the same cause: the same failure, and no fewer options and no smaller sizes."""
+    """True if another finding probably has the same cause: the same failure, and no fewer options and no smaller sizes."""
     if simple.case.engine != other.case.engine or not same_failure(simple.outcome, other.outcome):
         return False
     # The line of an exception identifies the bug, except for errors of CUDA, which are raised by any later call.

@@ -36,7 +36,7 @@ DECODE_KEYS = (1, 2, 64, 127, 128, 129, 163, 255, 256, 257, 276, 384, 1023, 1024
 
 
 def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
-    """The sizes of a case, halved until they are within limits: the batch and the heads, the head dims, then the lengths.
+    """Return the sizes of a case, halved to fit the limits: first the batch and the heads, the head dims, then the lengths.
 
     >>> within({"d": 8, "dv": 8, "hq": 4, "hkv": 2, "sq": 10, "skv": 10, "b": 3}, Limits(500, 1000))
     {'d': 8, 'dv': 8, 'hq': 4, 'hkv': 2, 'sq': 10, 'skv': 10, 'b': 1}
@@ -61,7 +61,7 @@ def within(sizes: Mapping[str, int], limits: Limits) -> dict[str, int]:
 
 
 class Sampler:
-    """Draws the parts of one case. Sq and Skv may be given, and other limits than those of the engine."""
+    """Draws the parts of one case. Sq, Skv and limits other than the engine's may be given."""
 
     def __init__(
         self, rng: np.random.Generator, engine: str, fixed_lengths: tuple[int, int] | None = None, limits: Limits | None = None
@@ -81,16 +81,16 @@ class Sampler:
         return bool(self.rng.random() < p)
 
     def integer(self, maximum: int) -> int:
-        """A random integer from 0 to the maximum, inclusive."""
+        """Return a random integer from 0 to the maximum, inclusive."""
         return int(self.rng.integers(maximum + 1))
 
     def log_uniform(self, minimum: int, maximum: int) -> int:
-        """A random integer, uniform in its logarithm."""
+        """Return a random integer, uniform in its logarithm."""
         value = np.exp(self.rng.uniform(np.log(minimum), np.log(maximum + 0.5)))
         return min(maximum, max(minimum, round(float(value))))
 
     def length(self) -> int:
-        """A sequence length: very small, near a multiple of the tile sizes of kernels, or arbitrary."""
+        """Return a sequence length: very small, near a multiple of the tile sizes of kernels, or arbitrary."""
         if self.engine == "cpu" and self.chance(0.7):
             return 3 + self.integer(37)
         return int(
@@ -123,7 +123,7 @@ class Sampler:
         return sq, sq if self.chance(0.4) else self.length()
 
     def head_dim(self) -> int:
-        """A head dim: a multiple of 8 up to 256; on the CPU engine up to 128, and also other numbers."""
+        """Return a head dim: a multiple of 8 up to 256; on the CPU engine up to 128, and also other numbers."""
         if self.engine == "cpu" and self.chance(0.5):
             return int(self.pick(1, 2, 3, 5, 12, 33))
         maximum = self.pick(64, 128, 128, 128, 256) if self.engine != "cpu" else self.pick(32, 64, 128)
@@ -148,18 +148,18 @@ class Sampler:
         self.sizes = within({"d": d, "dv": dv, "hq": hkv * group, "hkv": hkv, "sq": sq, "skv": skv, "b": b}, limits)
 
     def extended(self, names: set[str], others: list[str], count: int) -> set[str]:
-        """The names and up to ``count`` others that they can be combined with."""
+        """Return the names and up to ``count`` others that they can be combined with."""
         for _ in range(count):
             more = names | {self.pick(*others)}
             names = more if is_valid(with_required(more)) else names
         return names
 
     def axes(self) -> str:
-        """The axes of a mask or bias: keys, queries, heads, batch; each of full length or length 1."""
+        """Return the axes of a mask or bias: keys, queries, heads, batch; each of full length or length 1."""
         return "".join(letter if self.chance(0.5) else "1" for letter in "kqhb")
 
     def function(self, option: str) -> tuple[str, str]:
-        """The name of a score or mask function, and the dtype of its captured arrays."""
+        """Return the name of a score or mask function, and the dtype of its captured arrays."""
         table = SCORES if option == "score_mod" else MASKS
         names = list(table)
         if option == "score_mod" and "return_dtensors" in self.options:
@@ -177,13 +177,13 @@ class Sampler:
         return name, str(self.pick(*kinds))
 
     def window(self) -> tuple[Any, ...]:
-        """A window; with ``causal`` it has the same alignment."""
+        """Return a window; with ``causal`` it has the same alignment."""
         sides = [self.pick(None, 0, 1, self.integer(20), self.integer(300)) for _ in range(2)]
         alignment = self.options.get("causal") or self.pick("top_left", "bottom_right")
         return (*sides, alignment)
 
     def layout(self) -> str:
-        """A memory layout in the notation of :mod:`.memory`."""
+        """Return a memory layout in the notation of :mod:`.memory`."""
         axes = "hs" if "packed" in self.options else "hsb"
         any_strides = self.engine == "cpu" and "shared_prefix" not in self.names  # which takes no layout=
         in_order = not any_strides and 1 in (self.sizes["d"], self.sizes["dv"])

@@ -31,7 +31,7 @@ class NotRepeatableError(ValueError):
 
 
 def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
-    """The case of a problem on an engine, with the seed of its values.
+    """Return the case of a problem on an engine, with the seed of its values.
 
     Raises:
         NotRepeatableError: the self-test has no such problem.
@@ -42,7 +42,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
     dtype, layouts = problem.dtype, _layouts(problem)
     if problem.fp8:  # converted arrays are dense
         options["fp8"], dtype, layouts = problem.dtype, "bfloat16", {}
-    if split := settings.split:  # the rows are queries, and the chunks of a sequence are one batch entry
+    if split := settings.split:  # the rows are queries, and the chunks of a sequence are one batch item
         rows = problem.q.shape[2]
         sizes |= {"hq": sizes["hkv"], "sq": rows, "b": sizes["b"] // split.chunks}
         sizes["skv"] = split.pages * split.chunks * problem.k.shape[2]
@@ -53,7 +53,7 @@ def case_of(problem: Problem, engine: str, seed: int = 0) -> Case:
 
 
 def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
-    """The options of the case."""
+    """Yield the options of the case."""
     settings = problem.settings
     if not settings.positive_scale:
         yield "scale", _SCALE
@@ -81,7 +81,7 @@ def _options(problem: Problem) -> Iterator[tuple[str, Any]]:
 
 
 def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
-    """The options that are arrays, and their gradients."""
+    """Yield the options that are arrays, and their gradients."""
     for name, row in ROWS.items():
         if (value := row.saved(problem)) is not None:
             yield name, value
@@ -93,7 +93,7 @@ def _arrays(problem: Problem) -> Iterator[tuple[str, Any]]:
 
 
 def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
-    """The options of batch entries with different lengths."""
+    """Yield the options of batch items with different lengths."""
     if problem.paged:
         page, heads = problem.k.shape[2], problem.k.shape[1]
         _, of_heads, of_keys, _ = problem.k.strides
@@ -109,7 +109,7 @@ def _lengths(problem: Problem) -> Iterator[tuple[str, Any]]:
 
 
 def _function(problem: Problem, program: Expression, root: int) -> tuple[str, str]:
-    """A function as the text of its program, and the dtype of the arrays that it reads."""
+    """Return a function as the text of its program, and the dtype of the arrays that it reads."""
     needed = Writer(program.steps).reachable(root)
     numbers = {old: new for new, old in enumerate(needed)}
     steps = [program.steps[old]._replace(args=tuple(numbers[arg] for arg in program.steps[old].args)) for old in needed]
@@ -127,13 +127,13 @@ def _function(problem: Problem, program: Expression, root: int) -> tuple[str, st
 
 
 def _layouts(problem: Problem) -> dict[str, str]:
-    """The layouts of q, k, v and dout that are not dense."""
+    """Return the layouts of q, k, v and dout that are not dense."""
     specs = [problem.q, *([] if problem.paged else [problem.k, problem.v]), *([problem.dout] if problem.dout else [])]
     return {spec.name: layout for spec in specs if (layout := layout_of(spec)) is not None}
 
 
 def layout_of(spec: TensorSpec) -> str | None:
-    """The order of the axes in memory, fastest first, with ``+`` at every axis that is a slice; None if dense.
+    """Return the order of the axes in memory, fastest first, with ``+`` at every axis that is a slice; None if dense.
 
     >>> layout_of(TensorSpec("q", "float16", (8, 2, 5, 1), (2, 80, 16, 160), 16))
     'dshb'
@@ -153,6 +153,6 @@ def layout_of(spec: TensorSpec) -> str | None:
 
 
 def reduced(case: Case, most: int = MAX_SCORES) -> Case:
-    """The case with about ``most`` scores or fewer, for the reference; Skv stays a multiple of the page size."""
+    """Return the case with about ``most`` scores or fewer, for the reference; Skv stays a multiple of the page size."""
     sizes, page = within({name: getattr(case, name) for name in SIZES}, Limits(most)), case.paged.page if case.paged else 1
     return case.with_(**sizes | {"skv": -(-sizes["skv"] // page) * page})

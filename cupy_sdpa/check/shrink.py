@@ -10,12 +10,12 @@ from .weight_options import ROWS
 
 
 def same_failure(a: Outcome, b: Outcome) -> bool:
-    """Whether two findings are of the same kind: wrong results, a crash, a hang, or the same exception."""
+    """True if two findings are of the same kind: wrong results, a crash, a hang, or the same exception."""
     return a.kind == b.kind and (a.kind != "exception" or a.cause == b.cause)
 
 
 def shrink(case: Case, outcome: Outcome, run_case: Callable[[Case], Outcome], seconds: float = 60.0) -> tuple[Case, Outcome]:
-    """The smallest case that fails in the same way as a finding, and its outcome; after the time limit the smallest so far."""
+    """Return the smallest case (found in time) that fails in the same way as a finding, and its outcome."""
     end, tried = time.monotonic() + seconds, {repr(case)}
     progress = True
     while progress:

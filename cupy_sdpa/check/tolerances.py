@@ -32,13 +32,13 @@ _MAX_APPROXIMATE_SCORE = 60
 
 
 def rounding_floors(inputs: Inputs, truth: Results) -> dict[str, float]:
-    """The error that rounding alone may cause, by result."""
+    """Return the error that rounding alone may cause, by result."""
     with np.errstate(invalid="ignore", over="ignore"):
         return _Floors(inputs, truth).all()
 
 
 def _subnormal(dtype: np.dtype[Any]) -> float:
-    """The largest absolute rounding error of the subnormal numbers of a dtype."""
+    """Return the largest absolute rounding error of the subnormal numbers of a dtype."""
     return float(np.nextafter(dtype.type(0), dtype.type(1))) / 2
 
 
@@ -83,7 +83,7 @@ class _Floors:
         self.of_stats = work * np.where(np.isfinite(truth.stats), np.abs(truth.stats), 0)[..., None]
 
     def all(self) -> dict[str, float]:
-        """The floor of every result of the case."""
+        """Return the floor of every result of the case."""
         values, p = self.truth.values, self.p
         weights = (self.keep * (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0))) ** 2
         of_out = np.sqrt(weights @ self.inputs.v**2)
@@ -103,7 +103,7 @@ class _Floors:
             terms = (p * (2 * self.of_scores + 4 * self.of_stats + 4 * self.work)).sum(axis=-2)
             floors["weights"] = _finite_max(terms.sum(axis=2)) + 8 * self.work * _max_abs(values["weights"])
         if "weight_entropy" in self.inputs.case.options:
-            # Of each logarithm, cuDNN's and that of the merge of split keys, 2^-22 is relative (H200: 6.1 epsilons in all).
+            # Each logarithm, cuDNN's and the merge's of split keys, has a relative error of 2^-22 (H200: 6.1 epsilons in all).
             floors["entropy"] = self._entropy(2 * _finite_max(of_rows) + 8 * self.work * _max_abs(values["stats"]))
         for name in ("out", "dq", "dk", "dv", "jvp"):
             if name in floors:
@@ -115,7 +115,7 @@ class _Floors:
         return floors
 
     def _entropy(self, of_stats: float) -> float:
-        """The floor of the entropy: the errors of L, of the mean score, whose error is of the mean key, and of the sink."""
+        """Return the floor of the entropy: the errors of L, of the mean score (that is, of the mean key), and of the sink."""
         inputs, p = self.inputs, self.p
         weights = (p * (self.rounding + self.of_scores) + self.subnormal * (p > 0)) ** 2
         of_keys = weights @ inputs.k**2 + (2 * self.half * (p @ inputs.k)) ** 2 + self.subnormal**2
@@ -129,7 +129,7 @@ class _Floors:
         return of_stats + of_sink + DEVIATIONS * _finite_max(of_mean) + 4 * self.work * (1 + _finite_max(magnitude))
 
     def _gradients(self, of_out: Array) -> dict[str, float]:
-        """The floors of the gradients, from the standard deviation of the error of the output."""
+        """Return the floors of the gradients, from the standard deviation of the error of the output."""
         inputs, p, keep, ds = self.inputs, self.p, self.keep, np.abs(self.truth.ds)
         derivative = np.abs(np.asarray(self.truth.score_derivative)) + self.approximate
         out, abs_dout = np.abs((p * keep) @ inputs.v), np.abs(inputs.dout)
@@ -163,7 +163,7 @@ class _Floors:
         return floors | self._sums(of_terms, of_delta, ds)
 
     def _derivative(self) -> dict[str, float]:
-        """The floors of the derivatives in the direction of the tangents, of the output and of the log-sum-exp.
+        """Return the floors of the derivatives in the direction of the tangents, of the output and of the log-sum-exp.
 
         The means are products of rounded arrays, or rounded themselves; they are multiplied by the output.
         """
@@ -189,7 +189,7 @@ class _Floors:
         return {"jvp": found, "dstats": DEVIATIONS * _finite_max(of_mean) + (2 * self.half + 2 * drift) * _max_abs(mean)}
 
     def _sums(self, of_terms: Array, of_delta: Array, ds: Array) -> dict[str, float]:
-        """The floors of sums of dS: from the errors of each term and of the row sums of dO * O, and the magnitudes of dS."""
+        """Return the floors of sums of dS, from the errors of each term and of rowsum(dO * O), and the magnitudes of dS."""
         inputs, values, floors = self.inputs, self.truth.values, {}
         for option, row in ROWS.items():
             if (name := f"d{option}") in values and row.slope is not None:
@@ -216,12 +216,12 @@ def _norms(x: Array) -> Array:
 
 
 def _max_abs(array: Array) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     return float(np.abs(np.where(np.isfinite(array), array, 0)).max(initial=0.0))
 
 
 def _finite_max(array: Array) -> float:
-    """The maximum, with NaN as 0 and infinities as the largest finite numbers."""
+    """Return the maximum, with NaN as 0 and infinities as the largest finite numbers."""
     return float(np.max(np.nan_to_num(array), initial=0.0))
 
 

@@ -14,7 +14,7 @@ from .formats import LARGEST, dtype_of
 
 
 class Row(NamedTuple):
-    """An option of a case that has the name of the option of the call.
+    """An option of a case with the same name as the call's option.
 
     Attributes:
         draw: draws the literal of a case (:mod:`.case`) with a :class:`.sampler.Sampler`.
@@ -36,12 +36,12 @@ class Row(NamedTuple):
 
 
 def random_mask(rng: np.random.Generator, case: Any, axes: str, p: float) -> Any:
-    """A boolean array that is True with probability p."""
+    """Return a boolean array that is True with probability p."""
     return np.asfortranarray(rng.random(score_shape(case, axes)) < p)
 
 
 def score_shape(case: Any, axes: str) -> tuple[int, ...]:
-    """The shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
+    """Return the shape of an array that broadcasts to ``(Skv, Sq, Hq, B)``, from axes such as ``"k1h1"``."""
     full = dict(zip("kqhb", (case.skv, case.sq, case.hq, case.b), strict=True))
     return tuple(1 if axis == "1" else full[axis] for axis in axes)
 
@@ -60,7 +60,7 @@ def _draw_bias(sampler: Any) -> Any:
 
 
 def _mask(case: Any, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``mask``."""
+    """Return the option ``mask``."""
     axes, kind = value
     shape = score_shape(case, axes)
     if kind in ("none", "all"):
@@ -73,7 +73,7 @@ def _mask(case: Any, rng: np.random.Generator, value: Any) -> Any:
 
 
 def _bias(case: Any, rng: np.random.Generator, value: Any) -> Any:
-    """The option ``bias``."""
+    """Return the option ``bias``."""
     axes, dtype, kind = value
     shape = score_shape(case, axes)
     bias = rng.standard_normal(shape).astype(dtype_of(dtype))
@@ -86,14 +86,14 @@ def _bias(case: Any, rng: np.random.Generator, value: Any) -> Any:
 
 
 def _alibi_slopes(case: Any, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
+    """Return the option ``alibi_slopes``: the slopes of the ALiBi paper, or random ones of which some are 0."""
     usual = 2.0 ** -(8 * np.arange(1, case.hq + 1) / max(case.hq, 1))
     slopes = usual if kind == "usual" else rng.random(case.hq) * (rng.random(case.hq) < 0.8)
     return slopes.astype(np.float32)
 
 
 def _sinks(case: Any, rng: np.random.Generator, kind: str) -> Any:
-    """The option ``sinks``."""
+    """Return the option ``sinks``."""
     return (rng.standard_normal(case.hq) + 5 * (kind == "high")).astype(np.float32)
 
 

@@ -104,7 +104,7 @@ def command(arguments: argparse.Namespace) -> int:
         return _large(arguments)
     seed, limits, case = _seed(arguments), _limits(arguments), _case(arguments)
     if arguments.saved and case:
-        raise CommandError("--saved and --case are given: pass one of them")
+        raise CommandError("--saved and --case are both given: pass one of them")
     engines = _engines([case.engine] if case else arguments.engine)
     jobs = 1 if case else arguments.jobs or _jobs(engines)
     given = [case] if case else _saved(arguments.saved, engines) if arguments.saved else None
@@ -163,7 +163,7 @@ def _large(arguments: argparse.Namespace) -> int:
         else:
             try:
                 errors = large.run(case)
-            except Exception as error:  # a call that is refused or fails is a finding: these problems must run
+            except Exception as error:  # an unsupported or failing call is a finding: these problems must run
                 errors = [f"{type(error).__name__}: {error}"]
             outcome = f"{len(errors)} wrong" if errors else "passed"
         seconds = time.perf_counter() - began
@@ -179,7 +179,7 @@ def _large(arguments: argparse.Namespace) -> int:
 
 
 def _seed(arguments: argparse.Namespace) -> int:
-    """The seed of the run; random by default."""
+    """Return the seed of the run; random by default."""
     seed = secrets.randbelow(10**6) if arguments.seed is None else int(arguments.seed)
     if seed < 0:
         raise CommandError(f"--seed {seed}: use an integer, 0 or larger")
@@ -187,7 +187,7 @@ def _seed(arguments: argparse.Namespace) -> int:
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:
-    """The duration and the number of problems; one minute by default."""
+    """Return the duration and the number of problems; one minute by default."""
     from ..check.run import Limits
 
     minutes = 1.0 if arguments.minutes is None and arguments.problems is None else arguments.minutes
@@ -197,7 +197,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
 
 def _case(arguments: argparse.Namespace) -> Case | None:
-    """The case of ``--case``."""
+    """Return the case of ``--case``."""
     from ..check.case import parse
 
     try:
@@ -207,7 +207,7 @@ def _case(arguments: argparse.Namespace) -> Case | None:
 
 
 def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
-    """The cases of a file of problems; prints which are verified at smaller sizes, and which not at all."""
+    """Return the cases of a file of problems; prints which are verified at smaller sizes, and which not at all."""
     from .. import store
     from ..check.saved import NotRepeatableError, case_of, reduced
 
@@ -234,7 +234,7 @@ def _saved(path: Path, engines: Sequence[str]) -> list[Case]:
 
 
 def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
-    """The engines that can be tested here; prints these, and the others with the reasons. A requested one must run."""
+    """Return the engines that can be tested here; prints these, and the others with the reasons. A requested one must run."""
     reasons = machine.obstacles()
     if requested is None:
         requested = ("cpu", "plan") if reasons else ("gpu",)
@@ -265,7 +265,7 @@ def _engines(requested: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _jobs(engines: Sequence[str]) -> int:
-    """The number of worker processes: one per CPU core; on a GPU at most 8, and at most one per 2 GiB of its memory."""
+    """Return the number of worker processes: one per CPU core; on a GPU at most 8, and at most one per 2 GiB of its memory."""
     cores = os.cpu_count() or 1
     if not {"gpu", "cupy"} & set(engines):
         return cores
@@ -274,7 +274,7 @@ def _jobs(engines: Sequence[str]) -> int:
 
 
 def _planner() -> int | str:
-    """The version of the cuDNN that plans, or the reason why planning is not possible."""
+    """Return the version of the cuDNN that plans, or the reason why planning is not possible."""
     from ..offline.remote_planner import Planner
 
     try:
@@ -285,7 +285,7 @@ def _planner() -> int | str:
 
 
 def versions() -> dict[str, Any]:
-    """The versions in the report."""
+    """Return the versions in the report."""
     cupy = machine.imported("cupy")
     try:
         cudnn = version_text(library().version)

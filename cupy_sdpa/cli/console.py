@@ -45,7 +45,7 @@ class CommandError(Exception):
 
 
 def width() -> int:
-    """The width of the terminal (or of ``COLUMNS``), at most ``WIDTH``."""
+    """Return the width of the terminal (or of ``COLUMNS``), at most ``WIDTH``."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -63,7 +63,7 @@ def command_errors() -> Iterator[None]:
 
 
 def brief(error: CudnnError) -> str:
-    """The message of a failure without the list of searched places, which ``info`` prints."""
+    """Return the message of a failure without the list of searched places, which ``info`` prints."""
     more = " `python -m cupy_sdpa info` lists the searched places" if error.summary != str(error) else ""
     return error.summary + more
 
@@ -94,7 +94,7 @@ def output_file(value: str) -> Path:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` to a command that reports its result by :func:`result`."""
-    parser.add_argument("--json", action="store_true", dest="json_result", help="print one JSON object in place of text")
+    parser.add_argument("--json", action="store_true", dest="json_result", help="print one JSON object instead of text")
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def result(**facts: Any) -> bool:
 
 
 def plan_facts(plan: PlanInfo) -> dict[str, Any]:
-    """The properties of a plan, for :func:`result`."""
+    """Return the properties of a plan, for :func:`result`."""
     return {
         "cudnn": version_text(plan.cudnn), "engine": plan.engine, "knobs": [list(knob) for knob in plan.knobs],
         "notes": list(plan.notes), "workspace_bytes": plan.workspace, "build_ms": plan.build_ms, "loaded": plan.loaded,
@@ -146,12 +146,12 @@ def print_wrapped(text: str) -> None:
 
 
 def file_error(error: OSError) -> str:
-    """The file and the reason, without the error number."""
+    """Return the file and the reason, without the error number."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def one_line(text: str) -> str:
-    """The lines of a text joined by semicolons, with unprintable characters escaped.
+    """Return the lines of a text joined by semicolons, with unprintable characters escaped.
 
     >>> one_line("no engine:\\n  engine 8 failed\\n  engine 6 failed")
     'no engine: engine 8 failed; engine 6 failed'
@@ -164,7 +164,7 @@ def one_line(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and a noun.
+    """Return a number and a noun.
 
     >>> counted(1, "problem"), counted(0, "call")
     ('1 problem', '0 calls')
@@ -173,7 +173,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in milliseconds with three significant digits.
+    """Return a time in milliseconds with three significant digits.
 
     >>> milliseconds(0.0000234), milliseconds(0.0423), milliseconds(12.3)
     ('0.0234 ms', '42.3 ms', '12300 ms')

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=positive, metavar="N", help="tokens (default: the whole text; a longer N repeats it)")
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="dtype of the computation (default bfloat16)")
     add("--engine", choices=("auto", "cudnn", "cupy", "numpy"), default="auto", help=engines)
-    drawn = "also draw the weights (default of FILE: attention.png; needs matplotlib)"
+    drawn = "also draw the weights (FILE defaults to attention.png; needs matplotlib)"
     add("--plot", type=output_file, nargs="?", const="attention.png", metavar="FILE", help=drawn)
 
 
@@ -91,7 +91,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _input(seq: int | None, dtype: Any) -> tuple[str, list[str], Any]:
-    """The title, the tokens, q, k and v: keys are words in the first head, positions in the second; queries are scaled keys."""
+    """Return the title, the tokens, q, k and v: keys are words in head 0, positions in head 1; queries are scaled keys."""
     text = importlib.resources.files(__package__).joinpath("alice.txt").read_text(encoding="utf-8")
     text = text.translate(str.maketrans("’‘—", "''-"))
     words = re.findall(r"\w+(?:['-]\w+)*|[^\w\s]", text.lower())
@@ -115,7 +115,7 @@ def _input(seq: int | None, dtype: Any) -> tuple[str, list[str], Any]:
 
 
 def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[Any, str, str]:
-    """Select the engine, in the options of the call, too; return the arrays on its device, the reason and the plan."""
+    """Select the engine, also in the call's options; return the arrays on its device, the reason and the plan."""
     reasons = machine.obstacles_of_cupy() if requested == "cupy" else machine.obstacles()
     if requested != "numpy" and not reasons:
         cupy = cupy_runtime.cupy()
@@ -135,7 +135,7 @@ def _on_engine(requested: str, arrays: Any, options: dict[str, Any]) -> tuple[An
 
 
 def _time(arrays: Any, options: dict[str, Any]) -> tuple[Any, list[float]]:
-    """The result as a numpy array; the seconds of the first call, then of up to seven more, a second in all."""
+    """Return the result as a numpy array; the seconds of the first call, then of up to seven more, a second in all."""
     times: list[float] = []
     cupy = None if isinstance(arrays[0], np.ndarray) else cupy_runtime.cupy()
     while len(times) < 2 or (len(times) < 8 and sum(times[1:]) < 1):
@@ -149,7 +149,7 @@ def _time(arrays: Any, options: dict[str, Any]) -> tuple[Any, list[float]]:
 
 
 def _compare(out: Any, q: Any, k: Any, v: Any, causal: bool) -> tuple[float, float, int]:
-    """The largest error, the error that rounding explains, and the number of compared rows: some of a long sequence.
+    """Return the largest error, the error that rounding explains, and the number of compared rows: some of a long sequence.
 
     The weights and the result are each rounded to the dtype: at most half an epsilon times the largest value. The scores
     are rounded to the accumulator's dtype; the exponential turns that absolute error into a relative one.
@@ -164,7 +164,7 @@ def _compare(out: Any, q: Any, k: Any, v: Any, causal: bool) -> tuple[float, flo
 
 
 def _weights(q: Any, k: Any, head: int, queries: Any, causal: bool) -> Any:
-    """The weights of some queries: rows of the softmax of a head, ``(len(queries), keys)`` in float64."""
+    """Return the weights of some queries: rows of the softmax of a head, ``(len(queries), keys)`` in float64."""
     query, key = (x.astype(np.float64) for x in (q[:, head, queries, 0], k[:, head * 2 // HEADS, :, 0]))
     visible = np.arange(key.shape[1]) <= (np.asarray(queries)[:, None] if causal else key.shape[1])
     e = np.exp(np.where(visible, query.T @ key / HEAD_DIM**0.5, -np.inf))  # scores are at most 10

@@ -63,7 +63,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
-    """The report; where no plan can be built for a described GPU, that of the support table for the newest cuDNN."""
+    """Return the report; if no plan can be built for a described GPU, the support table's report for the newest cuDNN."""
     try:
         return explained(problem, gpu=gpu, cudnn=cudnn)
     except CudnnError as error:
@@ -78,7 +78,7 @@ def _explained(problem: Problem, gpu: str | None, cudnn: str | None) -> Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """A report as JSON values."""
+    """Return a report as JSON values."""
     d, dv, hq, hkv, sq, skv, b = report.problem.sizes
     sizes = {"head_dim": d, "value_dim": dv, "q_heads": hq, "kv_heads": hkv, "queries": sq, "keys": skv, "batch": b}
     return {

@@ -55,7 +55,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _facts() -> dict[str, Any]:
-    """What the command prints; docs/command_line.md lists the keys."""
+    """Return what the command prints; docs/command_line.md lists the keys."""
     here: dict[str, Any] = {"name": "cupy_sdpa", "version": __version__, "path": str(Path(__file__).parents[1])}
     python = {"name": "Python", "version": platform.python_version(), "path": sys.executable}
     packages = [here, python]
@@ -80,7 +80,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _cudnn() -> dict[str, Any]:
-    """The libraries of cuDNN."""
+    """Return the libraries of cuDNN."""
     try:
         cudnn = library()
     except CudnnError as error:
@@ -116,7 +116,7 @@ def _print(facts: Mapping[str, Any]) -> None:
 
 
 def _gpus() -> list[str]:
-    """A line for each GPU, or the reason why no GPU is available."""
+    """Return a line for each GPU, or the reason why no GPU is available."""
     if reason := machine.no_gpu():
         return [reason.replace("no GPU", "none")]
     if isinstance(machine.imported("cupy"), ModuleType):

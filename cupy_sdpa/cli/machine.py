@@ -38,14 +38,14 @@ def imported(name: str) -> ModuleType | str:
 
 
 def driver() -> str | None:
-    """The version of the NVIDIA kernel driver, "unknown" if it cannot be read; None if no driver is loaded."""
+    """Return the version of the NVIDIA kernel driver, "unknown" if it cannot be read; None if no driver is loaded."""
     if _DRIVER.exists() and (found := re.search(r"\b(\d{3,}\.\d[\d.]*)", _DRIVER.read_text())):
         return found[1]
     return "unknown" if any(device.exists() for device in (_DRIVER, *_DEVICES)) else None
 
 
 def pip() -> str:
-    """The pip command for the GPU engine, for the CUDA version of CuPy if it is installed, else of the driver."""
+    """Return the pip command for the GPU engine, for the CUDA version of CuPy if it is installed, else of the driver."""
     cupy, version = imported("cupy"), driver()
     if isinstance(cupy, ModuleType):
         extra = f"cuda{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
@@ -57,7 +57,7 @@ def pip() -> str:
 
 
 def no_gpu() -> str | None:
-    """Why no GPU can be used; None if a GPU is found, or if CuPy, which counts the GPUs, is not installed."""
+    """Return why no GPU can be used; None if a GPU is found, or if CuPy, which counts the GPUs, is not installed."""
     cupy = imported("cupy")
     if not isinstance(cupy, ModuleType):
         return None if driver() else "no GPU: no NVIDIA driver is loaded"
@@ -73,7 +73,7 @@ def no_gpu() -> str | None:
 
 
 def gpus() -> list[str]:
-    """The name, compute capability and memory of every GPU; needs CuPy."""
+    """Return the name, compute capability and memory of every GPU; needs CuPy."""
     runtime = cupy_runtime.cupy().cuda.runtime
     lines = []
     for device in range(runtime.getDeviceCount()):
@@ -84,19 +84,19 @@ def gpus() -> list[str]:
 
 
 def obstacles_of_cupy() -> list[str]:
-    """Why the engine ``"cupy"`` cannot run here, the most important reason first; empty if it can run."""
+    """Return why the engine ``"cupy"`` cannot run here, the most important reason first; empty if it can run."""
     reasons = [reason] if (reason := no_gpu()) else []
     return [*reasons, *_missing("CuPy", "cupy")]
 
 
 def _missing(title: str, name: str) -> list[str]:
-    """Why a module cannot be imported."""
+    """Return why a module cannot be imported."""
     module = imported(name)
     return [f"{title} {'is ' * (module == 'not installed')}{module}: {pip()}"] if isinstance(module, str) else []
 
 
 def obstacles() -> list[str]:
-    """Why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
+    """Return why the cuDNN engine cannot run here, the most important reason first; empty if it can run."""
     reason, cupy = no_gpu(), imported("cupy")
     reasons = [*obstacles_of_cupy(), *_missing("cuda-python", "cuda.bindings.driver")]
     try:
@@ -115,7 +115,7 @@ def obstacles() -> list[str]:
 
 
 def cuda_text(version: int) -> str:
-    """A CUDA version in the usual form.
+    """Return a CUDA version in the usual form.
 
     >>> cuda_text(12090)
     '12.9'

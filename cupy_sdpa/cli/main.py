@@ -37,7 +37,7 @@ command failed and one line on stderr gives the reason.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the process, and return its :func:`exit_status`."""
+    """Run a command, by default the process's, and return its :func:`exit_status`."""
 
     def command() -> int:
         parser = _parser(sys.argv[1:] if argv is None else argv)
@@ -81,7 +81,7 @@ def exit_status(command: Callable[[], int], program: str) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser. Only the module of the command in ``argv`` is imported."""
+    """Return the parser. Only the module of the command in ``argv`` is imported."""
     parser = argparse.ArgumentParser(
         prog="python -m cupy_sdpa",
         description="Fused scaled dot-product attention: cuDNN on the GPU, numpy on the CPU.",

@@ -32,7 +32,7 @@ CUPY_SDPA_TRACE=problems.jsonl python serve.py writes the problems of a program.
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("queries", type=problem_options.shape, nargs="*", metavar="D,Hq,Sq,B", help="shapes of q")
-    parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, in place of shapes")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="the problems of a program, instead of shapes")
     parser.add_argument(
         "--gpu", action="append", required=True, metavar="NAME",
         help=f"{', '.join(gpus.NAMES)}, or a file written by info --describe; repeat it for several GPUs",
@@ -81,7 +81,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """The problems of the shapes."""
+    """Yield the problems of the shapes."""
     for queries in arguments.queries:
         yield problem_options.problem_of(arguments, queries, backward=False, stats=arguments.backward)
         if arguments.backward:

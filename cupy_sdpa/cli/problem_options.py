@@ -24,9 +24,9 @@ Shapes are D,H,S,B: head dim, heads, sequence length, batch. PyTorch's order
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the shapes of k and v, and the options of a call."""
     shapes = parser.add_argument_group("arrays")
-    shapes.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: those of q)")
-    shapes.add_argument("--keys", type=shape, metavar="D,Hkv,Skv,B", help="the shape of k (default: that of q)")
-    shapes.add_argument("--values", type=shape, metavar="Dv,Hkv,Skv,B", help="the shape of v (default: that of k)")
+    shapes.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: as many as q)")
+    shapes.add_argument("--keys", type=shape, metavar="D,Hkv,Skv,B", help="the shape of k (default: q's shape)")
+    shapes.add_argument("--values", type=shape, metavar="Dv,Hkv,Skv,B", help="the shape of v (default: k's shape)")
     shapes.add_argument("--layout", choices=LAYOUTS, default="dhsb", help="the order of the axes (default dhsb)")
     shapes.add_argument("--dtype", default="bfloat16", help="dtype of all arrays (default bfloat16)")
     shapes.add_argument("--lengths", action="store_true", help="sequences have their own lengths (seq_lens_q, seq_lens_kv)")
@@ -83,12 +83,12 @@ def _window(text: str) -> tuple[int | None, ...]:
 
 
 def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backward: bool, stats: bool = False) -> Problem:
-    """The problem of the shape of q, in the order of ``--layout``, and of the options that :func:`add_options` adds.
+    """Return the problem of the shape of q, in the order of ``--layout``, and of the options that :func:`add_options` adds.
 
     With ``stats`` the forward pass returns the log-sum-exp, also without ``--stats``.
 
     Raises:
-        CommandError: the shapes are not those of a call.
+        CommandError: the shapes do not describe a call.
         TypeError, ValueError: as :func:`cupy_sdpa.problem`.
     """
     sizes = [_sizes(arguments, queries)]
@@ -104,16 +104,16 @@ def problem_of(arguments: argparse.Namespace, queries: tuple[int, ...], *, backw
     elif arguments.kv_heads:
         raise CommandError("--kv-heads and --keys are given: the heads are in the shape of --keys")
     elif keys["b"] != sizes[0]["b"]:
-        raise CommandError(f"--keys has batch {keys['b']}, and q has batch {sizes[0]['b']}: both must be the same")
+        raise CommandError(f"--keys has batch {keys['b']}, and q has batch {sizes[0]['b']}: they must be equal")
     if arguments.num_splits and not arguments.pages:
-        raise CommandError("--num-splits is given without --pages: only the keys of pages are split")
+        raise CommandError("--num-splits is given without --pages: only paged keys are split")
     sizes += [keys, _sizes(arguments, arguments.values) if arguments.values else keys]
     options = dict(_options(arguments, sizes))
     if not backward:
         options["return_stats"] = stats or arguments.stats
     for name in ("dbias", "dsinks"):
         if getattr(arguments, name) and not arguments.backward:
-            raise CommandError(f"--{name} is given without --backward: gradients are of the backward pass")
+            raise CommandError(f"--{name} is given without --backward: only the backward pass has gradients")
         if getattr(arguments, name) and backward:
             options[f"return_{name}"] = True
     shapes = [tuple(x[axis] for axis in _axes(arguments, name)) for name, x in zip("qkv", sizes, strict=True)]
@@ -130,13 +130,13 @@ _CODE = re.compile(r"\. (Arrays in C order|Heads and seq may be exchanged).*|; o
 
 
 def _on_the_command_line(message: str) -> str:
-    """The message of an error of :func:`cupy_sdpa.problem`, with ``--layout`` instead of code."""
+    """Return the message of an error of :func:`cupy_sdpa.problem`, with ``--layout`` instead of code."""
     text = _CODE.sub("", message)
     return message if text == message else f"{text}. --layout is the order of the axes"
 
 
 def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes ``d``, ``h``, ``s`` and ``b``; refused if there are not four, or probably in another order."""
+    """Return the lengths of the axes ``d``, ``h``, ``s`` and ``b``; raise if not four, or probably in another order."""
     text = ",".join(map(str, lengths))
     if len(lengths) != 4:
         raise CommandError(f"{text} has {len(lengths)} numbers; a shape has 4: {','.join(arguments.layout.upper())}")
@@ -152,16 +152,16 @@ def _sizes(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> dict[str,
 
 
 def _axes(arguments: argparse.Namespace, name: str) -> str:
-    """The axes of q, k or v in the shape that the call gets."""
+    """Return the axes of q, k or v in the shape that the call gets."""
     if arguments.packed and not (arguments.pages and name != "q"):
         return "dht" if arguments.layout == "dhsb" else "thd"
-    if arguments.pages and name != "q":  # pages of tokens in place of sequences
+    if arguments.pages and name != "q":  # pages of tokens instead of sequences
         return str(arguments.layout).replace("s", "g").replace("b", "p")
     return str(arguments.layout)
 
 
 def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
-    """The options of the call; adds the lengths of packed and paged axes to the sizes."""
+    """Yield the options of the call; adds the lengths of packed and paged axes to the sizes."""
     q, k, v = sizes
     for name in ("window", "scale", "softcap", "num_splits", "bucket", "max_workspace"):
         if (value := getattr(arguments, name)) is not None:
@@ -171,7 +171,7 @@ def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
             own = given or (k["s"], q["s"], 1, 1)
             yield name, own if given or arguments.layout == "dhsb" else own[::-1]
     if arguments.lengths and arguments.packed:
-        raise CommandError("--lengths and --packed are given: packed sequences have lengths anyway")
+        raise CommandError("--lengths and --packed are given: packed sequences already have lengths")
     names = {"causal": "causal", "alibi": "alibi_slopes", "sinks": "sinks", "dropout": "dropout_p", "lengths": "seq_lens_kv"}
     for given, name in names.items():
         if value := getattr(arguments, given):

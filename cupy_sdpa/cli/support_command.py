@@ -40,7 +40,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _facts(version: int) -> dict[str, Any]:
-    """The support table for a cuDNN version; docs/command_line.md lists the keys."""
+    """Return the support table for a cuDNN version; docs/command_line.md lists the keys."""
     return {
         "cudnn": version_text(version), "minimum_cudnn": version_text(MINIMUM_CUDNN),
         "gpus": [
@@ -59,7 +59,7 @@ def _facts(version: int) -> dict[str, Any]:
 
 
 class _Support(NamedTuple):
-    """Whether a GPU runs a problem; and the rules that refuse it, or for which its results are unverified."""
+    """Whether a GPU runs a problem, and the rules that rule it out or leave its results unverified."""
 
     runs: bool
     rules: tuple[str, ...]
@@ -78,7 +78,7 @@ def _support(problem: Problem, version: int, gpu: str) -> _Support:
 
 
 def _lines(version: int) -> Iterator[str]:
-    """The support table for a cuDNN version as text."""
+    """Yield the support table for a cuDNN version as text."""
     yield f"cuDNN {version_text(version)} ({version_text(MINIMUM_CUDNN)} or newer is required)"
     listed = (f"{name.upper()} ({gpus.capability(name) / 10}, {gpus.origin(name)})" for name in gpus.NAMES)
     yield f"described GPUs: {', '.join(listed)}"

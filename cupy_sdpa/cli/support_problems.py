@@ -22,7 +22,7 @@ def problem_of_sizes(
     dtype: str = "bfloat16",
     **options: Any,
 ) -> Problem:
-    """The problem of dense arrays of the given sizes, with options of :func:`cupy_sdpa.problem`."""
+    """Return the problem of dense arrays of the given sizes, with options of :func:`cupy_sdpa.problem`."""
     return problem((d, hq, sq, b), (d, hkv, skv, b), (dv or d, hkv, skv, b), dtype=dtype, **options)
 
 
@@ -113,7 +113,7 @@ PROBES: dict[str, Problem] = {
     "gradients, sinks and their gradient": problem_of_sizes(sinks=True, backward=True, return_dsinks=True),
     "gradients, 2^32 elements in the query heads of one key/value head": problem_of_sizes(hkv=1, sq=2**22, b=1, backward=True),
     "gradients, one query": problem_of_sizes(sq=1, skv=4096, backward=True),
-    "gradients, one query, head and batch entry": problem_of_sizes(hq=1, hkv=1, sq=1, b=1, backward=True),
+    "gradients, one query, head and batch item": problem_of_sizes(hq=1, hkv=1, sq=1, b=1, backward=True),
     "gradients, deterministic, head dim 192, 128 for v": problem_of_sizes(192, 128, backward=True, deterministic=True),
     "gradients, deterministic, head dim 136, 72 for v": problem_of_sizes(136, 72, backward=True, deterministic=True),
     "forward, one query and key, int32 tensors": problem_of_sizes(

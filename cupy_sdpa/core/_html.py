@@ -15,7 +15,7 @@ def escape(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the text of its cells is escaped."""
+    """Return a table; the text of its cells is escaped."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"

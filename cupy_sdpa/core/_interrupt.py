@@ -10,7 +10,7 @@ import sys
 
 
 def is_starting() -> bool:
-    """Whether Python was started with ``-m`` and has not found the module to run yet."""
+    """True if Python was started with ``-m`` and has not found the module to run yet."""
     return sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_words(x: Any) -> str:
-    """An object that is no valid argument, for messages.
+    """Return an object that is no valid argument, for messages.
 
     >>> in_words(None), in_words([1]), in_words(2)
     ('None', 'a list', 'an int')
@@ -19,7 +19,7 @@ def in_words(x: Any) -> str:
 
 
 def pip_install(extra: str, other: str = "") -> str:
-    """The command that installs an extra of this package, or an ``other`` one, for messages; the package is on no index.
+    """Return the command that installs an extra of this package, or an ``other`` one, for messages; the package is on no index.
 
     >>> pip_install("plot")
     "pip install -e '.[plot]' in a clone of the repository"
@@ -32,7 +32,7 @@ INSTALL_FOR_GPU = pip_install("cuda12", "cuda13")
 
 
 class Unsupported(NotImplementedError):
-    """The arguments are valid, but this cuDNN version or GPU does not support them; the message states reason and remedy."""
+    """The arguments are valid, but this cuDNN version or GPU does not support them; the message gives reason and fix."""
 
 
 class CudnnError(RuntimeError):
@@ -53,7 +53,7 @@ class CudnnError(RuntimeError):
 
 
 class OutOfPages(MemoryError):
-    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message states the remedy."""
+    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message gives the fix."""
 
 
 class DiskCacheWarning(UserWarning):

@@ -1,12 +1,12 @@
-"""How a layer takes part in calls of the core, which imports no layer.
+"""How a layer takes part in calls of the core, which does not import layers.
 
-The root of the package registers a layer by the name of a module, which is imported when a call needs it:
+The package's root registers a layer by the name of a module, which is imported when a call needs it:
 
 - :func:`register_option`: an option, such as ``block_mask``, whose value decides by which steps a pass is computed;
 - :func:`register_libraries`: types of arrays that belong to other libraries.
 
-Two more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`), and a type of arrays whose
-calls have programs of their own, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``.
+Two more ways need no registration: an operation declares itself (:func:`.programs.calls.operation`), and an array type whose
+calls have their own programs, such as :class:`cupy_sdpa.fp8.Fp8Array`, has a method ``_call_of``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, NamedTuple, Protocol
 
 
 class OptionModule(Protocol):
-    """What the module of an option has that decides by which steps a pass is computed."""
+    """The module of an option that decides by which steps a pass is computed."""
 
     def decide(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], **outputs: Any) -> Any:
         """Return the options of a call that is computed without the option; None if it is computed with it.
 
-        ``options`` are the others. ``outputs`` are ``return_stats`` and ``outputs``, as of :func:`.decided_options`.
+        ``options`` are the other options. ``outputs`` are ``return_stats`` and ``outputs``, as in :func:`.decided_options`.
         """
 
     def read(self, value: Any, options: dict[str, Any]) -> Any:
-        """Return the value that the steps are made for, and remove the options that are part of it from ``options``."""
+        """Return the value that the steps are made for, and remove its parts from ``options``."""
 
     def check(self, value: Any, arrays: Mapping[str, Any], options: Mapping[str, Any], results: Any, **dtypes: Any) -> None:
-        """Check the arrays of a call by name. ``results`` are the names of those that are written.
+        """Check a call's arrays by name. ``results`` are the names of the arrays to write.
 
-        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for that of q; and ``rounded``, whether the call computes in
-        another dtype than that of its arrays.
+        ``dtypes`` are ``dtype``, of dout, dq, dk and dv, None for q's dtype; and ``rounded``, whether the call computes in
+        a dtype other than its arrays' dtype.
         """
 
     def add(self, builder: Any, arrays: Any, value: Any, options: Mapping[str, Any], *, deterministic: bool) -> None:
@@ -77,6 +77,6 @@ def pass_option(options: dict[str, Any]) -> PassOption | None:
 
 
 def library_of_type(kind: type) -> Any:
-    """The library of a type of arrays, from the registered modules; None if they do not know it."""
+    """Return the library of a type of arrays, from the registered modules; None if they do not know it."""
     modules = (importlib.import_module(name) for name in _libraries)
     return next((library for module in modules if (library := module.library_of_type(kind)) is not None), None)

@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 
 
-#: The layout of calls without ``layout=``, in this thread and context; None for that of this package.
+#: The layout of calls without ``layout=``, in this thread and context; None for this package's layout.
 _default: ContextVar[str | None] = ContextVar("default_layout", default=None)
 #: This layout; a function of C, because every call calls it.
 default_layout = _default.get
@@ -31,18 +31,18 @@ default_layout = _default.get
 
 @contextlib.contextmanager
 def default(layout: str) -> Iterator[None]:
-    """In a ``with`` block, the layout of every call without ``layout=``.
+    """Set the layout of every call without ``layout=`` in a ``with`` block.
 
-    It holds for the calls of this thread. Packed sequences are ``"thd"``, with ``"dhsb"`` ``"dht"``. Functions that have no
-    ``layout=`` and take arrays with a head dim raise TypeError in the block; those of :mod:`cupy_sdpa.nnlib` and
-    :mod:`cupy_sdpa.reference` have their own axes, and do not see it. A pullback and a prepared call keep the layout of
-    the call that made them.
+    It applies to the calls of this thread; threads started inside the block do not inherit it. Packed sequences are ``"thd"``,
+    or ``"dht"`` with ``"dhsb"``. Functions without ``layout=`` that take arrays with a head dim raise TypeError in the block;
+    functions of :mod:`cupy_sdpa.nnlib` and :mod:`cupy_sdpa.reference` have their own axes and ignore it. A pullback and a
+    prepared call keep the layout of the call that made them.
 
     Args:
         layout: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"dhsb"``.
 
     Raises:
-        ValueError: it is another layout.
+        ValueError: any other layout.
 
     >>> import numpy as np, cupy_sdpa
     >>> x = np.ones((2, 100, 8, 64), np.float32)                 # (batch, seq, heads, head_dim)
@@ -116,7 +116,7 @@ def order(source: str, target: str) -> tuple[int, ...]:
 
 
 def _julia_layout(layout: str) -> str:
-    """The layout of this package with the same axes."""
+    """Return the layout of this package with the same axes."""
     for julia in ("dhsb", "dht"):
         if isinstance(layout, str) and sorted(layout) == sorted(julia):
             return julia

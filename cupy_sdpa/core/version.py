@@ -33,5 +33,5 @@ def version_number(text: str) -> int:
         raise ValueError(f"{text!r} is not a cuDNN version; write it as 9.19 or 9.25.1")
     major, minor, patch = (int(part) for part in [*parts, "0"][:3])
     if major != MINIMUM_CUDNN // 10000:
-        raise ValueError(f"{text!r} is not supported: this package needs cuDNN 9, from 9.19 on")
+        raise ValueError(f"{text!r} is not supported: this package needs cuDNN 9.19 or newer 9.x")
     return major * 10000 + minor * 100 + patch

@@ -43,8 +43,8 @@ from ..extend import (
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
-#: The names of the arrays of a call, of the tangents and the results among them, and of the wider arrays, which may replace
-#: the tangents.
+#: The names of a call's arrays, of the tangents and the results among them, and of the wider arrays, which may replace the
+#: tangents.
 ARRAYS = ("q", "k", "v", "dq", "dk", "dv", "out", "dout", "stats", "dstats")
 TANGENTS, RESULTS = ARRAYS[3:6], ARRAYS[6:]
 WIDENED = tuple(f"widened.{name}" for name in Widened._fields[:-1])
@@ -55,10 +55,10 @@ NO_PAGED_DERIVATIVES = (
     "attention_jvp is not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
-#: The refusal of tangents of the options.
+#: The message for tangents of options.
 NO_TANGENTS_OF_OPTIONS = (
-    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, no product of arrays with "
-    "head_dim rows, from which the gradient kernels compute. A bias that is a product, such as one element per key, can be "
+    "attention_jvp has no {name}: the derivative of the scores would be a matrix of size Sq x Skv, but the gradient kernels "
+    "need a product of arrays with head_dim rows. A bias that is a product, such as one element per key, can be "
     "appended to the head dims of q and k with its tangent (docs/derivatives.md); otherwise use central differences of "
     "attention(...)"
 )
@@ -89,7 +89,7 @@ def derivative(
         passes.add(builder, given, options, return_stats=stats is not None, **flags)
 
     def gradient(name: str, keys: View, products: View, options: ReadOptions) -> View:
-        """The gradient of Q2 for some keys; the other gradients are discarded."""
+        """Return the gradient of Q2 for some keys; the other gradients are discarded."""
         builder.part = name
         given = {"dout": wide.dout, "q": wide.q, "k": keys, "v": wide.v, "out": products, "stats": stats}
         made = {f"d{of}": builder.temporary(given[of].shape, q.dtype) for of in "qkv"}
@@ -159,7 +159,7 @@ def read_form(
     given = (tangents[0] is not None, tangents[1] is not None, tangents[2] is not None)
     if widened is not None:
         if any(given):
-            raise TypeError("widened is passed, and dq, dk or dv: widened contains the tangents; omit one of them")
+            raise TypeError("widened is passed with dq, dk or dv: widened already contains the tangents; omit one of them")
         return _checked_form(widened, q, k, v, options, deterministic)
     if not any(given):
         raise ValueError("dq, dk and dv are None; pass at least one of them: the derivative in no direction is 0")
@@ -170,7 +170,7 @@ def read_form(
 
 
 def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, deterministic: bool) -> Form:
-    """The form of arrays that were widened before; checks that they fit the arguments."""
+    """Return the form of arrays that were widened before; checks that they fit the arguments."""
     made = widened.form
     form = form_of(q.shape[0], v.shape[0], (made.queries, made.keys, made.values), options, deterministic=deterministic)
     if form != made:
@@ -185,7 +185,7 @@ def _checked_form(widened: Widened, q: Any, k: Any, v: Any, options: Any, determ
 
 
 def check_widened(widened: Any) -> None:
-    """Check that wider arrays are those of :func:`cupy_sdpa.widen`; raises TypeError."""
+    """Check that wider arrays come from :func:`cupy_sdpa.widen`; raises TypeError."""
     if not isinstance(widened, Widened):
         raise TypeError(f"widened is {in_words(widened)}; pass the result of cupy_sdpa.widen")
 
@@ -210,21 +210,21 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
 
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
     """Check that an array has the type, device and dtype of another one, and a shape."""
-    legend = f"the shape and dtype of {of}" if shape == like.shape else f"that of {of} {like.shape} with another head dim"
+    legend = f"the shape and dtype of {of}" if shape == like.shape else f"the shape of {of} {like.shape} with another head dim"
     check_arrays([Expected(name, shape, spec_of(of, read_array(of, like)).dtype, legend)], {of: like, name: array})
 
 
 def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -> None:
-    """Check the dtypes, shapes and strides of the arrays that the results are written to; those of None are created.
+    """Check the dtypes, shapes and strides of the arrays that the results are written to; for None they are created.
 
-    ``dtype`` is the dtype to compute in, or None for that of q.
+    ``dtype`` is the dtype to compute in, or None for q's dtype.
     """
     table = expected_arrays(q, v, v, given=given, computed=dtype)
     check_arrays([table[name]._replace(writable=True) for name in given], {"q": q, "v": v, **given})
 
 
 def _may_copy(q: Any, k: Any, v: Any) -> bool:
-    """Whether the shapes and dtypes of q, k and v match, so that they can be copied."""
+    """True if the shapes and dtypes of q, k and v match, so that they can be copied."""
     if not (type(q) is type(k) is type(v) and hasattr(q, "strides")):
         return False
     if not (q.dtype == k.dtype == v.dtype and q.ndim == k.ndim == v.ndim and q.ndim in (3, 4)):
@@ -251,17 +251,16 @@ def widen(
 ) -> Widened:
     """Copy the arguments of :func:`cupy_sdpa.attention_jvp` into the wider arrays from which it computes.
 
-    ``attention_jvp(q, k, v, widened=widen(q, k, v, dq, dk, dv))`` is ``attention_jvp(q, k, v, dq, dk, dv)``. If several
-    derivatives are computed at the same q, k and v, the tangents can be written into these arrays instead, which saves the copy
-    of the other arrays: dq into ``widened.dout[:D]``, dk into ``widened.v[D:2 * D]`` (without dq: ``[:D]``), and dv into
-    ``widened.values[Dv:]``.
+    ``attention_jvp(q, k, v, widened=widen(q, k, v, dq, dk, dv))`` equals ``attention_jvp(q, k, v, dq, dk, dv)``. To compute
+    several derivatives at the same q, k and v, write the tangents into these arrays, which saves copying the other arrays: dq
+    into ``widened.dout[:D]``, dk into ``widened.v[D:2 * D]`` (without dq: ``[:D]``), and dv into ``widened.values[Dv:]``.
 
     Args:
         q, k, v, dq, dk, dv, deterministic, options: as for :func:`cupy_sdpa.attention_jvp`. The arrays depend only on the
             options of this signature. You may pass all options of that call; their shapes and values are checked.
 
     Returns:
-        The arrays, on the engine of q. On the GPU they are written by one kernel.
+        The arrays, on the engine of q. On the GPU one kernel writes them.
 
     Raises:
         TypeError, ValueError: as :func:`cupy_sdpa.attention_jvp`.

@@ -6,7 +6,7 @@ mean of the derivatives of the scores. It does so if O2, the output for Q2, K2 a
 *centered*.
 
 The mean is also a result of the backward pass: a row of K2 is 1, if D + Dv + 1 head dims need no larger kernel than D + Dv. In
-the centered form this is the error of the mean that was subtracted, and is subtracted, too. With sinks it is not: the
+the centered form this is the error of the mean that was subtracted, and is also subtracted. With sinks it is not: the
 derivatives of the scores of the keys do not add up to 0.
 
 The backward pass subtracts the mean before it multiplies by the derivative of a softcap or of a score function, and it drops
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
     @property
     def mean_index(self) -> int:
-        """The row of the gradient of Q2 with the mean of the derivatives of the scores."""
+        """The row of Q2's gradient with the mean of the score derivatives."""
         return self.head_dim + (self.value_dim if self.joint else 0)
 
     @property
@@ -76,7 +76,7 @@ class Form(NamedTuple):
 class Widened(NamedTuple):
     """The arrays from which :func:`cupy_sdpa.attention_jvp` computes; returned by :func:`cupy_sdpa.widen`.
 
-    W is the head dim of q and k, and X that of v and dout. New tangents may be written into these arrays in place.
+    W is the head dim of q and k, X the head dim of v and dout. You may write new tangents into these arrays in place.
 
     Attributes:
         q: ``(W, Hq, Sq, B)``: q in the first D rows, then 0.
@@ -97,7 +97,7 @@ class Widened(NamedTuple):
     form: Form
 
     def named(self) -> dict[str, Any]:
-        """The arrays by name, without those that are None."""
+        """Return the arrays by name, except None."""
         return {name: array for name, array in self._asdict().items() if name != "form" and array is not None}
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Widened(NamedTuple):
 def form_of(
     head_dim: int, value_dim: int, given: tuple[bool, ...], options: Mapping[str, Any], *, deterministic: bool = False
 ) -> Form:
-    """The form of a derivative with some of dq, dk and dv ``given``."""
+    """Return the form of a derivative with some of dq, dk and dv ``given``."""
     dropout = bool(options.get("dropout_p"))
     centered = not dropout and options.get("softcap") is None and options.get("score_mod") is None
     equal = deterministic or options.get("cu_seqlens_q") is not None or options.get("block_mask") is not None
@@ -129,7 +129,7 @@ def _form(head_dim: int, value_dim: int, given: tuple[bool, ...], centered: bool
 
 
 def _tile(width: int) -> int:
-    """The largest head dim that the kernels for a head dim support; beyond all kernels, any."""
+    """Return the largest head dim that the kernels for a head dim support; beyond all kernels, any."""
     return next((tile for tile in TILES if width <= tile), 2 * width)
 
 
@@ -141,7 +141,7 @@ def wide_arrays(
     *,
     copied: bool = False,
 ) -> tuple[Widened, list[Concatenation]]:
-    """The wider arrays, which ``new(like, shape, dtype)`` creates in Fortran order, and the copies that fill them.
+    """Return the wider arrays, which ``new(like, shape, dtype)`` creates in Fortran order, and the copies that fill them.
 
     An array that needs no other elements is used in place if possible, unless ``copied``.
     """
@@ -172,11 +172,11 @@ def wide_arrays(
 
 
 def _ones(width: int, present: bool) -> list[Constant]:
-    """A row of 1 and rows of 0, if it is present."""
+    """Return a row of 1 and rows of 0, if it is present."""
     return [Constant(width, 1.0)] if present else []
 
 
 def _is_dense(array: Any) -> bool:
-    """Whether the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
+    """True if the engine can read an array in place: in Fortran order, and aligned, which only a GPU requires."""
     spec = (array if isinstance(array, View) else View.of("", array)).spec("")
     return bool(array.flags.f_contiguous) and spec.alignment == 16

@@ -1,4 +1,4 @@
-"""The sum of the terms of a directional derivative: a CUDA kernel, and the same on numpy arrays."""
+"""The sum of a directional derivative's terms: a CUDA kernel, and the same for numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
 
 
 class Terms(NamedTuple):
-    """The terms of the derivative of the output; every array is None if there is no such term.
+    """The terms of the output's derivative; an array is None if there is no such term.
 
     Attributes:
         scores: ``(W, H, S, B)`` or packed ``(W, H, T)``: the gradient of Q2. The term begins at ``score_start``.
         values: the output for the values [v; v'], or for v' alone. The term begins at ``value_start``.
-        means: the gradient of Q2 whose element ``mean_index`` is the mean of the derivatives of the scores.
+        means: the gradient of Q2, whose element ``mean_index`` is the mean of the score derivatives.
         score_start, value_start, mean_index: positions along head_dim.
     """
 
@@ -87,7 +87,7 @@ def _add_terms_on_gpu(terms: Terms, output: Any, out: Any, dout: Any) -> None:
 
 @cuda_kernel
 def _add_terms_kernel(dtype: str, vector: int) -> str:
-    """The kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
+    """Return the kernel of :func:`add_terms`; a thread computes ``vector`` elements along head_dim at a time."""
     of = TYPES[dtype]
     return f"""{of.header}
         {_TERMS}

@@ -81,14 +81,14 @@ def attention_jvp(
     :func:`cupy_sdpa.attention_backward` on arrays that are concatenated along head_dim. With dq or dk these are two forward
     passes and a backward pass; with dv alone one forward pass. With ``softcap``, ``score_mod`` or dropout a second backward
     pass may replace the second forward pass. Keys or values with a mean far above their variation cost precision in 16 bits;
-    :doc:`/derivatives` gives the error and the remedy.
+    :doc:`/derivatives` gives the error and how to avoid it.
 
     Args:
         q, k, v: as for :func:`cupy_sdpa.attention`.
-        dq, dk, dv: the direction: arrays of the shapes and dtypes of q, k and v, with any strides. None is 0, and takes less
-            time; at least one is given.
-        widened: the arrays that :func:`cupy_sdpa.widen` returns, in place of dq, dk and dv: nothing is copied. q, k
-            and v must be the arrays that it was called with. Default None.
+        dq, dk, dv: the direction: arrays with the shapes and dtypes of q, k and v and any strides. None means 0 and takes less
+            time; pass at least one.
+        widened: the arrays that :func:`cupy_sdpa.widen` returned for q, k and v, instead of dq, dk and dv; nothing is copied
+            then. Default None.
         return_stats: also return the log-sum-exp of the scores, float32, and float64 for float64 arrays. Default False.
         return_dstats: also return dL, the derivative of the log-sum-exp, of the dtype of stats. On the GPU it is computed from
             arrays of 16 bits. Default False.
@@ -97,9 +97,9 @@ def attention_jvp(
             each other or an input.
         stats, dstats: float32 arrays ``(Sq, Hq, B)``, or float64 for float64 arrays, to write the log-sum-exp and its
             derivative into; imply ``return_stats`` and ``return_dstats``.
-        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The derivative is that at
-            constant options: their arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the
-            same weights from the output and its derivative.
+        options: as for :func:`cupy_sdpa.attention`, except ``page_table`` and ``num_splits``. The options are constant: their
+            arrays, such as ``bias``, ``sinks`` and ``tensors``, have no tangents. Dropout drops the same weights from the
+            output and its derivative.
 
     Returns:
         ``(out, dout)``, followed by stats and dstats if requested. New arrays are in Fortran order. out, dout and dstats are 0
@@ -141,7 +141,7 @@ def attention_jvp(
     ("q", "k", "v", "dq", "dk", "dv"),
 )
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, widened: Widened | None, **flags: Any) -> Call:
-    """A call of :func:`attention_jvp` as a value."""
+    """Return a call of :func:`attention_jvp` as a value."""
     flags = {name: read_flag(name, value) for name, value in flags.items()}
     tag: tuple[Any, ...] = ("jvp", *flags.values())
     names: tuple[str, ...] = ARRAYS
@@ -176,12 +176,12 @@ def _parse(key: CallKey, *, widened: Widened | None, return_stats: bool, return_
 
 
 def _rounded(x: View | None, dtype: str) -> View | None:
-    """The view of a dense array in another dtype, to read a problem."""
+    """Return the view of a dense array in another dtype, to read a problem."""
     return x and View.dense(x.storage.name, x.shape, numpy_dtype(dtype), x.storage.device)
 
 
 def refusal(form: Form, name: str, reason: str) -> str:
-    """Why a pass cannot run, in terms of the caller's arrays."""
+    """Return why a pass cannot run, in terms of the caller's arrays."""
     if name in ("output", "products"):
         width = 2 * form.value_dim if name == "output" else form.product_width
         passes = f"a forward pass with head dims {form.head_dim} and {width}"
@@ -202,11 +202,11 @@ def jvp_problems(
     deterministic: bool = False,
     **options: Any,
 ) -> tuple[Problem, ...]:
-    """The problems of the passes of :func:`cupy_sdpa.attention_jvp`, for :func:`cupy_sdpa.explain` and ``store.build``.
+    """List the problems of :func:`cupy_sdpa.attention_jvp`'s passes, for :func:`cupy_sdpa.explain` and ``store.build``.
 
     Args:
         q, k, v, dtype, options: as for :func:`cupy_sdpa.problem`.
-        tangents: which of ``"dq"``, ``"dk"`` and ``"dv"`` are given. Default: all.
+        tangents: which of ``"dq"``, ``"dk"`` and ``"dv"`` the call gets. Default: all.
         return_stats, deterministic: as for the call.
 
     Returns:

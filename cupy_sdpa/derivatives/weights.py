@@ -50,7 +50,7 @@ from ..extend import (
 )
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
-#: The options of queries, and those of keys in their place.
+#: The options of queries, and the options of keys that take their place.
 _PAIRS = {"seq_lens_q": "seq_lens_kv", "cu_seqlens_q": "cu_seqlens_kv"}
 _LENGTHS = {*_PAIRS, *_PAIRS.values()}
 
@@ -62,20 +62,20 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
     .. math:: w_{j} = \sum_i P_{ij} = \sum_i e^{s_{ij} - L_i}, \qquad L_i = \log \sum_j e^{s_{ij}}
 
     with the scores s of :func:`cupy_sdpa.attention`, including masks; a sink counts in L. Nothing of size Sq x Skv is stored:
-    one forward pass computes L, and another one, in which queries and keys have changed places, the log-sum-exp over i of
-    :math:`s_{ij} - L_i`. That is one pass for each of the query heads that share a key/value head; k is not repeated.
+    one forward pass computes L; then a pass with queries and keys exchanged computes the log-sum-exp over i of :math:`s_{ij} -
+    L_i`. There is one such pass for each of the query heads that share a key/value head; k is not repeated.
 
     Args:
-        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages, and are gathered into dense keys.
-        per_kv_head: sum over the query heads that share a key/value head, too. Default False.
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k has pages, which are gathered into dense keys.
+        per_kv_head: also sum over the query heads that share a key/value head. Default False.
         options: as for :func:`cupy_sdpa.attention`, except ``bias``, dropout, ``num_splits``, ``layout``, ``compute_dtype`` and
             ``batch_invariant``; ``block_mask`` is computed as a dense mask.
 
     Returns:
-        float32, or float64 for float64 arrays: ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; of packed
+        float32, or float64 for float64 arrays: ``(Skv, Hq, B)``, or ``(Skv, Hkv, B)`` with ``per_kv_head``; for packed
         sequences ``(Hq, Tkv)`` or ``(Hkv, Tkv)``. With ``page_table``, Skv is the number of rows of the table times the page
-        size. 0 for keys that no query attends to, also those after the length of a sequence. Without sinks, the sum over the
-        keys is the number of queries that attend to a key.
+        size. It is 0 for keys that no query attends to, including keys after the end of a sequence. Without sinks, the sum over
+        the keys is the number of queries that attend to a key.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`; or an option is not supported.
@@ -96,7 +96,7 @@ def weight_sums(q: Array, k: Array, *, per_kv_head: bool = False, **options: Unp
 
 
 def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call, without the values of others that are as good as none; q must be an array of numpy or CuPy."""
+    """Return a call's options, without others that are passed but have no effect; q must be a numpy or CuPy array."""
     if library_of(q) is not None:
         raise TypeError(f"q is an array of another library; {name} takes numpy and CuPy arrays: share it with cupy.from_dlpack")
     return {option: x for option, x in options.items() if option == "layout" or option not in refused_by(name)}
@@ -104,13 +104,13 @@ def _taken(name: str, q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 @operation(weight_sums, ("q", "k"), {"per_kv_head": False})
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, per_kv_head: bool) -> Call:
-    """A call of :func:`weight_sums` as a value."""
+    """Return a call of :func:`weight_sums` as a value."""
     key = CallKey(("weight sums", per_kv_head), ("q", "k"), arrays, options)
     return Call(key, functools.partial(_parse, per_kv_head=per_kv_head), decide=_decide)
 
 
 def _decide(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with a dense mask instead of ``block_mask``."""
+    """Return the options with a dense mask instead of ``block_mask``."""
     dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
     return dense
 
@@ -132,7 +132,7 @@ def _parse(key: CallKey, *, per_kv_head: bool) -> ReadCall:
 def weight_sums_problems(
     q: Array | Sequence[int], k: Array | Sequence[int], *, dtype: Any = None, **options: Any
 ) -> tuple[Problem, ...]:
-    """The problems of the passes of :func:`cupy_sdpa.weight_sums`, for :func:`cupy_sdpa.explain` and ``store.build``.
+    """List the problems of :func:`cupy_sdpa.weight_sums`'s passes, for :func:`cupy_sdpa.explain` and ``store.build``.
 
     Args:
         q, k, dtype, options: as for :func:`cupy_sdpa.problem`.
@@ -166,18 +166,18 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
     with the scores s and the log-sum-exp L of :func:`cupy_sdpa.attention`, including masks. One forward pass, with k as values,
     computes L and o. A sink counts as one more key. Low entropies of many queries are a sign of training that becomes unstable.
 
-    The result has the rounding errors of o, a 16-bit array for 16-bit q and k: about :math:`2^{-9}` (bfloat16) or
+    The result has the rounding errors of o, which is a 16-bit array for 16-bit q and k: about :math:`2^{-9}` (bfloat16) or
     :math:`2^{-12}` (float16) times :math:`\text{scale} \, |q_i| |o_i|`. Results below 0 by rounding are 0.
 
     Args:
-        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k are pages.
+        q, k: as for :func:`cupy_sdpa.attention`; with ``page_table`` k has pages.
         options: as for :func:`cupy_sdpa.attention`, except ``layout``, ``compute_dtype``, ``batch_invariant``, ``num_splits``
-            and dropout, and except ``bias``, ``alibi_slopes``, ``softcap`` and ``score_mod``: the mean of other scores than
-            :math:`\text{scale} \, q k` does not follow from o. ``block_mask`` is computed as a dense mask.
+            and dropout, and except ``bias``, ``alibi_slopes``, ``softcap`` and ``score_mod``: o gives the mean of
+            :math:`\text{scale} \, q k` only, not of changed scores. ``block_mask`` is computed as a dense mask.
 
     Returns:
-        float32, or float64 for float64 arrays: ``(Sq, Hq, B)``, or ``(Hq, Tq)`` of packed sequences, as the log-sum-exp. 0 for
-        queries that attend to no key, also those of padding. The plan is that of ``problem(q, k, k, return_stats=True)`` with
+        float32, or float64 for float64 arrays: ``(Sq, Hq, B)``, or ``(Hq, Tq)`` for packed sequences, like the log-sum-exp. It
+        is 0 for queries without keys and for padding. To plan ahead of time, use ``problem(q, k, k, return_stats=True)`` with
         the same options.
 
     Raises:
@@ -199,7 +199,7 @@ def weight_entropy(q: Array, k: Array, **options: Unpack[Options]) -> Any:
 
 @operation(weight_entropy, ("q", "k"), {})
 def _entropy_call(arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
-    """A call of :func:`weight_entropy` as a value."""
+    """Return a call of :func:`weight_entropy` as a value."""
     return Call(CallKey(("weight entropy",), ("q", "k"), arrays, options), _parse_entropy, decide=_decide)
 
 
@@ -233,7 +233,7 @@ def _refuse(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _shape_of_keys(k: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of the keys, without pages."""
+    """Return the shape of the keys, without pages."""
     table = options.get("page_table")
     return k.shape if table is None else (k.shape[0], k.shape[1], k.shape[2] * table.shape[0], table.shape[1])
 
@@ -271,7 +271,7 @@ def _build(builder: Builder, q: View, k: View, sums: View, options: ReadOptions)
 
 
 def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> ReadOptions:
-    """The options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
+    """Return the options with queries and keys in each other's place, for the ``count`` query heads ``own``."""
     group, settings, packed = own.step, options.settings, "cu_seqlens_q" in options
     found: dict[str, Any] = {"tensors": options["tensors"]} if "tensors" in options else {}
     for name, other in _PAIRS.items():
@@ -301,7 +301,7 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
 def _of_heads(
     builder: Builder, function: Recorded, tensors: Mapping[str, View], own: slice, count: int
 ) -> tuple[Recorded, dict[str, View]]:
-    """A score or mask function for some heads, and the arrays that it reads: those of these heads, and their numbers."""
+    """Return a score or mask function for some heads, and the arrays that it reads: the heads' slices, and head numbers."""
     reads, arrays = {}, {}
     for access in function.reads:
         array = tensors[access.name]
@@ -316,7 +316,7 @@ def _of_heads(
 
 
 def _exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A score or mask function of queries and keys in each other's place."""
+    """Return a score or mask function of queries and keys in each other's place."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
         return function(score, b, h, kv_idx, q_idx, **tensors)

@@ -45,7 +45,7 @@ def _negated_rows_on_numpy(bias: Any, stats: Any, starts: Any) -> None:
 
 @cuda_kernel
 def _negated_rows_kernel(integer: str) -> str:
-    """The kernel of :func:`negated_rows` for packed sequences; ``blockIdx.y`` is the head and ``blockIdx.z`` the sequence."""
+    """Return the kernel of :func:`negated_rows` for packed sequences; ``blockIdx.y`` is the head, ``.z`` the sequence."""
     return f"""extern "C" __global__ void cupy_sdpa_negated_rows(
             float* bias, const float* stats, const {integer}* starts, long long stride, long long head_stride,
             long long token_stride, long long total, long long queries, long long heads
@@ -96,7 +96,7 @@ def gathered(target: Any, pages: Any, table: Any, lengths: Any) -> None:
 
 @cuda_kernel
 def _gathered_kernel() -> str:
-    """The kernel of :func:`gathered`; ``blockIdx.y`` is the sequence, ``threadIdx.y`` counts rows of all heads."""
+    """Return the kernel of :func:`gathered`; ``blockIdx.y`` is the sequence, ``threadIdx.y`` counts rows of all heads."""
     return """extern "C" __global__ void cupy_sdpa_gathered(
             unsigned short* target, const unsigned short* pages, const int* table, const int* lengths,
             long long dim_step, long long head_step, long long token_step, long long page_step,
@@ -150,7 +150,7 @@ def row_entropies(entropies: Any, stats: Any, q: Any, out: Any, sinks: Any, scal
 
 
 def _steps_of_rows(x: Any) -> tuple[int, int, int]:
-    """The strides in elements along tokens, heads and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
+    """Return the strides in elements along tokens, heads and batch of an array ``(Sq, Hq, B)`` or packed ``(Hq, Tq)``."""
     first, second, *batch = (stride // x.itemsize for stride in x.strides)
     return (first, second, batch[0]) if batch else (second, first, 0)
 
@@ -168,7 +168,7 @@ def _row_entropies_on_numpy(entropies: Any, stats: Any, q: Any, out: Any, sinks:
 
 @cuda_kernel
 def _row_entropies_kernel(dtype: str) -> str:
-    """The kernel of :func:`row_entropies`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
+    """Return the kernel of :func:`row_entropies`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
     of = TYPES[dtype]
     return f"""{of.header}{_ROWS}
         extern "C" __global__ void cupy_sdpa_row_entropies(const Rows r, float scale) {{

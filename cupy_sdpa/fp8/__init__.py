@@ -8,5 +8,5 @@ __all__ = ["DelayedScaling", "Fp8Array", "attention", "quantize", "quantize_qkv"
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

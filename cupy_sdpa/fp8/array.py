@@ -29,16 +29,17 @@ class Fp8Array:
 
     Args:
         data: the elements: a numpy array of dtype ``ml_dtypes.float8_e4m3fn`` or ``float8_e5m2``, or a CuPy array of uint8.
-        descale: d, a number or a float32 array ``(1,)`` in the same memory as ``data``. Default: ``1 / scale``. An array is
-            kept, not copied: if it changes, so do the values, also those of outputs with the factor of v.
-        scale: 1/d, a number or such an array. Default: ``1 / descale``; of an array it is computed in every call that needs it.
+        descale: d, a number or a float32 array ``(1,)`` on the same device as ``data``. Default: ``1 / scale``. An array is
+            kept, not copied: if it changes, so do the values, including outputs with v's factor.
+        scale: 1/d, a number or such an array. Default: ``1 / descale``; for an array it is computed in every call that needs
+            it.
         dtype: the dtype of the elements of a CuPy array, ``"float8_e4m3fn"`` (3 bits of mantissa, up to 448) or
             ``"float8_e5m2"`` (2 bits, up to 57344). Default ``"float8_e4m3fn"``.
         rotated: whether head_dim was rotated, see :func:`quantize`. Default False.
         axis: the axis of head_dim of a rotated array. Default 0.
-        mean: m of values, float32 in the same memory, with the shape of ``data`` or with axes of length 1, such as
-            ``(D, H, 1, B)``. Attention needs 1 along the keys, and adds m to the output. Not for rotated arrays. Default None,
-            for 0.
+        mean: m of values, float32 on the same device, with the shape of ``data`` or with axes of length 1, such as
+            ``(D, H, 1, B)``. Attention needs length 1 along the keys, and adds m to the output. Not for rotated arrays. Default
+            None: 0.
 
     Attributes:
         data, dtype, rotated, axis: as above.
@@ -116,7 +117,7 @@ class Fp8Array:
         return self._inverse(self._descale) if self._scale is None else self._scale
 
     def _inverse(self, factor: Any) -> Any:
-        """The inverse of a factor, which may have changed, in an array that is kept: captured graphs contain its address."""
+        """Return a factor's current inverse in an array that is kept, because captured graphs contain its address."""
         if self._reciprocal is None:
             self._reciprocal = factor.copy()
         self._reciprocal[...] = 1
@@ -149,7 +150,7 @@ class Fp8Array:
         return self.transpose(*range(self.ndim)[::-1])
 
     def transpose(self, *axes: Any) -> Fp8Array:
-        """A view with the dimensions in another order."""
+        """Return a view with the dimensions in another order."""
         order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes  # as numpy's
         axis = order.index(self.axis) if self.rotated else 0
         mean = None if self.mean is None else self.mean.transpose(order)
@@ -170,12 +171,12 @@ class Fp8Array:
         return self._with_elements(data, axis, None if self.mean is None else self.mean[index])
 
     def _with_elements(self, data: Any, axis: int, mean: Any) -> Fp8Array:
-        """An array with other elements, whose head_dim is an axis, and the factors of this one."""
+        """Return an array with other elements, whose head_dim is an axis, and the factors of this one."""
         factors = self._descale, self._scale, self.dtype
         return made(data, *factors, rotated=self.rotated, axis=axis, mean=mean, of_pages=self._of_pages)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        """Refuse a conversion without the factor.
+        """Raise an error for a conversion without the factor.
 
         Raises:
             TypeError: always.
@@ -183,7 +184,7 @@ class Fp8Array:
         raise TypeError(f"an Fp8Array is not converted to an array implicitly: {self._not_an_array}")
 
     def dequantize(self, dtype: Any = "float32") -> Any:
-        """The values as an array with the memory order of the elements; a rotation is undone.
+        """Return the values as an array with the memory order of the elements; a rotation is undone.
 
         Args:
             dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``. Default ``"float32"``.
@@ -191,6 +192,11 @@ class Fp8Array:
         Raises:
             TypeError: another dtype.
             ValueError: the head_dim is not a multiple of 8 on the GPU.
+
+        >>> import numpy as np
+        >>> from cupy_sdpa import fp8
+        >>> fp8.quantize(np.ones((8, 1, 2, 1), np.float32, order="F")).dequantize()[0, 0, 0]
+        array([1.], dtype=float32)
         """
         name = dtype if isinstance(dtype, str) else dtype_name(np.dtype(dtype))
         if name not in _DTYPES:
@@ -212,12 +218,12 @@ class Fp8Array:
         return target.transpose(back)
 
     def _memory_order(self) -> tuple[int, ...]:
-        """The axes with increasing strides; that of head_dim of a rotated array first, those without a stride last."""
+        """Return the axes with increasing strides: a rotated array's head_dim first, axes without a stride last."""
         strides = [abs(stride) if n > 1 else 0 for n, stride in zip(self.shape, self.data.strides, strict=True)]
         return tuple(sorted(range(self.ndim), key=lambda i: (self.rotated and i != self.axis, not strides[i], strides[i], i)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
+        """Return the parts of a copy, for ``copy.deepcopy`` and ``pickle``: the elements in C order, which copies keep."""
         axes = self._memory_order()[::-1]
         back = tuple(axes.index(axis) for axis in range(self.ndim))
         # a mean without the axes along which it is constant, which a copy would fill
@@ -226,7 +232,7 @@ class Fp8Array:
         return _restored, (self.data.transpose(axes), back, *factors, self.rotated, self.axis, mean, self._of_pages)
 
     def __copy__(self) -> Fp8Array:
-        """An independent copy, as of other arrays."""
+        """Return an independent copy, as of other arrays."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:
@@ -245,7 +251,7 @@ def made(
     mean: Any = None,
     of_pages: bool = False,
 ) -> Fp8Array:
-    """An FP8 array of parts that are known to be valid; one of the factors may be None.
+    """Return an FP8 array of parts that are known to be valid; one of the factors may be None.
 
     ``mean`` has the shape of ``data``. ``of_pages``: the data are pages, and all pages of a sequence have the same mean.
     """
@@ -256,12 +262,12 @@ def made(
 
 
 def descales(arrays: Sequence[Fp8Array]) -> list[Any]:
-    """The factors of the elements of arrays; a function for all, because every repeated call needs them."""
+    """Return the factors of the elements of arrays; a function for all, because every repeated call needs them."""
     return [x.descale if x._descale is None else x._descale for x in arrays]
 
 
 def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
-    """An FP8 array of the parts that its ``__reduce__`` gives."""
+    """Return an FP8 array of the parts that its ``__reduce__`` gives."""
     descale, scale, dtype, rotated, axis, mean, of_pages = given
     data = data.transpose(axes)
     mean = None if mean is None else _broadcast(mean, data.shape)
@@ -269,25 +275,25 @@ def _restored(data: Any, axes: Sequence[int], *given: Any) -> Fp8Array:
 
 
 def of_factors(data: Any, factors: Any, place: int, dtype: str, *, rotated: bool, mean: Any = None) -> Fp8Array:
-    """An FP8 array whose scale is at a place of an array, and its descale :data:`.fp8_kernels.FACTOR_STEP` places after it."""
+    """Return an FP8 array whose scale is an element of an array, with its descale :data:`.fp8_kernels.FACTOR_STEP` later."""
     descale, scale = one_of(factors, place + fp8_kernels.FACTOR_STEP), one_of(factors, place)
     return made(data, descale, scale, dtype, rotated=rotated, mean=mean)
 
 
 def along_keys(mean: Any, shape: tuple[int, ...]) -> Any:
-    """A mean with one key as a view of a shape, constant along the keys; for CuPy arrays faster than ``broadcast_to``."""
+    """Return a view of a one-key mean with a shape, constant along the keys; on CuPy faster than ``broadcast_to``."""
     if type(mean) is np.ndarray:
         return _broadcast(mean, shape)
     return type(mean)(shape, mean.dtype, mean.data, (*mean.strides[:2], 0, *mean.strides[3:]))
 
 
 def _broadcast(mean: Any, shape: tuple[int, ...]) -> Any:
-    """A view of a mean with a shape."""
+    """Return a view of a mean with a shape."""
     return cupy_runtime.cupy().broadcast_to(mean, shape) if cupy_runtime.is_array(mean) else np.broadcast_to(mean, shape)
 
 
 def _read_mean(mean: Any, data: Any, *, rotated: bool) -> Any:
-    """The mean that is passed for an array, with its shape."""
+    """Return the mean that is passed for an array, with its shape."""
     same = cupy_runtime.is_array(mean) if cupy_runtime.is_array(data) else type(mean) is np.ndarray
     if not same or dtype_name(mean.dtype) != "float32":
         kind = "CuPy" if cupy_runtime.is_array(data) else "numpy"
@@ -302,23 +308,23 @@ def _read_mean(mean: Any, data: Any, *, rotated: bool) -> Any:
 
 
 def one_of(array: Any, place: int) -> Any:
-    """One element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
+    """Return one element of an array as an array ``(1,)``; for CuPy arrays faster than indexing."""
     if type(array) is np.ndarray:
         return array[place : place + 1]
     return type(array)((1,), array.dtype, array.data + place * array.itemsize)
 
 
 def is_factor(value: Any) -> bool:
-    """Whether a number is a scale: it and its inverse are normal numbers of float32."""
+    """True if a number is a scale: it and its inverse are normal numbers of float32."""
     return 2.0**-126 <= float(value) <= 2.0**126
 
 
 def factor(name: str, value: Any, like: Array) -> Any:
-    """A scale or a descale as a float32 array ``(1,)`` in the memory of an array; other values are refused."""
+    """Return a scale or a descale as a float32 array ``(1,)`` in the memory of an array; raise for other values."""
     on_gpu = cupy_runtime.is_array(like)
     if isinstance(value, (numbers.Real, np.generic)):
         if not is_factor(value):
-            raise ValueError(f"{name} is {value}; it must be above 0, and it and its inverse finite numbers of float32")
+            raise ValueError(f"{name} is {value}; it and its inverse must be above 0 and finite in float32")
         if not on_gpu:
             return np.full(1, value, np.float32)
         with cupy_runtime.on_device_of(like):

@@ -43,11 +43,11 @@ from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
 from .quantize import SOURCES, check_dtypes, check_source
 
-#: The dtypes of an output that the engine may write besides FP8.
+#: The dtypes other than FP8 in which the engine may write an output.
 _OUTPUTS = ("float16", "bfloat16")
 #: The end of the message of an array that is not an FP8 array.
 _ALL = "q, k and v must all be FP8 arrays: convert with cupy_sdpa.fp8.quantize"
-#: The names of the arrays of a call.
+#: The names of a call's arrays.
 _NAMES = ("q", "k", "v", *FACTORS, *MEAN, "out", "stats")
 
 
@@ -77,7 +77,7 @@ def attention(
     stats: Array | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Attention of FP8 arrays; :func:`cupy_sdpa.attention` calls it for such arrays.
+    r"""Compute attention of FP8 arrays; :func:`cupy_sdpa.attention` calls it for such arrays.
 
     .. math:: S = \tau\, d_q d_k\, q^\top k, \qquad \hat P = \operatorname{round}(M\, e^{S - m}), \qquad
               O = \frac{d_v}{M}\, \frac{\hat P\, v}{\sum e^{S - m}}, \qquad \hat O = \operatorname{round}(s\, O)
@@ -87,22 +87,22 @@ def attention(
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
-        k: keys ``(D, Hkv, Skv, B)``, of q's dtype, rotated if and only if q is.
-        v: values ``(Dv, Hkv, Skv, B)``, of q's dtype, not rotated.
-        return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is that of the values, not of the elements. Not
-            ``"max_sumexp"`` on the GPU.
+        k: keys ``(D, Hkv, Skv, B)``, with q's dtype, rotated if and only if q is.
+        v: values ``(Dv, Hkv, Skv, B)``, with q's dtype, not rotated.
+        return_stats, stats: as for :func:`cupy_sdpa.attention`; the log-sum-exp is computed from the values, not from the
+            elements. Not ``"max_sumexp"`` on the GPU.
         return_amax: also return the largest magnitude of the output, float32 ``(1,)``, for the scale of the next one
             (:class:`DelayedScaling`). Rows in the padding do not count. Default False.
-        out_dtype: the dtype of the output: None for that of q; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
+        out_dtype: the dtype of the output: None for q's dtype; ``"float16"`` or ``"bfloat16"`` on the CPU and on compute
             capability 10.x. Default None.
         out_scale: s, the scale of an FP8 output, a number or a float32 array ``(1,)``. Default None: the scale of v. No output
-            exceeds the largest value of v, so this scale saturates no output.
+            exceeds the largest value of v, so this scale never saturates.
         options: causal masks, windows, lengths, ``scale``, ``page_table`` with ``num_splits`` and ``sinks``, ``layout`` and
             ``bucket`` on the GPU; on the CPU all options of :func:`cupy_sdpa.attention`.
 
     Returns:
-        ``out``, followed by the statistics and the largest magnitude if they are requested. ``out`` is an :class:`Fp8Array`, or
-        an array of ``out_dtype``.
+        ``out``, followed by the log-sum-exp and the largest magnitude if requested. ``out`` is an :class:`Fp8Array`, or an
+        array of ``out_dtype``.
 
     Raises:
         TypeError, ValueError, Unsupported, CudnnError: as :func:`cupy_sdpa.attention`.
@@ -135,7 +135,7 @@ def attention(
 
 
 class _Request(NamedTuple):
-    """The arguments of a call, besides stats.
+    """The arguments of a call, except stats.
 
     Attributes:
         scale, descale: the scale of the output, and the descale of v.
@@ -155,13 +155,13 @@ class _Request(NamedTuple):
     converts: bool
 
     def check(self) -> None:
-        """Check the arguments besides arrays."""
+        """Check the arguments that are not arrays."""
         refuse_fp8(self.options)
         check_names({**self.options, "block_mask": None})  # which becomes a dense mask
         _check(self.q, self.k, self.v, self.options, self.out_dtype, self.out_scale)
 
     def decide(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options with a dense mask instead of ``block_mask``."""
+        """Return the options with a dense mask instead of ``block_mask``."""
         dense: Mapping[str, Any] = dense_options(arrays["q"], arrays["k"], options)
         return dense
 
@@ -171,7 +171,7 @@ class _Request(NamedTuple):
         mean = views.get("mean")
         if mean is not None and mean.shape[2] > 1 and mean.strides[2]:
             raise ValueError(
-                "the mean of v changes along axis 2, that of the keys; it must be constant there: pass the layout= of the "
+                "the mean of v varies along axis 2, the keys; it must be constant there: pass the layout= of the "
                 "arrays, or a mean of length 1 there"
             )
         if self.converts:
@@ -188,7 +188,7 @@ class _Request(NamedTuple):
         return composed(key, arrays, views, results, functools.partial(forward, **of_call))
 
     def finish(self, results: list[Any]) -> list[Any]:
-        """The results with an FP8 array as the output, if it has that dtype."""
+        """Return the results with an FP8 array as the output, if it has that dtype."""
         amax = [results.pop()] if self.return_amax else []
         if not self.converts and self.out_dtype is None:
             scale = self.scale.copy() if hasattr(self.out_scale, "dtype") else self.scale  # the caller may change the array
@@ -210,7 +210,7 @@ def _call(
     out_dtype: Any = None,
     out_scale: Any = None,
 ) -> Call:
-    """A call of :func:`attention` as a value; q may also have another dtype than FP8."""
+    """Return a call of :func:`attention` as a value; q may also have another dtype than FP8."""
     q, k, v, out, stats = (*arrays, None, None)[:5]
     converts = type(q) is not Fp8Array
     if out is not None and not converts:
@@ -237,7 +237,7 @@ Fp8Array._call_of = staticmethod(_call)
 
 
 def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
-    """Whether the engine writes an output of a dtype: without a conversion it must, and refuses the call if it cannot."""
+    """True if the engine writes an output of a dtype; without a conversion it must, or raises Unsupported."""
     if out_dtype is None or not converts:
         return True
     if out_dtype not in _OUTPUTS:
@@ -246,7 +246,7 @@ def _writes(out_dtype: str | None, like: Any, *, converts: bool) -> bool:
 
 
 def forward_in_fp8(q: Any, k: Any, v: Any, dtype: str, options: Mapping[str, Any]) -> list[Any]:
-    """The forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
+    """Return the forward pass of :func:`cupy_sdpa.attention_vjp` in FP8: q, k and v are converted, q and k after a rotation.
 
     They are float16 or bfloat16; on the CPU also float32.
 
@@ -292,7 +292,7 @@ _OF_GRADIENTS = ("dout", "out", "stats", "dq", "dk", "dv", "dstats", "q", "k", "
 def gradients_in_fp8(
     arrays: tuple[Any, ...], kept: Sequence[Any], dtype: str, options: Mapping[str, Any], **outputs: Any
 ) -> list[Any]:
-    """The gradients at the values that :func:`forward_in_fp8` kept.
+    """Return the gradients at the values that :func:`forward_in_fp8` kept.
 
     ``arrays`` are dout, out, stats, dq, dk, dv and dstats; the last four may be None, and with dstats also dout. ``outputs``
     are ``deterministic`` and others, as for :func:`cupy_sdpa.attention_backward`.
@@ -330,7 +330,7 @@ def _refuse_others(q: Any, k: Any, v: Any) -> None:
 
 
 def _dtype_of(q: Any) -> str:
-    """The dtype of queries that are converted to FP8; TypeError for others."""
+    """Return the dtype of queries that are converted to FP8; TypeError for others."""
     name = dtype_name(q.dtype) if hasattr(q, "dtype") else type(q).__name__
     if name not in SOURCES:
         raise TypeError(f"q is {name} and k is an FP8 array; q must also be one, or {', '.join(SOURCES)}, which are converted")
@@ -338,7 +338,7 @@ def _dtype_of(q: Any) -> str:
 
 
 def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, out_scale: Any) -> str | None:
-    """Check the arguments besides arrays; returns the dtype of the output, None for FP8."""
+    """Check the arguments that are not arrays; return the dtype of the output, None for FP8."""
     converts = type(q) is not Fp8Array
     name = _dtype_of(q) if converts else out_dtype
     dtype = k.dtype if converts else q.dtype
@@ -348,7 +348,7 @@ def _check(q: Any, k: Any, v: Any, options: Mapping[str, Any], out_dtype: Any, o
             raise TypeError(f"{of} is {x.dtype} and {of_dtype} is {dtype}; the dtypes must be equal: quantize with one dtype")
     if not converts and q.rotated != k.rotated:
         raise ValueError(
-            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; scores need both or none: pass the same rotate"
+            f"q.rotated is {q.rotated} and k.rotated is {k.rotated}; rotate both or neither: pass the same rotate="
         )
     for of, x in (("q", q), ("k", k)):
         if type(x) is Fp8Array and x.mean is not None:
@@ -370,18 +370,17 @@ def _check_mean(v: Fp8Array, options: Mapping[str, Any]) -> None:
     """Check that the mean of v can be added to the output: the weights of a row must add up to 1."""
     if options.get("page_table") is not None and not v._of_pages:
         raise ValueError(
-            "v has a mean of each page, and attention needs one of each sequence: quantize pages with center=False, or use a "
+            "v has a mean for each page, and attention needs one for each sequence: quantize pages with center=False, or use a "
             "KVCache"
         )
     if _has_dropout(options):
         raise ValueError(
-            "v has a mean, which needs weights that add up to 1, and with dropout those of a row do not: quantize v with "
-            "center=False"
+            "v has a mean, which needs weights that add up to 1; with dropout they do not: quantize v with center=False"
         )
 
 
 def _has_dropout(options: Mapping[str, Any]) -> bool:
-    """Whether a call drops weights."""
+    """True if a call drops weights."""
     return bool(options.get("dropout_p")) or options.get("dropout_mask") is not None
 
 

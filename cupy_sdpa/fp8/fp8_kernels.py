@@ -39,11 +39,11 @@ class Conversion(NamedTuple):
         target: FP8 (uint8 on the GPU), dense in Fortran order, with the shape of the source; None if nothing is converted.
         factors: float32 ``(2 FACTOR_STEP,)``, where the scale and the descale are written, :data:`FACTOR_STEP` elements apart.
         rotation: the length of the parts of head_dim that are rotated, a power of two; 1 for none.
-        lengths: int32 ``(B,)``, the length of each batch entry; 0 is stored beyond it, whatever the source contains. None for
-            full lengths.
+        lengths: int32 ``(B,)``, the length of each batch item; beyond it 0 is stored, not the source's elements. None for full
+            lengths.
         mean: float32 ``(D, H, 1, B)`` or packed ``(D, H, 1)``, dense in Fortran order, which is subtracted; None for 0. Such an
-            array is not rotated. Its scale is that of the largest magnitude with or without the mean, so that it fits an
-            output of attention, too.
+            array is not rotated. Its scale follows from the largest magnitude with or without the mean, so that it also fits an
+            output of attention.
     """
 
     source: Any
@@ -104,7 +104,7 @@ def dequantize(source: Any, target: Any, descale: Any, rotation: int, dtype: str
 
 
 def _mean(mean: Any) -> Any:
-    """The values of :data:`_MEAN`."""
+    """Return the values of :data:`_MEAN`."""
     if mean is None:
         return _MEAN(*(None,) * len(_MEAN.fields))
     first, *others = zip(mean.shape, mean.strides, strict=True)
@@ -162,13 +162,13 @@ def update(state: Any, amax: Any, dtype: str) -> None:
 
 
 def elements_of(values: Any, scale: Any, dtype: str) -> Any:
-    """The elements of float32 numbers, dense in Fortran order."""
+    """Return the elements of float32 numbers, dense in Fortran order."""
     with np.errstate(invalid="ignore"):  # infinities and NaN propagate as on a GPU
         return np.asfortranarray(rounded(values * scale, dtype))
 
 
 def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
-    """A numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
+    """Return a numpy array before it is scaled and rounded: float32, 0 in the padding, rotated."""
     values = np.asfortranarray(x, np.float32)
     if lengths is not None:
         values = np.where(np.arange(x.shape[2])[:, None] < lengths, values, np.float32(0))
@@ -176,7 +176,7 @@ def rotated_values(x: Any, rotation: int, lengths: Any) -> Any:
 
 
 def _factors_of(amax: Any, dtype: str) -> tuple[Any, Any]:
-    """The scale and the descale of a largest magnitude, float32 ``(1,)``."""
+    """Return the scale and the descale of a largest magnitude, float32 ``(1,)``."""
     most, largest = np.float32(FP8_LARGEST[dtype]), np.full(1, amax, np.float32)
     if amax < _SMALLEST:
         return np.ones(1, np.float32), np.ones(1, np.float32)
@@ -192,7 +192,7 @@ def _store(factors: Any, amax: Any, dtype: str) -> tuple[Any, Any]:
 
 
 def rotation_of(head_dim: int) -> int:
-    """The length of the parts of head_dim that are rotated: the largest power of two that divides it.
+    """Return the length of the parts of head_dim that are rotated: the largest power of two that divides it.
 
     >>> rotation_of(128), rotation_of(192), rotation_of(80)
     (128, 64, 16)
@@ -201,10 +201,10 @@ def rotation_of(head_dim: int) -> int:
 
 
 def rotate(x: Any, rotation: int) -> Any:
-    """A float32 numpy array with parts of the first axis multiplied by a normalized Hadamard matrix, which is its own inverse.
+    """Multiply parts of a float32 numpy array's first axis by a normalized Hadamard matrix, which is its own inverse.
 
     The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
-    (:data:`.core.runtime.dtypes.ROTATION`), hence the same bits.
+    (:data:`.core.runtime.dtypes.ROTATION`), so with the same bits.
     """
     if rotation == 1:
         return x
@@ -221,20 +221,20 @@ def rotate(x: Any, rotation: int) -> Any:
 
 
 def blocks_of(sources: Sequence[Any]) -> int:
-    """The blocks of a launch that converts arrays."""
+    """Return the blocks of a launch that converts arrays."""
     units = max(int(x.size) // UNIT for x in sources)
     return max(1, min(-(-units // THREADS), _MAX_BLOCKS))
 
 
 def _launch(conversions: Sequence[Conversion]) -> tuple[tuple[int, int], Any, str]:
-    """The grid, the argument of the kernels, and the dtype of the sources."""
+    """Return the grid, the argument of the kernels, and the dtype of the sources."""
     blocks = blocks_of([conversion.source for conversion in conversions])
     arguments = _ARRAYS([_array(conversion) for conversion in conversions])
     return (blocks, len(conversions)), arguments, dtype_name(conversions[0].source.dtype)
 
 
 def _array(conversion: Conversion) -> tuple[Any, ...]:
-    """The values of :data:`_ARRAY`."""
+    """Return the values of :data:`_ARRAY`."""
     source, target, factors, rotation, lengths, mean = conversion
     width, heads, rows, *_ = source.shape
     dense = lengths is None and mean is None and source.flags.f_contiguous
@@ -244,7 +244,7 @@ def _array(conversion: Conversion) -> tuple[Any, ...]:
 
 _READ = """
 // The unit u of the source, rotated; 0 after the last unit and beyond the length. Every thread of the warp calls it.
-// Returns the mean of the unit, or null if it has none.
+// Returns the mean of the unit, or null without a mean.
 __device__ const float* read(const Array& a, long long u, float* x) {
     const float* mean = nullptr;
     for (int i = 0; i < 8; ++i) x[i] = 0;
@@ -394,7 +394,7 @@ _BODIES["finite_amax"] = _BODIES["amax"].replace("magnitude(x)", "finite_magnitu
 
 @cuda_kernel
 def _kernel(source: str, dtype: str, name: str) -> str:
-    """A kernel by its name in :data:`_BODIES`.
+    """Return a kernel by its name in :data:`_BODIES`.
 
     "amax" and "convert" are two launches, because in one launch all blocks would have to wait for each other.
     """
@@ -409,7 +409,7 @@ def _kernel(source: str, dtype: str, name: str) -> str:
 
 @cuda_kernel
 def _dequantize_kernel(target: str, dtype: str) -> str:
-    """The kernel of :func:`dequantize`."""
+    """Return the kernel of :func:`dequantize`."""
     of = TYPES[target]
     return f"""{of.header}{TYPES[dtype].header}{ROTATION}{_MEAN}
         typedef {of.name} Target;

@@ -15,7 +15,7 @@ from ..core.problem.tensor_spec import storage_dtype
 from ..extend import Builder, Check, ReadOptions, View, numpy_dtype, passes, read_forward, row_stats_shape
 from . import fp8_kernels, mean_kernels
 
-#: The factors of the arrays of a call.
+#: The factors of a call's arrays.
 FACTORS = ("descale_q", "descale_k", "descale_v", "scale_out")
 #: What is passed for values whose mean was subtracted: the mean, and their scale.
 MEAN = ("mean", "scale_v")
@@ -68,13 +68,13 @@ def _check_lengths(most: int, arrays: Mapping[str, Any]) -> None:
 
 
 def mean_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the mean over the keys of an array of a shape."""
+    """Return the shape of the mean over the keys of an array of a shape."""
     width, heads, _, *batch = shape
     return width, heads, 1, *batch
 
 
 def factors_in(factors: Any, number: int) -> tuple[Any, Any]:
-    """The scale and the descale of an array, float32 ``(1,)``, among those of several."""
+    """Return an array's scale and descale, float32 ``(1,)``, from the factors of several arrays."""
     place = 2 * fp8_kernels.FACTOR_STEP * number
     return factors[place : place + 1], factors[place + fp8_kernels.FACTOR_STEP : place + fp8_kernels.FACTOR_STEP + 1]
 
@@ -169,7 +169,7 @@ def _forward_with_mean(
 
 
 def _read(views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype: str | None, return_stats: Any) -> BoundProblem:
-    """The call of FP8 arrays; ``out`` may be missing."""
+    """Return the call of FP8 arrays; ``out`` may be missing."""
     in_fp8 = [name for name in ("q", "k", "v", "out") if name in views and not (name == "out" and out_dtype)]
     typed = {name: replace(views[name], dtype=numpy_dtype(dtype)) for name in in_fp8}  # on the GPU elements are uint8
     others = {name: view for name, view in views.items() if name not in ("max", "sum_exp", *MEAN)}
@@ -181,7 +181,7 @@ def _read(views: Mapping[str, Any], options: ReadOptions, dtype: str, out_dtype:
 def read_results(
     views: Mapping[str, View], options: ReadOptions, *, dtype: str, out_dtype: str | None, return_stats: Any
 ) -> BoundProblem:
-    """The call of the kernel for dense elements, whose results are those of :func:`forward`; nothing is added to a builder.
+    """Return the kernel's call for dense elements, with the results of :func:`forward`; add nothing to a builder.
 
     ``views`` are q, k and v, in FP8 or not, and their factors; without results except stats.
     """
@@ -224,7 +224,7 @@ def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, 
 
     The log-sum-exp was computed from these values: exp(S - L) is then at most 1, also where the conversion changed a score.
     ``views`` are dout, out, stats and the results; and q, k, v in FP8, "factors", and "mean" if one was subtracted from v. The
-    flags are those of :func:`.passes.add`.
+    flags are as for :func:`.passes.add`.
     """
     given = {**views}
     mean = given.pop("mean", None)
@@ -239,5 +239,5 @@ def backward(builder: Builder, views: Mapping[str, View], options: ReadOptions, 
 
 
 def _along_keys(mean: View, shape: tuple[int, ...]) -> View:
-    """A mean with one key as an array of a shape, constant along the keys."""
+    """Return a mean with one key as an array of a shape, constant along the keys."""
     return mean.strided(shape, (*mean.strides[:2], 0, *mean.strides[3:]))

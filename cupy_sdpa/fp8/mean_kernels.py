@@ -48,7 +48,7 @@ class Scaled(NamedTuple):
 
 
 def sums_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scratch array of :func:`write_mean` for an array of a shape."""
+    """Return the shape of the scratch array of :func:`write_mean` for an array of a shape."""
     width, heads, rows, *batch = shape
     return width, heads, *batch, max(1, -(-rows // _ROWS))
 
@@ -169,7 +169,7 @@ def _write_first_means_on_cpu(
 
 
 def _write_mean_on_cpu(source: Any, mean: Any, lengths: Any) -> None:
-    """The sums of the kernels, in their order, hence the same bits."""
+    """Compute the kernels' sums in the same order, so with the same bits."""
     width, heads, rows, *batch = source.shape
     values = np.zeros((width, heads, max(1, -(-rows // _ROWS)) * _ROWS, *batch), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -188,7 +188,7 @@ def _write_mean_on_cpu(source: Any, mean: Any, lengths: Any) -> None:
 
 
 def _in_order(x: Any, axis: int) -> Any:
-    """The sum along an axis, one element after the other."""
+    """Return the sum along an axis, one element after the other."""
     total = np.zeros(x.shape[:axis] + x.shape[axis + 1 :], np.float32)
     for part in np.moveaxis(x, axis, 0):
         total += part
@@ -279,7 +279,7 @@ _MEAN_BODIES = {
 
 @cuda_kernel
 def _mean_kernel(dtype: str, name: str) -> str:
-    """The kernels of :func:`write_mean`: the sums of parts of the rows, and their mean."""
+    """Return the kernels of :func:`write_mean`: the sums of parts of the rows, and their mean."""
     of = TYPES[dtype]
     return f"""{of.header}#define THREADS {_THREADS}
         #define ROWS {_ROWS}
@@ -291,7 +291,7 @@ def _mean_kernel(dtype: str, name: str) -> str:
 
 @cuda_kernel
 def _add_mean_kernel(source: str, target: str) -> str:
-    """The kernel of :func:`add_mean`; a thread computes a unit. Products and sums are rounded one by one, as on numpy."""
+    """Return the kernel of :func:`add_mean`; a thread computes a unit. Each product and sum is rounded, as on numpy."""
     types = {"In": TYPES[source], "Out": TYPES[target]}
     vectors = (f"struct alignas({min(8 * of.itemsize, 16)}) {name}s {{ {of.name} x[8]; }};" for name, of in types.items())
     return f"""{"".join(sorted({of.header for of in types.values()}))}
@@ -339,12 +339,12 @@ def _add_mean_kernel(source: str, target: str) -> str:
 
 @cuda_kernel
 def _first_means_kernel(dtype: str) -> str:
-    """The kernel of :func:`write_first_means`, a block for each head and sequence; the dtype is empty for FP8 tokens."""
+    """Return the kernel of :func:`write_first_means`, a block for each head and sequence; the dtype is empty for FP8 tokens."""
     of = TYPES[dtype or "float32"]
     return f"""{of.header}{_FIRST}
         #define THREADS {_THREADS}
         typedef {of.name} Element;
-        // Adds the numbers of the threads of a block.
+        // Adds the numbers of a block's threads.
         __device__ float sum_of_block(float* parts, float x) {{
             __syncthreads();
             parts[threadIdx.x] = x;

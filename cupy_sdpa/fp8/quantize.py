@@ -39,7 +39,7 @@ from .fp8_passes import add_conversions, mean_shape
 
 #: The dtypes of arrays that are converted; float64 on the CPU only.
 SOURCES = ("float16", "bfloat16", "float32")
-#: The names of the arrays of a conversion, and of their lengths.
+#: The names of a conversion's arrays, and of their lengths.
 _NAMES, _LENGTHS = ("q", "k", "v"), ("lengths of q", "lengths of k", "lengths of v")
 
 
@@ -64,11 +64,11 @@ def quantize(
         x: ``(D, H, S, B)`` or packed ``(D, H, T)``; float16, bfloat16 or float32, on the CPU also float64. On the GPU D is a
             multiple of 8 and head_dim is contiguous.
         dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``. Default ``"float8_e4m3fn"``, which is more accurate.
-        rotate: multiply head_dim by a normalized Hadamard matrix; if D is not a power of two, parts of a power of two. The
-            scores do not change if q and k are both rotated, and channels of large magnitude are spread over all channels, so
-            that fewer bits are lost. Default False.
+        rotate: multiply head_dim by a normalized Hadamard matrix; if D is not a power of two, parts with power-of-two length.
+            If q and k are both rotated, the scores do not change, and large channels are spread over all channels, so that
+            fewer bits are lost. Default False.
         center: subtract the mean over the sequence first, for each d, head and batch item, and keep it as the ``mean`` of the
-            result; of packed sequences, the mean over all of them. Use it for values: attention to values with a mean is less
+            result; for packed sequences, the mean over all of them. Use it for values: attention to values with a mean is less
             accurate (:doc:`/fp8`). The scale then also fits x itself. On the GPU two more kernels run. Default False.
         lengths: int32 ``(B,)``, the length of each batch item. Elements beyond it are not read, and 0 is stored. Default None.
         layout: the order of x's axes, as for :func:`cupy_sdpa.attention`: ``"bshd"``, ``"bhsd"``, ``"sbhd"`` or ``"thd"`` in C
@@ -181,9 +181,9 @@ def quantize_qkv(
         q, k, v: ``(D, Hq, Sq, B)``, ``(D, Hkv, Skv, B)`` and ``(Dv, Hkv, Skv, B)``, of one dtype.
         dtype: as for :func:`quantize`.
         rotate: rotate q and k, but not v. Default False.
-        center: subtract the mean over the keys from v, which the output gets back, see :func:`quantize`. Pass False for pages,
-            and with dropout. Default True.
-        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the lengths of each batch entry. Default None: full lengths.
+        center: subtract the mean over the keys from v; attention adds it back to the output, see :func:`quantize`. Pass False
+            for pages, and with dropout. Default True.
+        seq_lens_q, seq_lens_kv: int32 ``(B,)``, the length of each batch item. Default None: full lengths.
         layout: as for :func:`quantize`.
 
     Returns:
@@ -214,13 +214,13 @@ def check_dtypes(views: Mapping[str, View]) -> None:
 
 
 class DelayedScaling:
-    r"""Conversion to FP8 with a scale from earlier arrays: one kernel reads the array once (delayed scaling).
+    r"""Convert to FP8 with a scale from earlier arrays: one kernel reads the array once (delayed scaling).
 
     .. math:: s = \frac{M}{\max_i a_i}
 
     with the largest number M of the dtype and the largest magnitudes :math:`a_i` of the last arrays. Values beyond M / s are
     stored as M / s. An array with an infinity or NaN does not change the history. History and scale are in the memory of the
-    arrays, and nothing is read by the host: calls can be captured in a CUDA graph, whose replays advance the history.
+    arrays, and the host reads nothing: you can capture calls in a CUDA graph, whose replays advance the history.
 
     Args:
         like: an array on the engine to use, such as the first one to convert; its elements are not read.
@@ -267,7 +267,7 @@ class DelayedScaling:
                 self._state = cupy_runtime.cupy().asarray(state)
 
     def __copy__(self) -> DelayedScaling:
-        """An independent copy: with a history of its own."""
+        """Return an independent copy: with a history of its own."""
         return copy.deepcopy(self)
 
     @property
@@ -277,7 +277,14 @@ class DelayedScaling:
 
     @takes_default
     def quantize(self, x: Array, *, lengths: Any = None, layout: Layout | None = None) -> Fp8Array:
-        """Convert an array with the current scale, and add its largest magnitude to the history; see :func:`quantize`."""
+        """Convert an array with the current scale, and add its largest magnitude to the history.
+
+        Args:
+            x, lengths, layout: as for :func:`quantize`.
+
+        Raises:
+            TypeError, ValueError: as :func:`quantize`; or x is on another engine than the history.
+        """
         if layout is not None:
             return _in_layout(lambda own: [self.quantize(own, lengths=lengths)], [x], layout)[0]
         self._check_engine(x)
@@ -296,7 +303,11 @@ class DelayedScaling:
         return of_factors(target, factors, 0, self.dtype, rotated=part > 1)
 
     def update(self, amax: Array) -> None:
-        """Add a largest magnitude, float32 ``(1,)``, to the history, such as that of an output; it is ignored if not finite."""
+        """Add a largest magnitude to the history.
+
+        Args:
+            amax: float32 ``(1,)``, such as an output's (``fp8.attention(..., return_amax=True)``); ignored if not finite.
+        """
         self._check_engine(amax)
         amax = factor("amax", amax, self._state)
         with cupy_runtime.device_context(amax):
@@ -306,7 +317,7 @@ class DelayedScaling:
         if cupy_runtime.is_array(x) != cupy_runtime.is_array(self._state):
             kinds = ["CuPy" if cupy_runtime.is_array(array) else "numpy" for array in (x, self._state)]
             raise TypeError(
-                f"the array is a {kinds[0]} array, and the history is in a {kinds[1]} array: make another DelayedScaling"
+                f"the array is a {kinds[0]} array, and the history is a {kinds[1]} array: create another DelayedScaling"
             )
 
 

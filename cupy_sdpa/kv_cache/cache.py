@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class KVCache(CacheState):
     """Keys and values of a batch of sequences in pages, for attention with a page table.
 
-    Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a page is copied before one of several owners
-    writes to it. One step adds new tokens to every sequence: :meth:`begin_step` takes pages, and :meth:`append` writes the keys
-    and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it. A step ends when every
-    layer is appended; :meth:`cancel_step` removes the tokens of one that does not.
+    Every sequence is a list of pages. Sequences may share pages (:meth:`fork`); a shared page is copied before one of its
+    owners writes to it. One step adds new tokens to every sequence: :meth:`begin_step` reserves pages, and :meth:`append`
+    writes the keys and values of one layer, layer 0 first. Without :meth:`begin_step`, the append of layer 0 calls it. A step
+    ends when every layer is appended; :meth:`cancel_step` removes the tokens of an incomplete step.
 
-    A call that fails or is interrupted (Ctrl-C) changes nothing, or it is complete. ``copy.deepcopy`` and ``pickle`` give an
+    If a call raises (even Ctrl-C), the cache is either unchanged or fully updated. ``copy.deepcopy`` and ``pickle`` give an
     independent cache.
 
     In a captured CUDA graph :meth:`append` reads the numbers of new tokens, the page table and the lengths from arrays with
@@ -56,23 +56,24 @@ class KVCache(CacheState):
             bfloat16, and float32 for a cache of numpy arrays, because the CPU computes in float32.
         layers: the number of layers, which share the page table.
         max_length: the maximum number of tokens of one sequence; by default ``pages * page_size``.
-        k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by them and rounded: a number, or a number for
-            each layer. Values beyond the largest number of the dtype divided by the scale saturate. By default that of twice
-            the largest magnitude of the first tokens of a layer; if these are an FP8 array, its scale.
-        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. FP8 queries must then be
-            rotated as well.
-        numpy: whether the cache consists of numpy arrays; otherwise of arrays on CuPy's current device.
+        k_scale, v_scale: the scales of FP8 keys and values, which are multiplied by the scale and rounded: a number, or a
+            number for each layer. Values larger than the dtype's largest number divided by the scale saturate. By default each
+            layer's scale is chosen for twice the largest magnitude of its first tokens; if they are an FP8 array, the cache
+            takes its scale.
+        rotate: whether FP8 keys are rotated, see :func:`cupy_sdpa.fp8.quantize`; D must be even. You must then also rotate FP8
+            queries.
+        numpy: True for a cache of numpy arrays, False for arrays on CuPy's current device.
         layout: the axes of new tokens, :meth:`keys` and :meth:`values`, as for :func:`cupy_sdpa.attention`: ``"bshd"``,
-            ``"bhsd"`` or ``"sbhd"``; packed tokens are then ``(T, Hkv, D)``, and ``table`` and ``full_table`` have their axes
-            in reverse order. Default None: that of :func:`cupy_sdpa.layout.default`, or the shapes below.
+            ``"bhsd"`` or ``"sbhd"``; packed tokens are then ``(T, Hkv, D)``, and the axes of ``table`` and ``full_table`` are
+            reversed. Default None: the layout of :func:`cupy_sdpa.layout.default`, or the shapes below.
 
     Attributes:
         full_table: the page table for the maximum length, int32 ``(ceil(max_length / page_size), B)``, at a constant address.
             Column b contains the pages of sequence b in order, then zeros.
         table: the first rows of ``full_table``: as many as the longest sequence has pages, rounded up to a power of two. Read
-            it after every append: one from before may lack rows, and keys beyond its rows are not attended to.
+            it again after every append: an older table may lack rows, and keys beyond its rows are not attended to.
         lengths: the length of each sequence, int32 ``(B,)``, at a constant address. The append of layer 0 advances it. These
-            arrays are the state of the cache, and must not be written to; numpy's are read-only.
+            arrays are the state of the cache: do not write to them (numpy arrays are read-only).
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is not positive.
@@ -91,7 +92,7 @@ class KVCache(CacheState):
     """
 
     #: The end of the error message of a call that takes the cache for an array.
-    _not_an_array = "pass **cache.view(layer) in place of k and v, for example attention(q, **cache.view(0))"
+    _not_an_array = "pass **cache.view(layer) instead of k and v, for example attention(q, **cache.view(0))"
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class KVCache(CacheState):
     ) -> None:
         check_layout(layout)
         if layout == "thd":
-            raise ValueError("layout is 'thd', that of packed tokens alone; pass 'bshd', whose packed tokens are 'thd'")
+            raise ValueError("layout is 'thd', which is for packed tokens only; pass 'bshd', whose packed tokens are 'thd'")
         self.layout = other_layout({"layout": default_layout() if layout is None else layout})
         self.head_dim, self.heads_kv = read_positive("head_dim", head_dim), read_positive("heads_kv", heads_kv)
         self.head_dim_v = self.head_dim if head_dim_v is None else read_positive("head_dim_v", head_dim_v)
@@ -139,7 +140,7 @@ class KVCache(CacheState):
         self._load()
 
     def _fp8_pages(self, name: str, scales: tuple[Any, Any], rotate: Any, *, on_gpu: bool) -> Fp8Pages | None:
-        """The conversion of tokens to FP8; None for other dtypes, which do not take its options."""
+        """Return the conversion of tokens to FP8; None for other dtypes, which do not take its options."""
         if name in FP8_LARGEST:
             sizes = {"heads": self.heads_kv, "pages": self.pages, "layers": self.layers}
             dims, rotated = (self.head_dim, self.head_dim_v), read_flag("rotate", rotate)
@@ -186,47 +187,47 @@ class KVCache(CacheState):
         return self._pages.lengths.copy()
 
     def keys(self, layer: int = 0) -> Any:
-        """The keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
+        """Return the keys of a layer, ``(D, Hkv, page_size, pages)``; a view of the order (D, page_size, Hkv, pages).
 
-        Those of an FP8 cache are a :class:`cupy_sdpa.fp8.Fp8Array`.
+        An FP8 cache returns a :class:`cupy_sdpa.fp8.Fp8Array`.
         """
         return self._arrays(self._keys, 0, layer, self.layout)
 
     def values(self, layer: int = 0) -> Any:
-        """The values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
+        """Return the values of a layer, ``(Dv, Hkv, page_size, pages)``; a view of the order (Dv, page_size, Hkv, pages)."""
         return self._arrays(self._values, 1, layer, self.layout)
 
     @refuse_names
     def view(self, layer: int = 0, *, seq_lens_q: Array | EllipsisType | None = ...) -> dict[str, Any]:
-        """What :func:`cupy_sdpa.attention` needs of a layer: ``attention(q, **cache.view(layer), causal="bottom_right")``.
+        """Return a layer's arguments for attention: ``attention(q, **cache.view(layer), causal="bottom_right")``.
 
         :func:`cupy_sdpa.apply_rope` and :func:`cupy_sdpa.tree_mask` take the same dictionary.
 
         Args:
             layer: the layer.
-            seq_lens_q: for other queries than those of the last append: their lengths, as for :func:`cupy_sdpa.attention`; or
-                None for the newest tokens of every sequence. Pass them here, because Python raises TypeError if a call gets
+            seq_lens_q: for queries other than the last append's: their lengths, as for :func:`cupy_sdpa.attention`; or None for
+                the newest tokens of every sequence. Pass them here, because Python raises TypeError if a call gets
                 ``seq_lens_q=`` twice. By default the dictionary describes the queries of the last append.
 
         Returns:
             A new dictionary of ``k``, ``v``, ``page_table`` and ``seq_lens_kv``: :meth:`keys`, :meth:`values`, ``table`` and
             ``lengths``; and of ``layout``, if the cache has one.
 
-            By default the queries are those of the last append. After one of packed arrays the dictionary also has
-            ``cu_seqlens_q`` and ``max_seqlen_q``: pass packed queries. If some of S tokens were padding, it has
-            ``seq_lens_q``, as passed to the append, and ``max_seqlen_q``, their maximum: pass as many queries or more. It also
-            has them in the capture of an append with S > 1, as the lengths may differ in every launch; ``max_seqlen_q`` is then
-            S, or T if the arrays are packed. Otherwise it has no lengths, and any number of queries are the newest tokens of
-            every sequence. This includes steps with S = 1 in which some sequences get no token: ignore the outputs and weights
-            of their queries, or pass ``seq_lens_q=``.
+            By default the dictionary describes the queries of the last append. After an append of packed arrays it also has
+            ``cu_seqlens_q`` and ``max_seqlen_q``: pass packed queries. If some of the S tokens were padding, it has
+            ``seq_lens_q``, as passed to the append, and ``max_seqlen_q``, their maximum: pass at least that many queries. It
+            also has them while an append with S > 1 is captured, because the lengths may differ in every launch;
+            ``max_seqlen_q`` is then S, or T for packed arrays. Otherwise it has no lengths, and any number of queries counts as
+            the newest tokens of every sequence. This includes steps with S = 1 in which some sequences get no token: ignore the
+            outputs and weights of their queries, or pass ``seq_lens_q=``.
 
-            The arrays are at constant addresses, and follow later appends. But make a new dictionary after every append, as
-            the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
+            The arrays are at constant addresses and follow later appends. Still, make a new dictionary after every append,
+            because the table may have grown. For a captured graph use ``cache.view(layer) | {"page_table": cache.full_table}``.
 
         Raises:
             TypeError, ValueError: the cache has no such layer.
-            RuntimeError: the last append had padding, and tokens were removed, or sequences forked or reordered since; or a
-                step with padding is announced and not appended. It is then unknown which queries are padding.
+            RuntimeError: it is unknown which queries are padding: the last append had padding, and since then tokens were
+                removed or sequences were forked or reordered; or a step with padding is announced and not yet appended.
 
         >>> import cupy_sdpa
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
@@ -242,7 +243,7 @@ class KVCache(CacheState):
         return {"k": k, "v": v, "page_table": self.table, "seq_lens_kv": self.lengths, **queries, **of_layout}
 
     def _of_queries(self) -> dict[str, Any]:
-        """The lengths or the offsets of the queries of the last append, as options of :func:`cupy_sdpa.attention`."""
+        """Return the lengths or offsets of the last append's queries, as options of :func:`cupy_sdpa.attention`."""
         step, (counts, starts) = self._step, self._queries
         captured = 0 in step.missing & self._captured
         tokens, packed = self._captured_tokens if captured else (step.tokens, step.packed)
@@ -271,7 +272,7 @@ class KVCache(CacheState):
 
     @refuse_names
     def begin_step(self, seq_lens_q: int | Sequence[int] | NDArray[Any] = 1) -> None:
-        """Announce a step: take the pages of the new tokens, and copy shared pages that will be written.
+        """Announce a step: reserve pages for the new tokens, and copy shared pages that will be written.
 
         If every sequence gets as many tokens as in the previous step and no page is taken, nothing is enqueued.
 
@@ -281,7 +282,7 @@ class KVCache(CacheState):
         Raises:
             TypeError, ValueError: ``seq_lens_q`` is not B integers of 0 or more, or a sequence would exceed ``max_length``.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
-            RuntimeError: the stream is being captured, or a layer of the previous step is not appended.
+            RuntimeError: the stream is being captured, or the previous step is incomplete: a layer is not appended.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, numpy=True)
         >>> cache.begin_step([1, 30])
@@ -304,7 +305,7 @@ class KVCache(CacheState):
         rope: Rope | None = None,
         positions: Array | None = None,
     ) -> None:
-        """Write the new keys and values of one layer; one kernel. The append of layer 0 is the first of a step.
+        """Write the new keys and values of one layer, in one kernel. A step begins with layer 0.
 
         Args:
             k: ``(D, Hkv, S, B)``, of which the first ``seq_lens_q[b]`` of the S tokens of each sequence are written; or packed
@@ -313,21 +314,22 @@ class KVCache(CacheState):
             v: ``(Dv, Hkv, S, B)`` or packed ``(Dv, Hkv, T)``. k and v have the dtype of the cache. An FP8 cache takes float16,
                 bfloat16, float32 (numpy: also float64), and FP8 arrays of any scale.
             layer: the layer.
-            seq_lens_q: the number of new tokens of each sequence, as for :meth:`begin_step`, which is called with it if no
-                step is announced. Default None: that of the announced step, or S for every sequence; packed arrays need it.
+            seq_lens_q: the number of new tokens of each sequence, as for :meth:`begin_step`, which is called with it if no step
+                is announced. Default None: the numbers of the announced step, or S for every sequence. Packed arrays without an
+                announced step need it.
             rope: rotates the keys by their positions in the cache while they are written;
                 ``apply_rope(q, rope, **cache.view(layer))`` then rotates the queries. Not for FP8 caches. Default None: keys
                 are written unchanged, also after rotated ones.
             positions: with ``rope``, the position of every token instead of its place in the cache, for example in a tree of
                 drafts (:func:`cupy_sdpa.tree_depths`): int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``; with a layout
-                ``(B, S)``. Those of padding are not used.
+                ``(B, S)``. Positions of padding are ignored.
 
         Raises:
-            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or ``seq_lens_q``; ``rope`` is not
-                that of earlier keys of the layer; and as :meth:`begin_step`.
+            TypeError, ValueError: arrays or ``rope`` do not match the cache, each other, or ``seq_lens_q``; earlier keys of the
+                layer had another ``rope``; and as :meth:`begin_step`.
             OutOfPages: not enough pages are free. The cache is unchanged after any of these errors.
-            RuntimeError: the layer is not one of those that the step lacks; layer 0 is the first. Or the stream is being
-                captured and no step is announced, or no keys were rotated before.
+            RuntimeError: the step already has this layer, or does not have layer 0 yet. Or the stream is being captured and no
+                step is announced, or no keys were rotated before.
 
         >>> cache = KVCache(8, 2, pages=4, batch=2, page_size=16, layers=2, numpy=True)
         >>> packed = np.ones((8, 2, 5), np.float32, order="F")
@@ -352,7 +354,7 @@ class KVCache(CacheState):
         if positions is not None:
             if rope is None:
                 raise ValueError(
-                    "positions are passed without rope=, so no key is rotated by them: pass rope=, or omit positions="
+                    "positions are passed without rope=, which would rotate by them: pass rope=, or omit positions="
                 )
             positions = read_positions(positions, k, reverse=self.layout is not None)
         self._recover()
@@ -416,7 +418,7 @@ class KVCache(CacheState):
             self._rope_compiled, self._ropes = True, {**self._ropes, layer: rope}
 
     def _check_rope(self, rope: Rope, layer: int, *, empty: bool) -> None:
-        """Check that keys are rotated as the earlier ones of their layer; ``empty`` if there are none."""
+        """Check that keys are rotated like the earlier keys of their layer; ``empty`` without earlier keys."""
         known = self._ropes.get(layer)
         if empty or known is None or rope == known:
             return
@@ -428,7 +430,7 @@ class KVCache(CacheState):
         )
 
     def cancel_step(self) -> None:
-        """Remove the tokens of a step that is announced, or of which some layers are not appended.
+        """Remove the tokens of an announced or partly appended step.
 
         Raises:
             RuntimeError: every layer is appended, or the stream is being captured.
@@ -447,7 +449,7 @@ class KVCache(CacheState):
         self._set(self._pages.shorten(self._pages.lengths - self._step.counts), self._device_lengths())
 
     def fork(self, source: int, target: int) -> None:
-        """Make an empty sequence a copy of another. They share pages; no keys or values are copied before one of them grows.
+        """Make an empty sequence a copy of another. They share pages; keys and values are copied only when one of them grows.
 
         Raises:
             ValueError: a sequence is not in the batch, or the target is not empty.
@@ -468,18 +470,18 @@ class KVCache(CacheState):
         self._set(self._pages.fork(source, target), [(self._starts[1] + target, 0)])
 
     def reorder(self, order: Sequence[int] | NDArray[Any]) -> None:
-        """Let each sequence continue another one, as the hypotheses of a beam search do.
+        """Let each sequence continue another one, as in a beam search.
 
         Sequence b becomes a copy of what sequence ``order[b]`` was. Sequences that continue the same one share its pages. No
         keys or values are copied now; the next step copies only the last page of such sequences, if it is partially filled.
-        The pages of sequences that no other continues are free.
+        Pages of sequences that are not continued become free.
 
         Args:
-            order: for each of the B sequences the one that it continues, numbers on the host; a sequence may occur several
-                times, or not at all.
+            order: B numbers on the host: for each sequence, the index of the sequence that it continues. An index may occur
+                several times, or not at all.
 
         Raises:
-            TypeError, ValueError: the order is not B numbers of sequences.
+            TypeError, ValueError: the order is not B indices of sequences.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
         >>> cache = KVCache(8, 2, pages=8, batch=3, page_size=16, numpy=True)
@@ -517,7 +519,7 @@ class KVCache(CacheState):
             self._set(self._pages.reorder(order), self._lengths_of(self._pages.lengths), order=order)
 
     def reset(self) -> None:
-        """Remove all tokens of all sequences, also those of an incomplete step. Scales of an FP8 cache remain.
+        """Remove all tokens of all sequences, including an incomplete step. An FP8 cache keeps its scales.
 
         Raises:
             RuntimeError: the stream is being captured.
@@ -536,9 +538,9 @@ class KVCache(CacheState):
         """Shorten a sequence and free the pages beyond its new length.
 
         Raises:
-            TypeError, ValueError: the sequence is not in the batch, or the length is negative or more than the present one.
-            OutOfPages: the sequence would keep a part of a page that it shares, and no page is free to copy it. The cache is
-                unchanged.
+            TypeError, ValueError: the sequence is not in the batch, or the length is negative or greater than the present
+                length.
+            OutOfPages: the sequence would keep part of a shared page, and no page is free for the copy. The cache is unchanged.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
         """
         sequence = index(sequence, self.batch, "sequence")
@@ -557,18 +559,18 @@ class KVCache(CacheState):
     def keep(self, sequence: int, path: Sequence[int] | NDArray[Any]) -> None:
         """Keep some of the tokens that the last step added to a sequence, such as the accepted tokens of a draft.
 
-        The others are removed. The kept tokens become contiguous, in every layer, and pages beyond the new length are free.
-        Keys keep the rotation with which they were written. If the path is 0, 1, 2, ..., nothing is copied.
+        The other new tokens are removed. The kept tokens become contiguous in every layer, and pages beyond the new length
+        become free. Keys keep the rotation that they were written with. If the path is 0, 1, 2, ..., nothing is copied.
 
         Args:
             sequence: the sequence.
-            path: positions in the tokens of the last step, ascending, numbers on the host; for example the path from the root
-                of a tree of drafts to the last accepted token. Empty: all are removed.
+            path: ascending positions among the tokens of the last step, numbers on the host; for example the path from the root
+                of a draft tree to the last accepted token. An empty path removes all of them.
 
         Raises:
-            TypeError, ValueError: the sequence is not in the batch, or the path is not ascending positions of tokens that the
-                last step added and that are still there.
-            OutOfPages: not enough pages are free to copy shared pages that are written. The cache is unchanged.
+            TypeError, ValueError: the sequence is not in the batch, or the path is not ascending, or names tokens that the last
+                step did not add or that were removed since.
+            OutOfPages: not enough pages are free to copy shared pages before writing. The cache is unchanged.
             RuntimeError: a layer of the present step is not appended, or the stream is being captured.
 
         >>> cache = KVCache(8, 2, pages=4, batch=1, page_size=16, numpy=True)
@@ -591,5 +593,5 @@ class KVCache(CacheState):
         self.truncate(sequence, 0)
 
     def shared_prefix(self) -> int:
-        """The number of tokens at the start that all sequences with tokens share through the same full pages."""
+        """Return how many tokens at the start all non-empty sequences share through the same full pages."""
         return self._pages.shared_prefix()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
 
-#: Refuses other names of ``seq_lens_q`` in the methods of a cache.
+#: Raises an error for other libraries' names of ``seq_lens_q`` in the methods of a cache.
 refuse_names = other_names(
     {
         "pass seq_lens_q=, the number of new tokens of each sequence, as for attention": (
@@ -28,7 +28,7 @@ refuse_names = other_names(
 
 
 def index(given: int, count: int, name: str) -> int:
-    """The index of one of the cache's sequences or layers."""
+    """Return the index of one of the cache's sequences or layers."""
     if not isinstance(given, numbers.Integral):
         raise TypeError(f"{name} is {given!r}; it must be an integer")
     if not 0 <= given < count:
@@ -37,7 +37,7 @@ def index(given: int, count: int, name: str) -> int:
 
 
 def read_lengths(seq_lens_q: int | Sequence[int] | NDArray[Any], batch: int) -> NDArray[np.int64]:
-    """The number of new tokens of each sequence; not to be modified."""
+    """Return the number of new tokens of each sequence; not to be modified."""
     if cupy_runtime.is_array(seq_lens_q):
         raise TypeError("seq_lens_q is a CuPy array; pass host numbers, for example seq_lens_q.get()")
     if isinstance(seq_lens_q, int) and 0 <= seq_lens_q < 1 << 31:
@@ -54,7 +54,7 @@ def read_lengths(seq_lens_q: int | Sequence[int] | NDArray[Any], batch: int) -> 
 
 
 def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -> list[int]:
-    """The kept tokens of the last step, of which the sequence has ``present`` ones."""
+    """Return the kept tokens of the last step, of which the sequence has ``present`` ones."""
     if cupy_runtime.is_array(path):
         raise TypeError("path is a CuPy array; pass host numbers, for example path.get()")
     array = np.asarray(path)
@@ -66,7 +66,7 @@ def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -
     for token in kept:
         if not 0 <= token < present:
             raise ValueError(
-                f"path contains {token}, but sequence {sequence} has {present} tokens of the last step: pass positions in "
+                f"path contains {token}, but sequence {sequence} has {present} tokens of the last step: pass positions among "
                 "them, from 0, before another step begins"
             )
     for one, other in itertools.pairwise(kept):
@@ -76,14 +76,14 @@ def read_path(path: Sequence[int] | NDArray[Any], present: int, sequence: int) -
 
 
 def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
-    """The sequence that each one continues, B numbers."""
+    """Return the sequence that each one continues, B numbers."""
     if cupy_runtime.is_array(order):
         raise TypeError("order is a CuPy array; pass host numbers, for example order.get()")
     array = np.asarray(order)
     if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"order is {order!r}; it must be integers: the sequence that each one continues")
+        raise TypeError(f"order is {order!r}; it must be integers: for each sequence the one that it continues")
     if array.shape != (batch,):
-        raise ValueError(f"order has shape {array.shape}; pass {batch} numbers, the sequence that each continues")
+        raise ValueError(f"order has shape {array.shape}; pass {batch} numbers, for each sequence the one that it continues")
     sources: list[int] = array.tolist()
     for b, source in enumerate(sources):
         if not 0 <= source < batch:
@@ -96,7 +96,7 @@ def read_order(order: Sequence[int] | NDArray[Any], batch: int) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def uniform(count: int, batch: int) -> NDArray[np.int64]:
-    """The same count for every sequence; the same array for the same numbers."""
+    """Return the same count for every sequence; the same array for the same numbers."""
     counts = np.full(batch, count, np.int64)
     counts.flags.writeable = False
     return counts
@@ -149,5 +149,5 @@ def check_tokens(k: Any, counts: NDArray[np.int64], needed: tuple[int, int], cap
 
 
 def tokens_of(counts: NDArray[np.int64]) -> tuple[int, int]:
-    """The tokens that dense and packed arrays need for the counts: their maximum and their sum."""
+    """Return the tokens that dense and packed arrays need for the counts: their maximum and their sum."""
     return int(counts.max()), int(counts.sum())

@@ -43,7 +43,7 @@ _PAIRS_DECLARATION = f"struct Pairs {{ int count, first[{_MAX_PAIRS}], second[{_
 
 
 def _batches(pairs: Sequence[tuple[int, int]]) -> Iterator[Any]:
-    """The pairs as arguments of kernels."""
+    """Yield the pairs as arguments of kernels."""
     for start in range(0, len(pairs), _MAX_PAIRS):
         part = pairs[start : start + _MAX_PAIRS]
         batch = np.zeros((), _PAIRS)
@@ -91,7 +91,7 @@ def copy_pages(storages: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> Non
 
 @cuda_kernel
 def _copy_pages_kernel(unit: str) -> str:
-    """The kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
+    """Return the kernel of :func:`copy_pages`; ``blockIdx.y`` is the pair and ``blockIdx.z`` the layer."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_pages({unit}* storage, const Pairs pairs, long long units, long long layer) {{
             {unit}* const pages = storage + blockIdx.z * layer;
@@ -102,7 +102,7 @@ def _copy_pages_kernel(unit: str) -> str:
 
 
 def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """A copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
+    """Return a copy of rows of all layers and heads; row r of page p is number ``p * page_size + r``."""
     if not cupy_runtime.is_array(storages[0]):
         return [storage[:, *_rows(storage, rows)] for storage in storages]
     saved = []
@@ -114,7 +114,7 @@ def read_rows(storages: Sequence[Any], rows: Sequence[int]) -> list[Any]:
 
 
 def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int], first: int) -> None:
-    """Write rows from those of :func:`read_rows`, of which number ``first`` is the first."""
+    """Write rows from the result of :func:`read_rows`, beginning with its row ``first``."""
     if not cupy_runtime.is_array(storages[0]):
         for storage, copied in zip(storages, saved, strict=True):
             storage[:, *_rows(storage, rows)] = copied[first : first + len(rows)]
@@ -123,13 +123,13 @@ def write_rows(storages: Sequence[Any], saved: Sequence[Any], rows: Sequence[int
 
 
 def _rows(storage: Any, rows: Sequence[int]) -> tuple[Any, ...]:
-    """The index of rows in a numpy array."""
+    """Return the index of rows in a numpy array."""
     pages, places = np.divmod(np.array(rows), storage.shape[1])
     return places, slice(None), pages
 
 
 def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[int, int]], *, to_storage: bool) -> None:
-    """Copy between saved rows and those of the storages; pairs of their numbers. One launch for each storage."""
+    """Copy between saved rows and the storages' rows, in pairs of their numbers; one launch for each storage."""
     for storage, copied, batch in ((*both, part) for both in zip(storages, saved, strict=True) for part in _batches(pairs)):
         size, heads, layers = storage.shape[1], storage.shape[2], storage.shape[4]
         unit = math.gcd(storage.strides[1], 16)
@@ -141,7 +141,7 @@ def _copy_rows(storages: Sequence[Any], saved: Sequence[Any], pairs: list[tuple[
 
 @cuda_kernel
 def _copy_rows_kernel(unit: str) -> str:
-    """The kernel of :func:`_copy_rows`; a block copies a row of a head of a layer."""
+    """Return the kernel of :func:`_copy_rows`; a block copies one row of one head and layer."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_copy_rows(
             {unit}* storage, {unit}* saved, const Pairs pairs, int units, int size, int heads, long long layer, int to_storage
@@ -175,7 +175,7 @@ def clear_rows(storages: Sequence[Any], spans: Sequence[tuple[int, int]]) -> Non
 
 @cuda_kernel
 def _clear_rows_kernel(unit: str) -> str:
-    """The kernel of :func:`clear_rows`; a block clears a span of a head of a layer, which is contiguous."""
+    """Return the kernel of :func:`clear_rows`; a block clears a contiguous span of one head and layer."""
     return f"""{_PAIRS_DECLARATION}
         extern "C" __global__ void cupy_sdpa_clear_rows(
             {unit}* storage, const Pairs spans, int units, int size, long long layer
@@ -196,7 +196,7 @@ class Factors(NamedTuple):
         descale: float32 ``(1,)``, of FP8 tokens; None for others.
         rotation: the length of the parts of head_dim that are rotated; 1 for none.
         means: float32 ``(D, Hkv, pages)``, dense in Fortran order, the mean of each page, which is subtracted: all pages of a
-            sequence have that of its first page, and the append gives it to the others. None for 0.
+            sequence have the mean of its first page, and the append gives it to the other pages. None for 0.
         own: float32 ``(D, Hkv, S, B)`` or packed ``(D, Hkv, T)``, the mean of FP8 tokens, which is added; None for 0.
     """
 
@@ -242,8 +242,8 @@ def append(
 
     Args:
         k, v: ``(D, Hkv, S, B)`` and ``(Dv, Hkv, S, B)``, or packed ``(D, Hkv, T)`` and ``(Dv, Hkv, T)``, with unit stride along
-            the first axis. Tokens beyond S or T are stored as 0. On the GPU those of FP8 are uint8, and their head dims, and
-            those of tokens that are converted, are multiples of 8.
+            the first axis. Tokens beyond S or T are stored as 0. On the GPU FP8 tokens are uint8, and the head dims of FP8
+            tokens and of converted tokens are multiples of 8.
         keys, values: the pages, ``(D, Hkv, page_size, pages)`` and ``(Dv, Hkv, page_size, pages)``; dense in the order
             (D, page_size, Hkv, pages).
         state: the arrays that give the place of each token.
@@ -271,7 +271,7 @@ def append(
 
 
 def _elements(x: Any, own: Any, page: int, factors: Factors, dtype: str) -> Any:
-    """The FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
+    """Return the FP8 elements of the numpy tokens ``(D, Hkv, count)`` of a sequence, with their mean, and its first page."""
     with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN propagate as on a GPU
         x = rotated_values(x, factors.rotation, None) if factors.descale is None else x.astype(np.float32) * factors.descale
         x = x if own is None else x + own
@@ -327,7 +327,7 @@ def _write(new: Any, pages: Any, table: Any, begin: int) -> None:
 
 
 def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
-    """The values of :data:`_SIDE`."""
+    """Return the values of :data:`_SIDE`."""
     layout = _layout(x.shape, x.strides, x.itemsize, x.data.ptr % 16)
     of_own = () if factors.own is None else factors.own.strides
     return x, pages, *((_UNIT, x.shape[0] // _UNIT, *layout[2:]) if dtype else layout), *factors, *(*of_own, 0, 0, 0, 0)[:4]
@@ -335,7 +335,7 @@ def _side(x: Any, pages: Any, factors: Factors, dtype: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, alignment: int) -> tuple[int, ...]:
-    """The unit, the row and the strides of :data:`_SIDE`; the strides of axes of length 1 have no meaning."""
+    """Return the unit, the row and the strides of :data:`_SIDE`; the strides of axes of length 1 have no meaning."""
     steps = [stride if length > 1 else 0 for length, stride in zip(shape[1:], strides[1:], strict=True)]
     row = shape[0] * itemsize
     unit = math.gcd(16, row, alignment, *steps)
@@ -354,7 +354,7 @@ _COPY = """template <class Unit>
 
 
 def _rotate_code(dtype: str) -> str:
-    """The same with a rotation of the keys."""
+    """Return the same with a rotation of the keys."""
     of, real = types_of(dtype)
     return f"""{of.header}{ROPE}
         struct Rotate {{
@@ -373,7 +373,7 @@ def _rotate_code(dtype: str) -> str:
 
 
 def _convert_code(source: str, dtype: str) -> str:
-    """The same with a conversion to FP8, of a unit at a time; ``to`` is null for a thread that only takes part in rotations."""
+    """Return the same with a conversion to FP8, a unit at a time; ``to`` is null for threads that only rotate."""
     of = TYPES[source]
     return f"""{"" if source == dtype else of.header}{TYPES[dtype].header}{ROTATION}{PACK}
         struct Convert {{
@@ -414,7 +414,7 @@ def _convert_code(source: str, dtype: str) -> str:
 
 @cuda_kernel
 def _append_kernel(source: str, dtype: str) -> str:
-    """The kernel of :func:`append`: tokens of ``source`` are converted to FP8; without an FP8 dtype keys of it are rotated.
+    """Return the kernel of :func:`append`: it converts tokens of ``source`` to FP8; without an FP8 dtype it rotates keys.
 
     ``blockIdx.y`` is the sequence, and ``blockIdx.z`` selects keys or values. ``threadIdx.y`` and ``blockIdx.x`` count the rows
     of all heads, ``threadIdx.x`` the units of a row, or the pairs of channels that are rotated.

@@ -15,6 +15,6 @@ def register(cache: Any) -> None:
 
 
 def cache_of(lengths: Any) -> Any:
-    """The cache whose ``lengths`` are this array; None for other arrays, such as copies."""
+    """Return the cache whose ``lengths`` are this array; None for other arrays, such as copies."""
     cache = _CACHES.get(id(lengths))
     return cache if cache is not None and cache.lengths is lengths else None

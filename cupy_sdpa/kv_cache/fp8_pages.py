@@ -22,8 +22,8 @@ class Fp8Pages:
     """Conversion of the tokens of a cache; ``scales`` are its ``k_scale`` and ``v_scale``, and ``dims`` are D and Dv.
 
     ``known`` are the sides (0 for keys, 1 for values) and layers whose scale is known. The values of a sequence are stored
-    without a mean, that of its first tokens (:func:`.mean_kernels.write_first_means`). Each page has it, so that sequences that
-    share pages share the mean, and a copied page keeps it.
+    without a mean, the mean of its first tokens (:func:`.mean_kernels.write_first_means`). Each page has it, so that sequences
+    that share pages share the mean, and a copied page keeps it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Fp8Pages:
     ) -> None:
         if on_gpu and any(dim % 16 for dim in dims):
             raise ValueError(
-                f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU those of an FP8 cache must be multiples of 16"
+                f"head_dim is {dims[0]} and head_dim_v {dims[1]}; on the GPU both must be multiples of 16 for an FP8 cache"
             )
         if rotated and dims[0] % 2:
             raise ValueError(
@@ -76,11 +76,11 @@ class Fp8Pages:
         return int(self._factors.nbytes + self._means.nbytes)
 
     def _means_of(self, layer: int) -> Any:
-        """The means of the pages of a layer, ``(Dv, Hkv, pages)``."""
+        """Return the means of a layer's pages, ``(Dv, Hkv, pages)``."""
         return self._means[layer, :, :, 0].T
 
     def array(self, pages: Any, side: int, layer: int) -> Fp8Array:
-        """The keys (side 0) or values (side 1) of a layer."""
+        """Return the keys (side 0) or values (side 1) of a layer."""
         scale, descale = self._pair(side, layer)
         if side == 0:
             return made(pages, descale, scale, self.dtype, rotated=self.rotated)
@@ -89,16 +89,16 @@ class Fp8Pages:
         return made(pages, descale, scale, self.dtype, mean=self._views[layer], of_pages=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without views, which a copy would fill."""
+        """Return the attributes without views, which a copy would fill."""
         return vars(self) | {"_views": {}}
 
     def _pair(self, side: int, layer: int) -> tuple[Any, Any]:
-        """The scale and the descale, float32 ``(1,)``."""
+        """Return the scale and the descale, float32 ``(1,)``."""
         factors = self._factors[side, layer]
         return one_of(factors, 0), one_of(factors, fp8_kernels.FACTOR_STEP)
 
     def read(self, k: Any, v: Any) -> tuple[Any, Any, str]:
-        """The arrays of new keys and values, and their dtype; other dtypes than those of the cache are refused."""
+        """Return the arrays of new keys and values, and their dtype; raise for dtypes that the cache does not take."""
         names = [x.dtype if isinstance(x, Fp8Array) else dtype_name(x.dtype) if hasattr(x, "dtype") else "" for x in (k, v)]
         if names[0] != names[1] or isinstance(k, Fp8Array) is not isinstance(v, Fp8Array):
             raise TypeError(f"k is {names[0] or type(k)} and v is {names[1] or type(v)}; both must have one dtype")
@@ -122,7 +122,7 @@ class Fp8Pages:
         return k.data, v.data, names[0]
 
     def unknown(self, layer: int) -> bool:
-        """Whether a scale of a layer is not known yet."""
+        """True if a scale of a layer is not known yet."""
         return not {(0, layer), (1, layer)} <= self.known
 
     def restore(self, known: frozenset[tuple[int, int]]) -> None:
@@ -143,7 +143,7 @@ class Fp8Pages:
             raise RuntimeError(f"the stream is being captured; append tokens of {source} once before, to compile the kernel")
 
     def set_scales(self, k: Any, v: Any, layer: int, counts: Any) -> None:
-        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; those of FP8 arrays are adopted.
+        """Set the unknown scales of a layer from its first tokens, without infinities and NaN; FP8 arrays keep their scales.
 
         ``counts`` are the tokens of each sequence, int32 ``(B,)`` in the memory of the cache.
         """
@@ -184,7 +184,7 @@ class Fp8Pages:
         self._sources.add(source)
 
     def _factors_of(self, x: Any, side: int, layer: int) -> cache_kernels.Factors:
-        """How tokens are converted; FP8 ones are rotated already."""
+        """Return how tokens are converted; FP8 ones are rotated already."""
         scale, _ = self._pair(side, layer)
         is_fp8 = isinstance(x, Fp8Array)
         means, own = (self._means_of(layer), x.mean if is_fp8 else None) if side else (None, None)
@@ -192,7 +192,7 @@ class Fp8Pages:
 
 
 def _scales(name: str, given: Any, layers: int) -> list[float | None]:
-    """The scale of each layer, or None."""
+    """Return the scale of each layer, or None."""
     if given is None:
         return [None] * layers
     found: Sequence[Any] = [given] * layers if isinstance(given, (numbers.Real, np.generic)) else given

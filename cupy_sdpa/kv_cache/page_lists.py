@@ -23,7 +23,7 @@ def fill_table(starts: Any, pages: Any, last: Any, page_size: int, table: Any, l
 
 @cuda_kernel
 def _fill_table_kernel() -> str:
-    """The kernel of :func:`fill_table`; each block is for one sequence."""
+    """Return the kernel of :func:`fill_table`; each block is for one sequence."""
     return """extern "C" __global__ void cupy_sdpa_page_lists(
             const int* starts, const int* pages, const int* last, int total, int width, int page_size, int* table, int* lengths
         ) {

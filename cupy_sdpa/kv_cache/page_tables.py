@@ -72,17 +72,17 @@ class Pages:
         self.lengths, self.room = change.lengths, change.room
 
     def unchanged(self) -> Change:
-        """The change to the present values."""
+        """Return the change to the present values."""
         return Change(self.lengths, self.room, {}, {}, len(self.free), [])
 
     def inverse(self, change: Change) -> Change:
-        """The change back to the present values."""
+        """Return the change back to the present values."""
         by_sequence = {b: self.by_sequence[b] for b in change.by_sequence}
         owners = {page: self.owners[page] for page in change.owners}
         return Change(self.lengths, self.room, by_sequence, owners, change.kept, self.free[change.kept :])
 
     def entries(self, change: Change) -> list[Entry]:
-        """The entries of the table that a change modifies."""
+        """Return the entries of the table that a change modifies."""
         found = []
         for b, pages in change.by_sequence.items():
             before = self.by_sequence[b]
@@ -117,7 +117,7 @@ class Pages:
         return Change(self.lengths + counts, room, by_sequence, owners, kept, []), copies
 
     def _needs(self, growing: list[int], counts: NDArray[np.int64]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The sequences whose last page is copied, and the number of new pages of every growing sequence."""
+        """Return the sequences whose last page is copied, and the number of new pages of every growing sequence."""
         copied, new = [], []
         owners: dict[int, int] = {}  # of each page that several sequences will write, after the copies so far
         for b in growing:
@@ -125,7 +125,7 @@ class Pages:
             if count > self.max_length - length:
                 raise ValueError(
                     f"sequence {b} has {length} tokens and gets {count}, but max_length is {self.max_length}; "
-                    "truncate or release it, or create the cache with a larger max_length= or, as its default, larger pages="
+                    "truncate or release it, or create the cache with a larger max_length= (by default, larger pages=)"
                 )
             if length % self.size:
                 page = self.by_sequence[b][-1]
@@ -218,7 +218,7 @@ class Pages:
         return change, [Entry(b, place, after[place]) for place in copied], rows
 
     def rest(self, lengths: NDArray[np.int64], ends: NDArray[np.int64], change: Change) -> list[tuple[int, int]]:
-        """The rows for the positions from ``lengths`` to ``ends`` in the last pages of sequences after a change.
+        """Return the rows for the positions from ``lengths`` to ``ends`` in the last pages of sequences after a change.
 
         As pairs of the first row and the number of rows.
         """
@@ -230,7 +230,7 @@ class Pages:
         return spans
 
     def shared_prefix(self) -> int:
-        """The number of tokens at the start that all sequences with tokens share through the same full pages."""
+        """Return the number of tokens at the start that all sequences with tokens share through the same full pages."""
         sequences = zip(self.by_sequence, self.lengths.tolist(), strict=True)
         full = [pages[: length // self.size] for pages, length in sequences if length]
         places: Any = zip(*full, strict=False)

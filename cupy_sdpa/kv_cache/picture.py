@@ -1,4 +1,4 @@
-"""A picture of the pages of a key/value cache for notebooks."""
+"""A picture of a key/value cache's pages for notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT, _ROW = 9.0, 1.4
 
 
 def picture(pages: Pages) -> str:
-    """An SVG picture: a row of pages for each sequence, and one of the free pages. Shared pages are orange.
+    """Return an SVG picture: a row of pages for each sequence, and one of the free pages. Shared pages are orange.
 
     The last page of a sequence is filled up to its last token. Long rows end in the number of pages that are not drawn.
     """
@@ -34,7 +34,7 @@ def picture(pages: Pages) -> str:
 
 
 def _row(y: float, name: str, filled: list[tuple[str, float]]) -> list[str]:
-    """The name of a row, and its pages: their colors, and how full they are."""
+    """Return the name of a row, and its pages: their colors, and how full they are."""
     parts = [f'<text x="0" y="{y + 0.95:g}">{name}</text>']
     for x, (color, full) in enumerate(filled[:_PAGES]):
         place = f'x="{_LEFT + x:g}" y="{y:g}" height="1.2"'

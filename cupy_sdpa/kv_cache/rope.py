@@ -43,18 +43,17 @@ class Rope:
     ===================================================  ========================================================
     LLaMA, Qwen, Mistral                                 ``Rope(128, base=500_000)``
     GPT-J                                                ``Rope(64, interleaved=True)``
-    GPT-NeoX, Phi: a part of the head dim                ``Rope(32)``
+    GPT-NeoX, Phi: part of the head dim                  ``Rope(32)``
     Llama 3.1, linear and other scaled frequencies       ``Rope(128, frequencies=inv_freq)``
-    YaRN, LongRoPE: with a factor of the attention       ``Rope(128, frequencies=inv_freq, factor=attention_factor)``
+    YaRN, LongRoPE: with an attention factor             ``Rope(128, frequencies=inv_freq, factor=attention_factor)``
     ===================================================  ========================================================
 
     Args:
         dim: R, the number of channels that are rotated, even and at most 256: the first R channels of the head dim. The other
             channels are unchanged.
         base: the base of the frequencies :math:`\theta_i = b^{-2i/R}`. Default None: 10000, unless ``frequencies`` are passed.
-        frequencies: R/2 numbers in radians per position, in place of the base: a list or a numpy array.
-        interleaved: whether pairs are neighbours, the channels (2i, 2i+1); otherwise they are (i, i + R/2), the half form.
-            Default False.
+        frequencies: R/2 numbers in radians per position, instead of the base: a list or a numpy array.
+        interleaved: True to pair neighbouring channels (2i, 2i+1), False to pair channels (i, i + R/2). Default False.
         factor: f, by which rotated channels are multiplied. Default 1.
 
     Attributes:
@@ -101,7 +100,7 @@ class Rope:
             if array.shape != (dim // 2,):
                 raise ValueError(f"frequencies have shape {array.shape}; dim is {dim}, so pass {dim // 2} numbers")
             found = array.tolist()
-            if not all(abs(frequency) <= _FASTEST for frequency in found):  # false of NaN too
+            if not all(abs(frequency) <= _FASTEST for frequency in found):  # also false for NaN
                 raise ValueError(f"frequencies are {found}; they must be finite, and at most {_FASTEST} radians per position")
         factor = _number("factor", self.factor)
         if not 0 < factor <= float(np.finfo(np.float32).max):
@@ -116,7 +115,7 @@ class Rope:
         object.__setattr__(self, "_record", record)
 
     def transposed(self) -> Rope:
-        """The rotation by the negative angles. It takes the gradients of rotated arrays to those of the arrays.
+        """Return the rotation by the negative angles, which turns gradients of rotated arrays into gradients of the originals.
 
         >>> import numpy as np
         >>> from cupy_sdpa import Rope, apply_rope
@@ -139,7 +138,7 @@ Rope.__init__ = other_names(  # type: ignore[method-assign]
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not math.isfinite(found := as_float(value)):
@@ -148,12 +147,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def _most_channels(head_dim: int) -> int:
-    """The largest number of channels of a head dim that can be rotated."""
+    """Return the largest number of channels of a head dim that can be rotated."""
     return min(head_dim // 2, kernels.MAX_PAIRS) * 2
 
 
 def read_rope(rope: Any, head_dim: int) -> Any:
-    """The record of a rotation of arrays with a head dim.
+    """Return the record of a rotation of arrays with a head dim.
 
     Raises:
         TypeError, ValueError: it is not a :class:`Rope`, or it rotates more channels.
@@ -198,13 +197,13 @@ def apply_rope(
     v: Any = None,
     page_table: Any = None,
 ) -> ArrayT:
-    """Rotate queries or keys by the positions of their tokens; on the GPU in one kernel on CuPy's current stream.
+    """Rotate queries or keys by the positions of their tokens. On the GPU, one kernel runs on CuPy's current stream.
 
-    The positions of a sequence count from ``start``, or end with the last of ``seq_lens_kv`` keys, which is the alignment of
-    ``attention(..., causal="bottom_right")``; or ``positions`` lists them, as for a tree of drafts (:func:`tree_depths`). After
-    the append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())`` gives queries the positions of the appended
-    tokens; nothing is read by the host, so that the call can be captured in a CUDA graph. Its kernel is compiled by the first
-    call for a dtype, which must be before the capture.
+    A sequence's positions count from ``start``; or end with the last of ``seq_lens_kv`` keys, which is the alignment of
+    ``attention(..., causal="bottom_right")``; or ``positions`` lists them, for example for a draft tree (:func:`tree_depths`).
+    After an append to a :class:`KVCache`, ``apply_rope(q, rope, **cache.view())`` gives queries the positions of the appended
+    tokens. The host reads nothing, so you can capture the call in a CUDA graph. The first call for a dtype compiles the kernel:
+    make it before the capture.
 
     Args:
         x: ``(D, H, S, B)``, or packed ``(D, H, T)`` with ``cu_seqlens_q``; float16, bfloat16, float32 or float64, with unit
@@ -212,25 +211,26 @@ def apply_rope(
         rope: the rotation, of at most D channels.
         start: the position of the first token of each sequence: a number, or int32 ``(B,)``. Default None: 0, unless
             ``seq_lens_kv`` is passed.
-        seq_lens_q: int32 ``(B,)``, the number of tokens of each sequence in a dense x, as for :func:`attention`; also if x is
-            keys. Only with ``seq_lens_kv``. Default None: S.
+        seq_lens_q: int32 ``(B,)``, the number of tokens of each sequence in a dense x, as for :func:`attention`, whether x is
+            queries or keys. Only with ``seq_lens_kv``. Default None: S.
         seq_lens_kv: int32 ``(B,)``, the length of each sequence including the tokens in x: one more than the position of the
             last token. Replaces ``start``.
-        cu_seqlens_q: int32 or int64 ``(B+1,)``, where each packed sequence begins, as for :func:`attention`; also if x is keys.
+        cu_seqlens_q: int32 or int64 ``(B+1,)``, where each packed sequence begins, as for :func:`attention`; for queries and
+            keys.
         max_seqlen_q: the maximum of ``seq_lens_q``, which must be at most S.
         positions: int32 ``(S,)``, ``(S, B)``, or ``(T,)`` for packed arrays: the position of every token. Replaces ``start``,
-            and the lengths and offsets that ``**cache.view()`` passes, which are then not used.
-        layout: the order of x's axes, as for :func:`attention`; with one in C order ``positions`` may be ``(B, S)``. Default
-            None: the shapes above.
-        k, v, page_table: not used, so that ``**cache.view()`` can be passed.
+            and the lengths and offsets that ``**cache.view()`` passes.
+        layout: the order of x's axes, as for :func:`attention`; with a layout in C order ``positions`` may be ``(B, S)``.
+            Default None: the shapes above.
+        k, v, page_table: ignored; accepted so that you can pass ``**cache.view()``.
 
     Returns:
-        A new array of the shape and dtype of x; in memory it is dense in the order (D, H, S, B). Tokens beyond a sequence have
-        the positions that follow.
+        A new array with the shape and dtype of x, dense in memory in the order (D, H, S, B). Tokens after the end of a sequence
+        get the positions that follow.
 
     Raises:
-        TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU values that are no lengths or offsets
-            of x; or ``start`` is passed together with ``seq_lens_kv`` or ``positions``.
+        TypeError, ValueError: an array has the wrong type, dtype or shape, or on the CPU lengths or offsets that do not fit x;
+            or ``start`` is passed together with ``seq_lens_kv`` or ``positions``.
 
     Source: Su et al. 2021, "RoFormer", section 3.2.
 
@@ -322,13 +322,13 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
 
 
 def in_own_axes(positions: Any) -> Any:
-    """Positions ``(B, S)``, beside arrays in C order, as ``(S, B)``."""
+    """Positions ``(B, S)``, as passed with arrays in C order, as ``(S, B)``."""
     positions = as_int32("positions", positions)
     return getattr(positions, "T", positions)
 
 
 def read_positions(positions: Any, x: Any, *, reverse: bool) -> Any:
-    """The positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
+    """Return the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``, in its memory; as int32."""
     found = in_own_axes(positions) if reverse else as_int32("positions", positions)
     arrays_on_gpu({"k": x, "positions": read_array("positions", found)})
     _check_positions(found, x.shape)

@@ -23,7 +23,7 @@ __device__ void turn(unsigned long long angle, float& s, float& c) {{ sincospif(
 __device__ void turn(unsigned long long angle, double& s, double& c) {{
     sincospi((long long)angle / 9223372036854775808.0, &s, &c);
 }}
-// Rotates the channels of one token and head; ``turns`` are those of ``r`` in shared memory.
+// Rotates the channels of one token and head; ``turns`` are the turns of ``r`` in shared memory.
 template <class Real, class T>
 __device__ void rotate_row(const Rope& r, const unsigned long long* turns, long long position, const T* from, T* to, int dim) {{
     for (int i = threadIdx.x; i < r.pairs; i += blockDim.x) {{
@@ -47,12 +47,12 @@ SHARED_TURNS = f"""__shared__ unsigned long long turns[{MAX_PAIRS}];
 
 
 def types_of(dtype: str) -> tuple[CudaType, str]:
-    """The type of the elements, and the one in which they are rotated."""
+    """Return the type of the elements, and the one in which they are rotated."""
     return (CudaType("double", 8), "double") if dtype == "float64" else (TYPES[dtype], "float")
 
 
 def record(angles: tuple[float, ...], factor: float, *, interleaved: bool) -> Any:
-    """The record of a rotation; ``angles`` are those of the pairs from one position to the next, in radians."""
+    """Return the record of a rotation; ``angles`` are the pairs' angles per position, in radians."""
     made = np.zeros((), RECORD)
     made["pairs"], made["interleaved"], made["factor"] = len(angles), interleaved, factor
     made["turns"][: len(angles)] = [_turns(angle) for angle in angles]
@@ -101,14 +101,15 @@ def rotated(x: Any, record: Any, positions: Any) -> Any:
 
 
 class Positions(NamedTuple):
-    """The positions of tokens: those of sequence b count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
+    """The positions of tokens: in sequence b they count from ``first + start[b]``, or up to ``end[b]``; or all are listed.
 
     Attributes:
         first: a number.
         start, end: int32 ``(B,)``, or None.
         lengths: int32 ``(B,)``, the number of tokens of each sequence of a dense array; None for all.
         offsets: int32 or int64 ``(B + 1,)``, where each sequence of a packed array begins; None for dense arrays.
-        listed: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token, in place of all others; or None.
+        listed: int32 ``(S,)``, ``(S, B)`` or packed ``(T,)``, the position of every token, instead of all other fields; or
+            None.
     """
 
     first: int
@@ -119,7 +120,7 @@ class Positions(NamedTuple):
     listed: Any = None
 
 
-#: The arguments of the kernel besides the rotation: addresses, numbers of elements, and strides in elements.
+#: The arguments of the kernel except the rotation: addresses, numbers of elements, and strides in elements.
 _NUMBERS = Struct(
     "Numbers",
     "x out first start end lengths offsets long_offsets dim heads tokens batch rows x_head x_token x_batch out_head out_token "
@@ -147,7 +148,7 @@ def apply(x: Any, out: Any, rotation: Any, positions: Positions, dtype: str) -> 
 
 
 def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
-    """The position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
+    """Return the position of every token, int64 ``(S, B)`` or packed ``(T,)``."""
     first, start, end, lengths, offsets, listed = positions
     if listed is not None:
         return listed[:, None] if listed.ndim < len(shape) - 2 else listed
@@ -166,20 +167,20 @@ def _on_numpy(shape: tuple[int, ...], positions: Positions) -> Any:
 
 
 def _steps(x: Any) -> tuple[int, int, int]:
-    """The strides in elements along heads, tokens and batch."""
+    """Return the strides in elements along heads, tokens and batch."""
     head, token, batch = (*(stride // x.itemsize for stride in x.strides[1:]), 0)[:3]
     return head, token, batch
 
 
 def steps_of(listed: Any) -> tuple[int, int]:
-    """The strides of listed positions in elements along tokens and batch."""
+    """Return the strides of listed positions in elements along tokens and batch."""
     token, batch = (*(() if listed is None else [stride // 4 for stride in listed.strides]), 0, 0)[:2]
     return token, batch
 
 
 @cuda_kernel
 def _apply_kernel(dtype: str) -> str:
-    """The kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count the rows, ``threadIdx.x`` the pairs of a row."""
+    """Return the kernel of :func:`apply`; ``threadIdx.y`` and ``blockIdx.x`` count rows, ``threadIdx.x`` a row's pairs."""
     of, real = types_of(dtype)
     return f"""{of.header}{ROPE}{_NUMBERS}
         __device__ long long offset(const Numbers& n, long long b) {{

@@ -1,4 +1,4 @@
-"""Arrays of other libraries that describe sequences: lists of pages, and sequences with gaps between them."""
+"""Other libraries' ways to describe sequences: lists of pages, and sequences with gaps between them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from .page_lists import fill_table
 def page_table_from_lists(
     indptr: Array, indices: Array, last_page_len: Array, *, page_size: int, max_pages: int | None = None
 ) -> tuple[Any, Any]:
-    r"""Make a page table from lists of pages, the form of FlashInfer (``kv_indptr``, ``kv_indices``, ``kv_last_page_len``).
+    r"""Make a page table from FlashInfer's lists of pages (``kv_indptr``, ``kv_indices``, ``kv_last_page_len``).
 
     .. math:: T_{p, b} = \text{indices}[\text{indptr}_b + p], \qquad n_b = s\, (P_b - 1) + \text{last}_b
 
     for the :math:`P_b = \text{indptr}_{b+1} - \text{indptr}_b > 0` pages of sequence b, with page size s. An empty list gives
     length 0. On the GPU one kernel runs on CuPy's current stream, without synchronization.
 
-    Block tables of vLLM, ``(B, P)``, need no conversion: they are ``page_table=`` with a layout in C order, and their transpose
-    without a layout.
+    vLLM's block tables, ``(B, P)``, need no conversion: with a layout in C order pass them as ``page_table=``; without a layout
+    pass their transpose.
 
     Args:
         indptr: int32 ``(B+1,)``, where the list of each sequence begins in ``indices``. On the CPU the three may be lists.
         indices: int32 ``(n,)``, the pages of all sequences.
         last_page_len: int32 ``(B,)``, the number of tokens in the last page of each sequence.
-        page_size: tokens per page, axis 2 of the keys and values. With a smaller number ``seq_lens_kv`` is too short, and the
-            last keys are not attended to: neither this function, which has no keys, nor a call can tell.
-        max_pages: P, the number of rows of the table. Keys in further pages are not attended to. Default None: as many as the
-            longest list has; on the GPU the host does not know it, so that it must be passed.
+        page_size: tokens per page, axis 2 of the keys and values. Caution: if it is too small, ``seq_lens_kv`` is too short and
+            the last keys are silently ignored; neither this function, which gets no keys, nor a call can detect it.
+        max_pages: P, the number of rows of the table. Keys in later pages are not attended to. Default None: the length of the
+            longest list. On the GPU it is required, because the host does not know that length.
 
     Returns:
         ``(page_table, seq_lens_kv)`` for :func:`cupy_sdpa.attention`: int32 ``(P, B)`` and ``(B,)``. Entries after the pages of
-        a sequence are -1. A layout in C order takes the transpose of the table.
+        a sequence are -1. With a layout in C order, pass the transpose of the table.
 
     Raises:
-        TypeError, ValueError: an array has the wrong dtype or shape, or on the CPU lists that do not fit; ``max_pages`` is
-            missing on the GPU.
+        TypeError, ValueError: an array has the wrong dtype or shape; on the CPU the lists do not match; on the GPU
+            ``max_pages`` is missing.
 
     Source: FlashInfer's documentation, "KV-Cache Layout in FlashInfer", section "Page Table Layout".
 
@@ -87,8 +87,8 @@ def _table_on_numpy(indptr: Any, indices: Any, last: Any, page_size: int, max_pa
     listed = np.concatenate([indices[:0], *(indices[a:b] for a, b in itertools.pairwise(indptr))])
     if listed.size and listed.min() < 0:
         raise ValueError(
-            f"indices contains {listed.min()}, which is no page: the list of a sequence has its pages alone, and indptr says "
-            "where it ends"
+            f"indices contains {listed.min()}, which is not a page: list only the pages of each sequence, and let indptr say "
+            "where a list ends"
         )
     for b in np.flatnonzero((counts > 0) & ((last < 1) | (last > page_size))).tolist():
         raise ValueError(f"last_page_len of sequence {b} is {last[b]}; it must be from 1 to page_size, {page_size}")
@@ -104,14 +104,14 @@ def _table_on_numpy(indptr: Any, indices: Any, last: Any, page_size: int, max_pa
 
 
 def cu_seqlens_with_gaps(starts: Array, lengths: Array) -> Any:
-    r"""Make ``cu_seqlens`` of sequences that have gaps between them: every gap is a sequence of its own.
+    r"""Make ``cu_seqlens`` for sequences with gaps between them: each gap becomes its own sequence.
 
     .. math:: (s_0,\; s_0 + n_0,\; s_1,\; s_1 + n_1,\; \dots)
 
-    so that sequence 2b of the result is sequence b, and nothing is copied. Pass it as ``cu_seqlens_q=``, and that of the keys
-    as ``cu_seqlens_kv=``, with the longest of sequences and gaps as ``max_seqlen_q=`` and ``max_seqlen_kv=``. A gap is computed
-    from itself alone; results there have no meaning. Gradients of sinks, biases and ``tensors`` also sum over gaps: set
-    ``dout`` to 0 there.
+    so that sequence 2b of the result is sequence b, and nothing is copied. Pass the result for the queries as ``cu_seqlens_q=``
+    and the result for the keys as ``cu_seqlens_kv=``, with the longest sequence or gap as ``max_seqlen_q=`` and
+    ``max_seqlen_kv=``. Ignore the output of gaps. Gradients of sinks, biases and ``tensors`` also sum over gaps: set ``dout``
+    to 0 there.
 
     - Transformer Engine: ``cu_seqlens_with_gaps(cu_seqlens_q_padded[:-1], cu_seqlens_q[1:] - cu_seqlens_q[:-1])``.
     - Padding before each sequence of ``(D, H, S, B)``: ``x.reshape((D, H, S * B), order="F")`` is packed, with starts

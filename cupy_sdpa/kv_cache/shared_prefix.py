@@ -52,18 +52,18 @@ def shared_prefix_attention(
     out: Array | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """:func:`cupy_sdpa.attention` with a page table, for sequences whose first keys are the same pages.
+    """Compute :func:`cupy_sdpa.attention` with a page table for sequences whose first keys are in the same pages.
 
-    The queries of all sequences attend to the shared pages as one batch entry, which is read once. Each sequence attends to its
-    other pages. The two results are merged (:func:`cupy_sdpa.merge`).
+    The queries of all sequences attend to the shared pages together, as if they were one sequence, so the pages are read once.
+    Then each sequence attends to its remaining pages, and the two results are merged (:func:`cupy_sdpa.merge`).
 
     Args:
         q: queries ``(D, Hq, Sq, B)``.
         k, v: pages, as for :func:`cupy_sdpa.attention`.
         shared_prefix: the number of keys that all sequences share, a multiple of the page size: the first entries of all
-            columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Every sequence has these
-            keys, or none, as a released one; the output of a sequence without keys is not 0, but undefined. On the CPU and with
-            ``engine="cupy"`` this is checked; with cuDNN the pages of the first sequence that is long enough are read for all.
+            columns of ``page_table`` are the same. :meth:`cupy_sdpa.KVCache.shared_prefix` returns it. Each sequence must have
+            these keys or be empty (for example after ``release``); the output of an empty sequence is undefined, not 0. The CPU
+            and ``engine="cupy"`` check this; cuDNN reads the pages of the first sequence that is long enough for all.
         return_stats: also return the log-sum-exp, float32 (float64 for float64 arrays) ``(Sq, Hq, B)``. Default False.
         out: array ``(Dv, Hq, Sq, B)`` to write the output into. Default None: a new array.
         options: ``page_table`` and ``seq_lens_kv``, which includes the prefix; ``scale``, ``softcap``, ``sinks``,
@@ -101,7 +101,7 @@ _NAMES = ("q", "k", "v", "out")
 
 @operation(shared_prefix_attention, _NAMES, {"shared_prefix": None, "return_stats": False}, ("q", "k", "v", "shared_prefix"))
 def _call(arrays: tuple[Any, ...], options: Mapping[str, Any], *, shared_prefix: int, return_stats: Any) -> Call:
-    """A call of :func:`shared_prefix_attention` as a value."""
+    """Return a call of :func:`shared_prefix_attention` as a value."""
     tag = ("shared prefix", repr(shared_prefix), bool(return_stats))
     parse = functools.partial(_parse, shared_prefix=shared_prefix, return_stats=return_stats)
     return Call(CallKey(tag, _NAMES, arrays, options), parse, OUTPUTS, check=functools.partial(_refuse, options))
@@ -136,7 +136,7 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
 
 
 def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions, pages: int) -> None:
-    """Add the steps: the keys after the prefix; the prefix, for all queries as those of one batch entry; and the merge."""
+    """Add the steps: the keys after the prefix; the prefix, with all queries in one batch item; and the merge."""
     q, k, v, out = (views[name] for name in _NAMES)
     stats, sinks, options = views.get("stats"), views.get("sinks"), options.without("sinks")
     table, lengths = options["page_table"], options["seq_lens_kv"]
@@ -161,7 +161,7 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
 
 
 def _as_one_entry(builder: Builder, q: View) -> View:
-    """Queries ``(D, Hq, Sq, B)`` as those of one batch entry, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
+    """Queries ``(D, Hq, Sq, B)`` as one batch item, ``(D, Hq, Sq B, 1)``; a copy if they are not evenly spaced."""
     d, heads, sq, b = q.shape
     if sq > 1 and b > 1 and q.strides[3] != sq * q.strides[2]:
         q = builder.copied(q)
@@ -170,7 +170,7 @@ def _as_one_entry(builder: Builder, q: View) -> View:
 
 
 def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
-    """Parts of one batch entry as those of the sequences."""
+    """Parts of one batch item as parts of the sequences."""
     out, stats = parts.out, parts.stats
     (dv, heads, _, _, chunks), (d, head, row, _, chunk) = out.shape, out.strides
     of_row, of_head, _, of_chunk = stats.strides
@@ -220,5 +220,5 @@ def _check_elements(problem: Problem, shared_prefix: int, pages: int, arrays: Ma
         if (own != first).any():
             raise ValueError(
                 f"shared_prefix is {shared_prefix}, {pages} pages, and sequence {b} begins with the pages {own.tolist()}, "
-                f"others with {first.tolist()}: they must be the same, see KVCache.shared_prefix"
+                f"others with {first.tolist()}: they must be equal, see KVCache.shared_prefix"
             )

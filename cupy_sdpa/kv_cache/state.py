@@ -21,7 +21,7 @@ from .rope import Rope
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-#: The alignment of the parts of the state array, in elements of 4 bytes.
+#: The alignment of the state array's parts, in elements of 4 bytes.
 _UNIT = 64
 #: The attributes that are views of others, or follow from them.
 _DERIVED = ("_keys", "_values", "_parts", "_device_id", "full_table", "lengths", "table", "_rope_compiled", "_queries")
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     Attributes:
         counts: the new tokens of each sequence, as on the device; not to be modified.
         added: the tokens that the step added to what each sequence is now: the counts, unless sequences were reordered.
-        present: those of them that no call has removed; not to be modified.
+        present: how many of them no call has removed; not to be modified.
         needed: :func:`tokens_of` the counts.
         missing: the layers that are not appended; in a graph they may be.
         tokens: S of the arrays of layer 0, or T if they are packed; None before its append.
@@ -81,7 +81,7 @@ class CacheState:
     _ropes: Mapping[int, Rope] = {}
 
     def _create(self, dtype: np.dtype[Any], *, of_numpy: bool) -> None:
-        """Create everything, without tokens; ``dtype`` is that of the pages in memory."""
+        """Create everything, without tokens; ``dtype`` is the dtype of the pages in memory."""
         self._numpy = of_numpy
         self._storage = [self._zeros((*self._page_shape(dim), self.layers), dtype) for dim in (self.head_dim, self.head_dim_v)]
         self._pages = Pages(self.pages, self.page_size, self.batch, self.max_length)
@@ -101,7 +101,7 @@ class CacheState:
         self._create_views()
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array of zeros in Fortran order."""
+        """Return an array of zeros in Fortran order."""
         if self._numpy:
             return np.zeros(shape, dtype, order="F")
         array = cupy_runtime.empty(shape, dtype)
@@ -110,7 +110,7 @@ class CacheState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the arrays of the cache: pages, the page table and lengths, and the scales and means of FP8 pages."""
+        """The bytes of the cache's arrays: pages, the page table and lengths, and the scales and means of FP8 pages."""
         of_fp8 = self._fp8.nbytes if self._fp8 else 0
         return int(sum(x.nbytes for x in (*self._storage, self._state)) + of_fp8)
 
@@ -123,7 +123,7 @@ class CacheState:
         return dim, self.page_size, self.heads_kv, self.pages
 
     def _create_views(self) -> None:
-        """Create the views of the pages, and those of the state array: table, lengths and counts, which kernels update."""
+        """Create the views of the pages and of the state array: table, lengths and counts, which kernels update."""
         self._keys, self._values = (
             [storage[..., layer].transpose(0, 2, 1, 3) for layer in range(self.layers)] for storage in self._storage
         )
@@ -136,7 +136,7 @@ class CacheState:
             self.full_table, self.lengths, counts, starts = self.full_table[:], self.lengths[:], counts[:], starts[:]
             for view in (self.full_table, self.lengths, counts, starts):
                 view.flags.writeable = False
-        #: The lengths and the offsets of the queries of the last append.
+        #: The lengths and the offsets of the last append's queries.
         self._queries = counts, starts
         if self.layout is not None:
             self.full_table = self.full_table.T
@@ -152,7 +152,7 @@ class CacheState:
             self.table = self.full_table[:, :needed] if rows else self.full_table[:needed]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes, without views; arrays have one axis, so that a copy has their memory order."""
+        """Return the attributes, without views; arrays have one axis, so that a copy has their memory order."""
         self._recover()
         state = {name: value for name, value in vars(self).items() if name not in _DERIVED}
         return state | {"_storage": [storage.reshape((-1,), order="F") for storage in self._storage]}
@@ -169,7 +169,7 @@ class CacheState:
         )
 
     def _beginning(self, counts: NDArray[np.int64]) -> tuple[Change, Step, Callable[[], None]]:
-        """The change of the host that begins a step, the step, and the work of the device."""
+        """Return the change of the host that begins a step, the step, and the work of the device."""
         change, copies = self._pages.extend(counts)
         before, updates = self._step, self._entries(change)
         step = Step(counts, counts, counts, before.needed, self._every)
@@ -196,12 +196,12 @@ class CacheState:
         return list(enumerate(lengths.tolist(), self._starts[1]))
 
     def _device_lengths(self) -> list[tuple[int, int]]:
-        """The lengths on the device, which the append of layer 0 advances, as places and values of the state array."""
+        """Return the lengths on the device, which the append of layer 0 advances, as places and values of the state array."""
         step, lengths = self._step, self._pages.lengths
         return self._lengths_of(lengths - step.counts if 0 in step.missing else lengths)
 
     def _entries(self, change: Change) -> list[tuple[int, int]]:
-        """The new entries of the table as places and values of the state array."""
+        """Return the new entries of the table as places and values of the state array."""
         return self._places(self._pages.entries(change))
 
     def _places(self, entries: Sequence[Entry]) -> list[tuple[int, int]]:
@@ -280,7 +280,7 @@ class CacheState:
             raise
 
     def _clearing(self, rows: Sequence[tuple[int, int]]) -> _Undo:
-        """What clears rows, and changes nothing else."""
+        """Return what clears rows, and changes nothing else."""
         known = self._fp8.known if self._fp8 else frozenset()
         return _Undo(
             self._pages.unchanged(), self._step, known, [], functools.partial(cache_kernels.clear_rows, self._storage, rows)
@@ -325,7 +325,7 @@ class CacheState:
             )
 
     def _check_layer(self, layer: int, capturing: bool) -> bool:
-        """Whether the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
+        """True if the append of a layer belongs to the step that has begun; otherwise it begins one. It must be its turn."""
         missing = self._step.missing
         if layer in missing:
             if layer and not capturing and 0 in missing - self._captured:

@@ -31,7 +31,7 @@ def tree_mask(
     cu_seqlens_q: Any = None,
     layout: str | None = None,
 ) -> _TreeMask:
-    r"""Make the mask of a tree of draft tokens, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
+    r"""Make the mask of a draft tree, for :func:`cupy_sdpa.attention` of the newest tokens to all keys.
 
     The tree consists of the newest Sq tokens of each sequence, whose keys are the last ones within its length. Query i
     attends to key j of the tree if j is i or an ancestor of i, and to all earlier keys. A tree without branches is
@@ -39,30 +39,29 @@ def tree_mask(
 
     .. math:: \text{number}_i \in [\text{first}_j, \text{last}_j]
 
-    is the condition: the tokens are numbered in depth-first order, and the descendants of a token have the numbers from
-    ``first`` to ``last``. The mask takes 8 bytes for each key, whatever Sq is. On the GPU one kernel runs on CuPy's current
-    stream, without synchronization. It reads lengths and parents on the device, so it can be captured; keep the mask as long as
-    the graph. Make the mask after the append of layer 0, once for all layers of a step. A call with a mask that was made for
-    other lengths of a cache raises ValueError.
+    is the condition: tokens are numbered in depth-first order, and the descendants of a token have the numbers from ``first``
+    to ``last``. The mask takes 8 bytes per key, for any Sq. On the GPU one kernel runs on CuPy's current stream, without
+    synchronization. It reads lengths and parents on the device, so you can capture it; keep the mask as long as the graph. Make
+    the mask after the append of layer 0, once for all layers of a step. Using a mask after the cache's lengths have changed
+    raises ValueError.
 
     Args:
         parents: ``(Sq,)``, or ``(Sq, B)`` with a tree for each sequence: integers, for each token the index of its parent,
-            which is smaller; -1 for a token after the earlier keys. Or bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``, keys before
-            queries: whether a key is visible to a query. Sq is at most 2048. A list or a numpy array. Beside CuPy arrays also
-            an int32 CuPy array, of which a parent that is not smaller counts as -1.
+            which must be smaller than its own; -1 for a root, which follows the earlier keys. Or bool ``(Sq, Sq)`` or ``(Sq,
+            Sq, B)``, keys before queries: True where a query sees a key. Sq is at most 2048. A list or a numpy array; with CuPy
+            keys also an int32 CuPy array, in which a parent that is not smaller counts as -1.
         k, page_table, seq_lens_kv, seq_lens_q: as for :func:`cupy_sdpa.attention`; ``**cache.view()`` passes them. With
             ``seq_lens_q``, the tree of a sequence consists of its first ``seq_lens_q[b]`` tokens.
-        max_seqlen_q: the maximum of ``seq_lens_q``, at most Sq. Both are then those of ``cache.view()``, which also passes them
-            to the call.
+        max_seqlen_q: the maximum of ``seq_lens_q``, at most Sq. Pass it if ``cache.view()`` also passes both to the call.
         cu_seqlens_q: None: packed sequences are not supported.
-        v: not used, so that ``**cache.view()`` can be passed.
-        layout: as for :func:`cupy_sdpa.attention`. With one in C order ``parents`` is ``(B, Sq)``, or bool
-            ``(B, Sq, Sq)``, queries before keys.
+        v: ignored; accepted so that you can pass ``**cache.view()``.
+        layout: as for :func:`cupy_sdpa.attention`. With a layout in C order ``parents`` is ``(B, Sq)``, or bool ``(B, Sq,
+            Sq)``, queries before keys.
 
     Returns:
         A new dictionary for ``attention(q, **cache.view(layer), **mask)``: ``mask_mod``, which is :func:`cupy_sdpa.zoo.tree`,
-        ``tensors``, and ``seq_lens_q`` if it is passed without ``max_seqlen_q``. Other functions and ``tensors`` can be added.
-        Its attribute ``depths`` has the numbers of :func:`tree_depths`, in the memory of k.
+        ``tensors``, and ``seq_lens_q`` if it is passed without ``max_seqlen_q``. You can add other options and ``tensors``. Its
+        attribute ``depths`` has the numbers of :func:`tree_depths`, on the device of k.
 
     Raises:
         TypeError, ValueError: an array has the wrong type, dtype or shape; or on the host parents do not form a tree.
@@ -157,17 +156,18 @@ class _TreeMask(dict[str, Any]):
 
 @takes_default
 def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) -> Any:
-    """Count the ancestors of each token of a tree of drafts: its position for a rotation, after the last accepted token.
+    """Count the ancestors of each token in a draft tree: its position for a rotation, after the last accepted token.
 
-    :func:`tree_mask` needs the keys of the draft; the rotation of these keys, before, needs the depths alone. Positions are
-    the lengths before the append, plus the depths.
+    Use it to rotate a draft's keys before they are appended; :func:`tree_mask` needs the appended keys. A token's position is
+    the sequence's length before the append plus the token's depth.
 
     Args:
         parents, layout: as for :func:`tree_mask`.
 
     Returns:
-        int32 ``(Sq, B)``, or ``(Sq, 1)`` of one tree for all sequences; with a layout in C order ``(B, Sq)`` or ``(1, Sq)``. A
-        CuPy array if the parents are one, else a numpy array. ``tree_mask(...).depths`` has the same numbers, beside the keys.
+        int32 ``(Sq, B)``, or ``(Sq, 1)`` if all sequences share one tree; with a layout in C order ``(B, Sq)`` or ``(1, Sq)``.
+        A CuPy array if ``parents`` is one, otherwise a numpy array. ``tree_mask(...).depths`` has the same numbers, on the
+        device of the keys.
 
     Raises:
         TypeError, ValueError: parents have the wrong type, dtype or shape; or on the host they do not form a tree.
@@ -189,7 +189,7 @@ def tree_depths(parents: Array | Sequence[Any], *, layout: str | None = None) ->
 
 
 def _depths(parents: Any, *, reverse: bool) -> Any:
-    """The depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
+    """Return the depths of the tokens from parents ``(Sq, B)`` or ``(Sq, 1)``, in the memory of these."""
     with cupy_runtime.device_context(parents):
         found = cupy_runtime.new_result(parents, parents.shape, np.dtype(np.int32))
         fill_depths(parents, found)
@@ -197,7 +197,7 @@ def _depths(parents: Any, *, reverse: bool) -> Any:
 
 
 def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> Any:
-    """The parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
+    """Return the parents, int32 ``(Sq, B)`` or ``(Sq, 1)``, where the keys are; with any B if ``batch`` is None."""
     on_device = cupy_runtime.is_array(given)
     if on_device and not on_gpu:
         raise TypeError("parents is a CuPy array, but k is a numpy array; pass parents.get()")
@@ -234,10 +234,11 @@ def _parents(given: Any, batch: int | None, on_gpu: bool, *, reverse: bool) -> A
 
 
 def parents_of(visible: Any) -> Any:
-    """The parents of the tokens of trees, int32 ``(Sq, B)``, from which keys each query sees, bool ``(Sq, Sq)`` or ``(Sq, Sq,
-    B)``.
+    """Return the parents in trees, int32 ``(Sq, B)``, from the keys that each query sees.
 
-    The visible keys of a token are the token itself, its parent, and those that its parent attends to; others are refused.
+    The visible keys are bool ``(Sq, Sq)`` or ``(Sq, Sq, B)``.
+
+    A token sees itself, its parent, and the keys that its parent sees; any other mask raises ValueError.
 
     >>> parents_of(np.array([[1, 1, 1], [0, 1, 0], [0, 0, 1]], bool)).T
     array([[-1,  0,  0]], dtype=int32)
@@ -257,6 +258,6 @@ def parents_of(visible: Any) -> Any:
             raise ValueError(
                 f"parents is not the mask of a tree: query {i} {attends} to key {place}, but it "
                 f"must attend to {np.flatnonzero(wanted).tolist()}, itself and what its parent {parent} attends to. The "
-                "axes are (keys, queries): pass parents.T if the first axis is that of the queries"
+                "axes are (keys, queries): pass parents.T if the first axis is the queries"
             )
     return parents

@@ -18,8 +18,8 @@ class Intervals(NamedTuple):
     Attributes:
         number: ``(B, Sq)``, the number of each token in depth-first order.
         first: ``(B, Skv)``, the number of the token of each key.
-        last: ``(B, Skv)``, the largest number among its descendants. The range of an earlier key is that of all tokens, the
-            range of a key after the tree is empty.
+        last: ``(B, Skv)``, the largest number among its descendants. The range of an earlier key covers all tokens, the range
+            of a key after the tree is empty.
     """
 
     number: Any
@@ -51,7 +51,7 @@ def _fill_on_numpy(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
     for i in range(tokens - 1, 0, -1):
         children = parents[i] >= 0
         size[parents[i][children], columns[children]] += size[i][children]
-    for i in range(tokens):  # the last row of next_number is that of tokens without a parent
+    for i in range(tokens):  # the last row of next_number is for tokens without a parent
         number[i] = next_number[parents[i], columns]
         next_number[parents[i], columns] += size[i]
         next_number[i] = number[i] + 1
@@ -69,7 +69,7 @@ def _fill_on_numpy(parents: Any, lengths: Any, counts: Any, found: Intervals) ->
 
 @cuda_kernel
 def _intervals_kernel(room: int) -> str:
-    """The kernel of :func:`fill_intervals`; ``blockIdx.x`` is the sequence, ``blockIdx.y`` a part of the keys."""
+    """Return the kernel of :func:`fill_intervals`; ``blockIdx.x`` is the sequence, ``blockIdx.y`` a part of the keys."""
     return f"""extern "C" __global__ void cupy_sdpa_tree_intervals(
             const int* parents, const int* lengths, const int* counts, int* numbers, int* first, int* last,
             int tokens, int trees, int keys, int has_lengths, int has_counts
@@ -115,7 +115,7 @@ def fill_depths(parents: Any, depths: Any) -> None:
 
 @cuda_kernel
 def _depths_kernel() -> str:
-    """The kernel of :func:`fill_depths`; a thread computes the depths of a tree."""
+    """Return the kernel of :func:`fill_depths`; a thread computes the depths of a tree."""
     return """extern "C" __global__ void cupy_sdpa_tree_depths(const int* parents, int* depths, int tokens, int trees) {
             const int tree = blockIdx.x * blockDim.x + threadIdx.x;
             if (tree >= trees) return;

@@ -16,7 +16,7 @@ from ..extend import cupy_runtime, numpy_dtype
 
 
 def library_of_type(kind: type) -> Library | None:
-    """The library of a type of arrays; None if its arrays cannot be shared."""
+    """Return the library of a type of arrays; None if its arrays cannot be shared."""
     root = kind.__module__.partition(".")[0]
     if root == "torch":
         return Library("PyTorch", _share_torch, _torch, _torch_stream) if hasattr(kind, "data_ptr") else None

@@ -36,5 +36,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return __all__

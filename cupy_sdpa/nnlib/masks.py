@@ -23,7 +23,7 @@ class Mask(NoArray):
         xp: the module of the array, numpy or cupy.
         keys, queries: lengths of the first two axes.
         causal: mask the keys after each query. Default False.
-        lengths: number of visible keys of each batch entry, ``(B,)`` int32. Default None: all keys.
+        lengths: number of visible keys of each batch item, ``(B,)`` int32. Default None: all keys.
 
     Attributes:
         shape: ``(keys, queries)``, or ``(keys, queries, 1, B)`` with lengths.
@@ -56,7 +56,7 @@ class Mask(NoArray):
         return np.array(self.array, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """The array of ``array & mask``; every other function of numpy raises TypeError."""
+        """Return the array of ``array & mask``; every other function of numpy raises TypeError."""
         if ufunc is np.bitwise_and and method == "__call__" and not options:
             one, other = inputs
             return self & (one if other is self else other)
@@ -94,6 +94,9 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
     Returns:
         ``mask[i, j] = i <= j`` for key i and query j, both counted from 0. The fused kernel applies it as a flag.
 
+    Raises:
+        TypeError, ValueError: x is not an array, or has no dimension ``dims``.
+
     >>> import numpy as np
     >>> np.asarray(make_causal_mask(np.zeros((8, 3))))
     array([[ True,  True,  True],
@@ -108,14 +111,17 @@ def make_causal_mask(x: Any, *, dims: int = 2) -> Mask:
 
 
 def make_padding_mask(lengths: Any, kv_len: int) -> Mask:
-    """Make a key padding mask from the length of each batch entry; NNlib.jl has no such helper.
+    """Make a key padding mask from the length of each batch item; NNlib.jl has no such helper.
 
     Args:
-        lengths: ``(B,)`` integers; more than ``kv_len`` are all keys, and less than 0 are none.
+        lengths: ``(B,)`` integers; more than ``kv_len`` means all keys, less than 0 means no keys.
         kv_len: the number of keys.
 
     Returns:
         ``(kv_len, 1, 1, B)``. The fused kernel takes the lengths.
+
+    Raises:
+        TypeError, ValueError: ``lengths`` is not an array ``(B,)`` of integers, or ``kv_len`` is not a number >= 0.
 
     >>> import numpy as np
     >>> np.asarray(make_padding_mask(np.array([2, 3]), 3))[:, 0, 0]

@@ -32,6 +32,9 @@ def _head_dim(n: int, nheads: int) -> int:
 def join_heads(x: Any) -> Any:
     """Reshape ``(d, nheads, len, batch...)`` to ``(d nheads, len, batch...)``: the inverse of :func:`split_heads`.
 
+    Raises:
+        TypeError: x is not an array.
+
     >>> import numpy as np
     >>> join_heads(np.zeros((4, 2, 5, 2), order="F")).shape
     (8, 5, 2)

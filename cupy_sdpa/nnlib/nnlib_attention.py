@@ -108,7 +108,7 @@ def dot_product_attention_vjp(
     engine: Literal["numpy", "cudnn", "cupy"] | None = None,
     **unknown: Any,
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """Compute :func:`dot_product_attention` without alpha, and a function that computes the gradients.
+    """Compute :func:`dot_product_attention` without alpha, and return it with a function that computes the gradients.
 
     Args:
         q, k, v, bias, mask, nheads, compute_dtype, engine: as for :func:`dot_product_attention`.
@@ -116,6 +116,9 @@ def dot_product_attention_vjp(
     Returns:
         ``(y, pullback)``; ``dq, dk, dv, dbias = pullback(dy)``, each with the shape and dtype of its array; dbias is None
         without a bias.
+
+    Raises:
+        ValueError, TypeError: as :func:`dot_product_attention`.
 
     >>> import numpy as np
     >>> x = np.asfortranarray(np.random.default_rng(0).random((8, 5, 2)))
@@ -151,7 +154,7 @@ def _run(
     engine: Any,
     **flags: bool,
 ) -> Any:
-    """A function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned."""
+    """Return a function of :mod:`cupy_sdpa.attention` of arrays of NNlib.jl, as which its results are returned."""
     tag: tuple[Any, ...] = ("nnlib", function.__name__, repr(nheads), *flags)
     given = {"bias": bias, "mask": mask, "compute_dtype": dtype, "engine": engine}
     if isinstance(mask, Mask):  # the array of the lengths itself, because repeated calls are recognized by its address
@@ -165,7 +168,7 @@ def _run(
 
 
 def _run_first(function: Callable[..., Any], key: CallKey, nheads: int, mask: Any, flags: Mapping[str, bool]) -> list[Any]:
-    """The results of a call that is not repeated: a call of ``function`` on views of the arrays, if it needs no copy."""
+    """Return the results of a call that is not repeated: a call of ``function`` on views of the arrays, if it needs no copy."""
     arrays, given = key.named(), key.options
     batch, bias, backward = _batch_of(*(arrays[name] for name in "qkv")), given["bias"], "dout" in arrays
     if backward:
@@ -220,7 +223,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
 
 
 def _batch_of(q: Any, k: Any, v: Any) -> tuple[int, ...]:
-    """The batch dimensions of q, k and v, which are checked."""
+    """Return the batch dimensions of q, k and v, which are checked."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x)
     batch = q.shape[2:]
@@ -244,7 +247,7 @@ def _check_gradient(dy: Any, y: Any) -> None:
 
 
 def _compute_options(dtype: Any, engine: Any, q: Any) -> dict[str, Any]:
-    """The layout, the dtype to compute in, and the engine, as options; none if it is q's dtype, and the engine of q."""
+    """Return the layout, the dtype to compute in, and the engine, as options; none if it is q's dtype, and the engine of q."""
     if dtype is None and engine in (None, "cudnn") and cupy_runtime.is_array(q) and q.dtype in (np.float32, np.float64):
         raise TypeError(
             f"q is {q.dtype}, which cuDNN does not support: pass compute_dtype='bfloat16', convert with .astype(...), or "
@@ -270,7 +273,7 @@ def _mask_options(q: Any, k: Any, bias: Any, mask: Any) -> dict[str, Any]:
 
 
 def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]:
-    """A mask as options that do not need a Boolean array."""
+    """Return a mask as options that do not need a Boolean array."""
     if mask.shape[0] != keys or mask.shape[1] not in (1, queries):
         raise ValueError(
             f"the mask has {mask.shape[0]} keys and {mask.shape[1]} queries; there are {keys} keys and {queries} queries"
@@ -279,5 +282,5 @@ def _flags(mask: Mask, *, keys: int, queries: int, batch: int) -> dict[str, Any]
         return {"causal": mask.causal}
     count = mask.lengths.shape[0]
     if count not in (1, batch):
-        raise ValueError(f"the mask has {count} lengths; there are {batch} batch entries: pass one length for each, or one")
+        raise ValueError(f"the mask has {count} lengths; there are {batch} batch items: pass one length for each, or one")
     return {"causal": mask.causal, "seq_lens_kv": mask.lengths if count == batch else mask.lengths.repeat(batch)}

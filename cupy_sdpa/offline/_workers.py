@@ -32,7 +32,7 @@ class WorkerEnded(Exception):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a worker, which imports what its parent does."""
+    """Return the environment of a worker, which imports what its parent does."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
@@ -174,7 +174,7 @@ class Pool:
             result = worker.request(request, limit)
             ended = is_last(result) or worker.requests == self._most
             return result
-        except BaseException:  # a pending result would be read as that of the next request
+        except BaseException:  # a pending result would be read as the result of the next request
             ended = True
             raise
         finally:

@@ -33,13 +33,13 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Problem) if field.ini
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
-    """A problem as JSON values."""
+    """Return a problem as JSON values."""
     values = {name: getattr(problem, name) for name in _FIELDS}
     return {name: encoded(value) for name, value in values.items() if value not in (None, (), DEFAULT_SETTINGS)}
 
 
 def encoded(value: Any) -> Any:
-    """A value of a problem as JSON values: arrays and settings as objects without the fields that have their defaults."""
+    """Return a problem's value as JSON values: arrays and settings as objects without fields that have their defaults."""
     if isinstance(value, TensorSpec):
         return {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):  # a NamedTuple
@@ -57,12 +57,12 @@ def encoded(value: Any) -> Any:
 
 
 def from_json(values: Mapping[str, Any]) -> Problem:
-    """The problem of :func:`to_json`."""
+    """Return the problem of :func:`to_json`."""
     _check(isinstance(values, Mapping), f"a problem is a JSON object, not {values!r}")
     if missing := [name for name in ("q", "k", "v", "out") if name not in values]:
         raise ValueError(f"{', '.join(missing)} is missing")
     if unknown := [name for name in values if name not in _FIELDS]:
-        raise ValueError(f"a problem has no {', '.join(unknown)}; the file may be that of another version: write it again")
+        raise ValueError(f"a problem has no {', '.join(unknown)}; the file may come from another version: write it again")
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name == "settings":
@@ -86,7 +86,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _spec(name: str, value: Any) -> TensorSpec:
-    """An array of a problem."""
+    """Return an array of a problem."""
     names = [field.name for field in dataclasses.fields(TensorSpec)]
     _check(isinstance(value, dict) and sorted(value) == sorted(names), f"{name} must have {', '.join(names)}")
     dtype, shape, strides = value["dtype"], value["shape"], value["strides"]
@@ -100,7 +100,7 @@ def _spec(name: str, value: Any) -> TensorSpec:
 
 
 def _settings(value: Any) -> Settings:
-    """The settings of a problem."""
+    """Return the settings of a problem."""
     _check(isinstance(value, dict) and value.keys() <= set(Settings._fields), f"settings is {value!r}")
     found = dict(value)
     if "band" in value:
@@ -116,7 +116,7 @@ def _settings(value: Any) -> Settings:
 
 
 def _program(value: Any) -> Expression:
-    """The program of score and mask functions: each step reads steps before it."""
+    """Return the program of score and mask functions: each step reads steps before it."""
     steps = []
     for number, given in enumerate(value["steps"]):
         constant = given.get("value", 0.0)
@@ -133,7 +133,7 @@ def _program(value: Any) -> Expression:
 
 
 def read(path: str | os.PathLike[str], check: Callable[[Problem], None]) -> list[Problem]:
-    """The problems of a file; ``check`` raises ValueError for one that this version of the package cannot run."""
+    """Return the problems of a file; ``check`` raises ValueError for one that this version of the package cannot run."""
     import json  # takes a part of the time of importing the package
 
     with open(_open(path, os.O_RDONLY), "rb") as file:
@@ -166,7 +166,7 @@ def add(path: str | os.PathLike[str], problems: Iterable[Problem]) -> int:
             fcntl.flock(file, fcntl.LOCK_EX)
         content = file.read(MAX_BYTES)
         if content and not content.startswith(_BEGIN):
-            raise OSError(errno.EINVAL, "the file has other contents than problems", str(path))
+            raise OSError(errno.EINVAL, "the file does not contain problems", str(path))
         known = set(content.splitlines())
         added = [line for line in lines if line not in known]
         text = b"\n" * (bool(content) and not content.endswith(b"\n")) + b"".join(line + b"\n" for line in added)

@@ -29,7 +29,7 @@ _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
 
 
 def load_target(gpu: str) -> Target:
-    """The GPU of a description as a target: its name, such as ``"h200"``, or the path of a file (``info --describe``).
+    """Return the GPU of a description as a target: its name, such as ``"h200"``, or the path of a file (``info --describe``).
 
     Raises:
         ValueError: there is no such description.
@@ -109,7 +109,7 @@ _kept: Planner | None = None
 
 
 def kept_planner() -> Planner:
-    """A planner with one worker that is kept for later calls: a new one takes half a second until it plans.
+    """Return a planner with one worker that is kept for later calls: a new one takes half a second until it plans.
 
     It is replaced if one of :data:`_VARIABLES` changes, and ends with the process.
 

@@ -31,7 +31,7 @@ _MAX_CONFIGURATIONS = 256
 
 
 class Agreement:
-    """The calls that the members have compared; ``method`` is that of calls that request none, None to choose it.
+    """The calls that the members have compared; ``method`` is for calls that request no method, None to choose it.
 
     New ones are compared as texts before any of them runs, which synchronizes. Of known ones a checksum is compared during the
     call (:class:`~cupy_sdpa.parallel.channel.Channel`). Neither happens if ``check`` is False.
@@ -63,7 +63,7 @@ class Agreement:
             raise
 
     def member(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request, operands: Operands) -> Member:
-        """What this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
+        """Return what this member computes, from arrays by name and options without ``block_mask`` and ``compute_dtype``.
 
         ``operands`` are these arrays and options after they were read.
 
@@ -96,7 +96,7 @@ class Agreement:
                 compare(self._channel, text, array)
 
     def _array(self) -> Any:
-        """An array of the engine of the present call."""
+        """Return an array of the engine of the present call."""
         return next((x for x in self._arguments if cupy_runtime.is_array(x)), np.empty(0))
 
 
@@ -104,7 +104,7 @@ class Parser:
     """Checks the arrays and the decided options of a call of the group, and builds the program of this member.
 
     Args:
-        agreement: that of the group.
+        agreement: the group's agreement.
         of: what the call asks for.
         programs: keeps the programs of the group.
 
@@ -117,7 +117,7 @@ class Parser:
         self.member: Member | None = None
 
     def __call__(self, key: CallKey) -> ReadCall:
-        """The call of this member."""
+        """Return the call of this member."""
         arrays = key.named()
         options: dict[str, Any] = {
             name: value.array if isinstance(value, Offsets) else value for name, value in key.options.items()
@@ -131,7 +131,7 @@ class Parser:
 
 
 def decided_options(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that the program is built with: a dense mask, and ``compute_dtype`` only if it is not the dtype of q."""
+    """Return the options to build the program with: a dense mask, and ``compute_dtype`` only if it is not q's dtype."""
     decided: dict[str, Any] = {**dense_options(arrays["q"], None, options)}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])
     if options.get("block_mask") is None and dtype is options.get("compute_dtype"):
@@ -159,21 +159,21 @@ def compare(channel: Channel, text: str, like: Any) -> None:
     texts = [bytes(array[:TEXT_BYTES]).rstrip(b"\0").decode(errors="replace") for array in found]
     for peer, other in enumerate(texts):
         if other.startswith(REFUSED):
-            raise ValueError(f"member {peer} refused the call: {other.removeprefix(REFUSED)}")
+            raise ValueError(f"member {peer} rejected the call: {other.removeprefix(REFUSED)}")
     for peer, other in enumerate(texts):
         if other != texts[channel.rank]:
             raise ValueError(_difference(channel.rank, texts[channel.rank], peer, other))
 
 
 def read_method(method: Any) -> str | None:
-    """The name of a method, or None; ValueError for another one."""
+    """Return the name of a method, or None; ValueError for another one."""
     if not is_one_of(method, (None, *METHODS)):
         raise ValueError(f"method is {method!r}; it must be {', '.join(map(repr, METHODS))} or None")
     return method  # type: ignore[no-any-return]
 
 
 def _difference(rank: int, own: str, peer: int, other: str) -> str:
-    """The first difference between the texts of two members."""
+    """Return the first difference between the texts of two members."""
     mine, theirs = [*own.splitlines(), "nothing more"], [*other.splitlines(), "nothing more"]
     one, two = next((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
     lengths = one.startswith(("problem: ", "unshard")) and two.startswith(("problem: ", "unshard"))

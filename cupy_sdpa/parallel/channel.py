@@ -22,7 +22,7 @@ _size_of = operator.attrgetter("array.size")
 
 
 class Channel:
-    """Starts exchanges. Those of CuPy arrays are enqueued on a stream of their own, so that kernels run at the same time.
+    """Starts exchanges. Exchanges of CuPy arrays are enqueued on their own stream, so that kernels run at the same time.
 
     A repeated call enters :meth:`start_exchange` and :meth:`wait_for_exchange` once for each exchange. What runs on the stream
     of the call, such as writing and comparing tags, is part of its CUDA graphs.
@@ -34,7 +34,7 @@ class Channel:
         self._current_stream: Callable[[], Any]  # of CuPy; set with the first stream
         #: The events after the exchanges on a GPU that no call has waited for, by label.
         self._running: dict[str, Any] = {}
-        #: Whether the present call has been compared with those of the other members, or is being compared.
+        #: Whether the present call has been compared with the other members' calls, or is being compared.
         self.begun = False
         self._failed: Any = None  # one int32 of the host, other than 0 if a tag was different
 

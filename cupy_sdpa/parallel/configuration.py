@@ -26,7 +26,7 @@ METHODS = ("ring", "all_gather", "all_to_all")
 
 
 class Request(NamedTuple):
-    """What a call asks for besides its arrays and options, None for a default; ``dtype`` is that to compute in."""
+    """What a call asks for in addition to arrays and options, None for a default; ``dtype`` is the dtype to compute in."""
 
     backward: bool
     method: str | None
@@ -99,14 +99,14 @@ class Configuration:
         heads, group, size = self.problem.sizes[2], self.group, self.size
         shared = heads // size if size and heads % size == 0 else 0
         if heads % size:
-            found["all_to_all"] = f"{heads} query heads cannot be shared out equally among {size} members"
+            found["all_to_all"] = f"{heads} query heads cannot be divided equally among {size} members"
         elif shared % group and group % shared:
             found["all_to_all"] = (
-                f"the {shared} query heads of a member do not belong to whole groups of {group} query heads per key/value head"
+                f"the {shared} query heads of a member do not form whole groups of {group} query heads per key/value head"
             )
         band = self.problem.band
         if band and band.bottom_right and any(getattr(self.problem, name) for name in LENGTHS) and size > 1:
-            reason = "with lengths of batch entries, a bottom-right diagonal is at another position in every entry"
+            reason = "with lengths, a bottom-right diagonal has a different position in each sequence"
             found |= {"ring": reason, "all_gather": reason}
         return found
 
@@ -117,13 +117,13 @@ class Configuration:
         return hq // hkv if hkv else 1
 
     def heads(self, rank: int) -> tuple[slice, slice]:
-        """The query heads and the key/value heads of a member with the method all_to_all."""
+        """Return the query heads and the key/value heads of a member with the method all_to_all."""
         shared = self.problem.sizes[2] // self.size
         start, stop = rank * shared, (rank + 1) * shared
         return slice(start, stop), slice(start // self.group, -(-stop // self.group))
 
     def all_heads(self, _rank: int) -> tuple[slice, slice]:
-        """The query heads and the key/value heads of every member with the method all_gather."""
+        """Return the query heads and the key/value heads of every member with the method all_gather."""
         _, _, hq, hkv, *_ = self.problem.sizes
         return slice(0, hq), slice(0, hkv)
 
@@ -143,7 +143,7 @@ class Configuration:
         return self._calls([self.keys.whole], cut=True)[0]
 
     def _calls(self, steps: Sequence[Sequence[Sequence[Interval]]], *, cut: bool = False) -> list[list[Part]]:
-        """The calls on the keys of every step, which are intervals for every sequence."""
+        """Return the calls on the keys of every step, which are intervals for every sequence."""
         aligned = not any(getattr(self.problem, name) for name in LENGTHS)
         of_calls: dict[str, Any] = {"positional": self.positional, "aligned": aligned, "cut": cut}
         made = [parts(self.queries, self.rank, keys, self.diagonals, self.problem.band, **of_calls) for keys in steps]
@@ -151,7 +151,7 @@ class Configuration:
         return made
 
     def part_options(self, part: Part, builder: Builder, options: ReadOptions) -> ReadOptions:
-        """The options of a part."""
+        """Return the options of a part."""
         _, _, heads, *_, entries = self.problem.sizes
         if self.packed and part.sequence is None:
             counts = (entries, heads, *self.longest)
@@ -163,7 +163,7 @@ class Configuration:
         return self._options(builder, options, Window(first, counts, part.diagonal, own), part)
 
     def head_options(self, builder: Builder, options: ReadOptions) -> ReadOptions:
-        """The options of the call on this member's heads of whole sequences."""
+        """Return the options of the call on this member's heads of whole sequences."""
         sq, skv = self.longest
         *_, entries = self.problem.sizes
         rows, _ = self.heads(self.rank)
@@ -195,7 +195,7 @@ class Configuration:
         return Part(Selection([]), Selection([]), self.problem.band, (0, 0), None, 0, lengths)
 
     def with_dropout_mask(self, operands: Operands) -> Operands:
-        """The operands with the dropout mask of the whole sequences in place of the seed, on the CPU."""
+        """Return the operands with the dropout mask of the whole sequences instead of the seed, on the CPU."""
         if not self.drawn or self.on_gpu:
             return operands
         _, _, hq, hkv, sq, skv, entries = self.problem.sizes
@@ -209,14 +209,14 @@ class Configuration:
         return Operands(arrays, views, options.without(*SEEDS) | {"dropout_mask": views["dropout_mask"]})
 
     def key_specs(self, rank: int, dtype: Any = None) -> list[Spec]:
-        """The shapes and dtypes of the keys and values that a member holds, or of their gradients."""
+        """Return the shapes and dtypes of the keys and values that a member holds, or of their gradients."""
         d, dv, _, hkv, *_ = self.problem.sizes
         share = self.keys.share(rank)
         return [((width, hkv, share, *self.batch), dtype or self.dtype) for width in (d, dv)]
 
     @property
     def row_axis(self) -> int:
-        """The axis of the queries of the log-sum-exp."""
+        """The query axis of the log-sum-exp."""
         return 1 if self.packed else 0
 
     @functools.cached_property

@@ -37,7 +37,7 @@ from .shards import Layout
 
 
 def context_parallel(group: Any = None, *, method: str | None = None, check: bool = True) -> ContextParallel:
-    """Attention over the members of a group, one GPU for each, which split every sequence among them.
+    """Create attention over the members of a group, one GPU each, which split every sequence among them.
 
     Args:
         group: the group; see :class:`ContextParallel`. None for a single member.
@@ -72,7 +72,7 @@ _NO_STATS_GRADIENT = "{}, and a group has no gradients of the log-sum-exp: compu
 
 
 def _collective(function: F) -> F:
-    """A method that all members call: the others raise, too, if this member refuses its arguments."""
+    """Return a method that all members call: if this member's arguments raise an error, the others also raise."""
 
     @functools.wraps(function)
     def call(self: ContextParallel, *arrays: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ class ContextParallel:
     """Attention over the members of a group; created by :func:`context_parallel`.
 
     Member r of P holds the chunks r and 2 P - 1 - r of every sequence, which is cut into 2 P chunks (:meth:`shard`). Every call
-    is collective: all members make it, in the same order, with the same options. Options are those of the call on one GPU:
+    is collective: all members make it, in the same order, with the same options. Pass the options of the call on one GPU:
     arrays such as ``bias``, ``alibi_slopes`` or ``tensors`` are for whole sequences and all heads, and functions see the
     positions in the whole sequence. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are numpy arrays for the whole sequences.
 
@@ -129,7 +129,7 @@ class ContextParallel:
                 ``(D, Hq, Tq_r)``, ``(D, Hkv, Tkv_r)`` and ``(Dv, Hkv, Tkv_r)``. :meth:`shard` cuts them.
             return_stats: also return the log-sum-exp of the member's queries, ``(Sq_r, Hq, B)`` or ``(Hq, Tq_r)``, float32
                 (float64 for float64 arrays), which the backward pass needs. Default False.
-            method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: that of the context, or chosen.
+            method: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``. Default None: the context's method, or chosen.
             seqlen_q, seqlen_kv: the lengths of whole sequences, Sq and Skv, of dense arrays. Default None: the local length
                 times P, which must be right for all members: pass them if 2 P does not divide the length.
             options: the options of :func:`cupy_sdpa.attention` except ``page_table``, ``num_splits``, ``bucket`` and
@@ -203,7 +203,10 @@ class ContextParallel:
 
         Returns:
             ``(out, pullback)``; ``dq, dk, dv = pullback(dout)``. Both are collective. The pullback uses the score and mask
-            functions of the forward pass, also if they have changed since.
+            functions of the forward pass, even if they have changed since.
+
+        Raises:
+            TypeError, ValueError, Unsupported, CudnnError, GroupError: as :meth:`attention`.
         """
         backward = {"deterministic": options.pop("deterministic", False), "return_dsinks": options.pop("return_dsinks", False)}
         _drop_requests(options)
@@ -230,9 +233,9 @@ class ContextParallel:
         seqlen_kv: int | None = None,
         **options: Any,
     ) -> ParallelReport:
-        """Which method :meth:`attention` would use and why, the calls of this member, its memory, and the bytes that it sends.
+        """Report which method :meth:`attention` would use and why, this member's calls and memory, and the bytes that it sends.
 
-        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. Arguments are those of
+        Nothing is computed or exchanged. On a GPU the plans of both passes are built and cached. The arguments are as for
         :meth:`attention`.
         """
         arrays = {"q": q, "k": k, "v": v}
@@ -244,32 +247,32 @@ class ContextParallel:
         return report(member.config, member.choice, *calls)
 
     def _results(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> list[Any]:
-        """The results of a call that all members make."""
+        """Return the results of a call that all members make."""
         options = _with_offsets(options)
         results = run_cached(of, (*arrays.values(),), options, self._programs)
         return run(self._call(arrays, options, of)) if results is None else results
 
     def _call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Call:
-        """A call as a value."""
+        """Return a call as a value."""
         key = CallKey(of, (*arrays,), (*arrays.values(),), _with_offsets(options))
         parser = Parser(self._agreement, of, self._programs.built)
         return Call(key, parser, of.results, decided_options, programs=self._programs)
 
     def shard(self, x: Any, *, axis: int | None = None, cu_seqlens: Any = None) -> Any:
-        """This member's part of an array that every member has.
+        """Return this member's part of an array that every member has.
 
         Args:
             x: the array, with whole sequences along ``axis``.
             axis: the axis of the positions: 1 for ``layout="bshd"``, 2 for ``"bhsd"``, 0 for ``"thd"``, for tokens and for the
                 log-sum-exp ``(S, ...)``. Default None: 2, as in q ``(D, Hq, Sq, B)``; an array with the strides of another
-                layout is refused.
+                layout raises ValueError.
             cu_seqlens: the offsets of packed sequences. Default None: one sequence.
 
         Returns:
-            A copy, dense, with its axes in the same order in memory.
+            A dense copy, with its axes in the same order in memory.
 
         Raises:
-            TypeError, ValueError: the offsets are not those of ``x``, there is no such axis, or ``axis`` is needed.
+            TypeError, ValueError: the offsets do not fit ``x``, there is no such axis, or ``axis`` is needed.
         """
         along = _axis_of(x, axis)
         layout = self._layout(x.shape[along], cu_seqlens)
@@ -285,7 +288,7 @@ class ContextParallel:
 
     @_collective
     def unshard(self, x: Any, *, axis: int | None = None, seqlen: int | None = None, cu_seqlens: Any = None) -> Any:
-        """The whole array from the parts of all members; collective.
+        """Return the whole array from the parts of all members; collective.
 
         Args:
             x: this member's part.
@@ -325,11 +328,11 @@ class ContextParallel:
             return ReadCall(steps.builder.build(), arrays, {"whole": whole}).run()[0]
 
     def position_ids(self, seqlen: int | None = None, *, cu_seqlens: Any = None) -> Any:
-        """The positions of this member's elements within their sequences, for rotary embeddings and position embeddings.
+        """Return the positions of this member's elements within their sequences, for rotary or position embeddings.
 
         Args:
             seqlen: the length of the sequence.
-            cu_seqlens: the offsets of packed sequences, in place of ``seqlen``.
+            cu_seqlens: the offsets of packed sequences, instead of ``seqlen``.
 
         Returns:
             numpy array, int64.
@@ -353,7 +356,7 @@ class ContextParallel:
 
 
 def _with_offsets(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options with the values of the offsets of packed sequences in the key of the call."""
+    """Return the options with the values of the offsets of packed sequences in the key of the call."""
     if "cu_seqlens_q" in options or "cu_seqlens_kv" in options:
         return {name: Offsets.of(value) if name in CU_SEQLENS else value for name, value in options.items()}
     return options
@@ -374,7 +377,7 @@ def _drop_requests(options: dict[str, Any]) -> None:
 
 
 def _axis_of(x: Any, axis: int | None) -> int:
-    """The number of the axis of the positions, 0 or more; None is that of q, whose strides are checked."""
+    """Return the positions' axis, 0 or more; for None q's axis, and the strides are checked."""
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x).__module__}.{type(x).__qualname__}; it must be a numpy or CuPy array")
     if axis is None:
@@ -388,7 +391,7 @@ def _axis_of(x: Any, axis: int | None) -> int:
 
 
 def _new_like(x: Any, shape: tuple[int, ...]) -> Any:
-    """A new dense array whose axes have the order of those of ``x`` in memory, so that calls can tell layouts apart."""
+    """Return a new dense array with its axes in memory ordered like the axes of ``x``, so that calls can tell layouts apart."""
     axes = sorted(range(x.ndim), key=lambda axis: (x.strides[axis] == 0, abs(x.strides[axis])))  # broadcast axes are last
     made = cupy_runtime.new_result(x, tuple(shape[axis] for axis in axes), x.dtype)
     return made.transpose([axes.index(axis) for axis in range(x.ndim)])

@@ -1,4 +1,4 @@
-"""Validate the arguments of a call of a group, and describe them so that members can compare them."""
+"""Validate the arguments of a group's call, and describe them so that members can compare them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from .positions import functions_of
 from .shards import Layout
 
 
+
 class Offsets:
-    """The offsets of packed sequences on the host, which are read there: a part of the key of a call."""
+    """The offsets of packed sequences, which are read on the host: part of a call's key."""
 
     def __init__(self, value: Any) -> None:
         self.array = np.asarray(value)
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The offsets in a numpy array or a list; any other value itself."""
+        """Return the offsets in a numpy array or a list; any other value itself."""
         return cls(value) if isinstance(value, (np.ndarray, list, tuple)) else value
 
     @property
@@ -95,8 +96,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     if drawn and on_gpu and size > 1:
         raise Unsupported(
             f"dropout_p is {options['dropout_p']} with {size} members: cuDNN derives the random number of a weight from its "
-            "place in the call, and has no input for the place of the call in the sequence. Members would drop other weights "
-            "than one GPU: omit dropout_p"
+            "place in the call, and has no input for the call's place in the sequence, so members would not drop the weights "
+            "that one GPU drops: omit dropout_p"
         )
     needed = expected_arrays(*(given[name] for name in "qkv"), given=given, computed=of.dtype)
     check_arrays([needed[name] for name in ("dout", "out", "stats")], given)
@@ -110,14 +111,14 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
 
 
 def read_length(name: str, value: Any) -> int:
-    """A number of positions; ValueError if it is not an integer, or negative."""
+    """Return a number of positions; ValueError if it is not an integer, or negative."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} is {value!r}; it must be an integer, 0 or more")
     return int(value)
 
 
 def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
-    """The lengths of packed sequences from the offsets of whole sequences, which are refused if they are on the GPU."""
+    """Return the lengths of packed sequences from the offsets of whole sequences; raise if they are on the GPU."""
     if cupy_runtime.is_array(starts):
         raise TypeError(
             f"{name} is a CuPy array; a group cuts every sequence on the host, and reading the offsets from the GPU would wait "
@@ -133,7 +134,7 @@ def packed_lengths(name: str, starts: Any) -> tuple[int, ...]:
 
 
 def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """The lengths of packed sequences of a call."""
+    """Return the lengths of packed sequences of a call."""
     if options.get(name) is None:
         raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
     lengths = packed_lengths(name, options[name])
@@ -145,7 +146,7 @@ def _lengths(name: str, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layout]:
-    """The layouts of the queries and keys of packed sequences."""
+    """Return the layouts of the queries and keys of packed sequences."""
     queries, keys = (Layout(_lengths(name, options), size, packed=True) for name in CU_SEQLENS)
     if len(queries.lengths) != len(keys.lengths):
         raise ValueError(f"cu_seqlens_q has {len(queries.lengths)} sequences and cu_seqlens_kv {len(keys.lengths)}")
@@ -153,7 +154,7 @@ def _packed_layouts(options: Mapping[str, Any], size: int) -> tuple[Layout, Layo
 
 
 def _dense_layouts(queries: int, keys: int, size: int, of: Request) -> tuple[Layout, Layout]:
-    """The layouts of dense arrays from the lengths of the member's arrays."""
+    """Return the layouts of dense arrays from the lengths of the member's arrays."""
     seqlen_kv = of.seqlen_kv
     whole_q = queries * size if of.seqlen_q is None else read_length("seqlen_q", of.seqlen_q)
     if seqlen_kv is None:
@@ -177,7 +178,7 @@ def _raise_share(name: str, shape: tuple[int, ...], layout: Layout, rank: int, p
 
 
 def _problem(given: Mapping[str, View], options: ReadOptions, queries: Layout, keys: Layout, dtype: str | None) -> Problem:
-    """The problem of the call on one GPU, without functions."""
+    """Return the problem of the call on one GPU, without functions."""
     options = options.without(*FUNCTIONS, "tensors")
     device = given["q"].storage.device
     views: dict[str, Any] = {}
@@ -194,7 +195,7 @@ def _problem(given: Mapping[str, View], options: ReadOptions, queries: Layout, k
 
 
 def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: Layout) -> str:
-    """The shapes and options, one per line."""
+    """Return the shapes and options, one per line."""
     lines = [
         f"problem: {problem}",
         f"lengths of q: {abbreviated(queries.lengths)}",
@@ -215,13 +216,13 @@ def _text(problem: Problem, options: Mapping[str, Any], queries: Layout, keys: L
 
 
 def abbreviated(value: Any) -> str:
-    """A value as text; a long one ends with its checksum."""
+    """Return a value as text; a long one ends with its checksum."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:160]} ..., checksum {zlib.crc32(text.encode()):08x}"
 
 
 def key_of(arrays: Mapping[str, Any], options: Mapping[str, Any], of: Request) -> Any:
-    """A hashable value that is equal for calls with the same configuration; None if there is none."""
+    """Return a hashable value that is equal for calls with the same configuration, or None."""
     key: list[Any] = [of, cupy_runtime.is_array(arrays["q"])]
     tensors = {tensor_name(name): x for name, x in (options.get("tensors") or {}).items()}
     others = {name: value for name, value in options.items() if value is not None and name not in ("tensors", *FUNCTIONS)}

@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
     Attributes:
         sent: the bytes that the member sends.
-        memory: the bytes that the member needs besides its arguments and results.
+        memory: the bytes that the member needs in addition to its arguments and results.
         calls: the number of calls.
     """
 
@@ -73,7 +73,7 @@ class ParallelReport(NamedTuple):
 
 
 def choose(config: Configuration, requested: str | None) -> Choice:
-    """The method of a call, or the one that the caller requests.
+    """Return the method of a call, or the one that the caller requests.
 
     Raises:
         Unsupported: the requested method, or every method, cannot run.
@@ -91,7 +91,7 @@ def choose(config: Configuration, requested: str | None) -> Choice:
     if config.size == 1:
         return Choice(possible[0], "there is one member, which computes everything")
     if config.positional and "all_to_all" in possible:
-        return Choice("all_to_all", "an option depends on positions or needs whole sequences, and the heads can be shared out")
+        return Choice("all_to_all", "an option depends on positions or needs whole sequences, and the heads can be divided")
     if config.problem.band and config.problem.band.left is not None:
         method = "all_to_all" if "all_to_all" in possible else "all_gather"
         return Choice(method, "with a window every step of the ring takes several calls")
@@ -108,7 +108,7 @@ def choose(config: Configuration, requested: str | None) -> Choice:
 
 
 def _sent(config: Configuration) -> tuple[int, int]:
-    """The bytes that a member sends in both passes, with the ring and with all-to-all; the same for all members."""
+    """Return the bytes that a member sends in both passes, with the ring and with all-to-all; the same for all members."""
     d, dv, hq, hkv, *_, entries = config.problem.sizes
     size, batch = config.size, 1 if config.packed else entries
     item, wide = np.dtype(config.dtype).itemsize, config.stats.itemsize
@@ -121,7 +121,7 @@ def _sent(config: Configuration) -> tuple[int, int]:
 
 
 def report(config: Configuration, choice: Choice, forward: ReadCall, backward: ReadCall) -> ParallelReport:
-    """What the calls of both passes of a member would do."""
+    """Return what the calls of both passes of a member would do."""
     if choice.method == "all_to_all":
         rows, _ = config.heads(config.rank)
         made: tuple[str, ...] = (f"heads {rows.start} to {rows.stop - 1} of whole sequences",)
@@ -143,7 +143,7 @@ def _described(part: Part) -> str:
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes as text.
+    """Return a number of bytes as text.
 
     >>> _bytes(1000), _bytes(3 << 20)
     ('1000 bytes', '3.0 MiB')

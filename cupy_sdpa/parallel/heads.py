@@ -36,7 +36,7 @@ def heads_forward(steps: MemberSteps, config: Configuration, views: Views, optio
 
 
 def heads_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
-    """Add the steps of the gradients of the member's queries, keys and values."""
+    """Add the steps for the gradients of the member's queries, keys and values."""
     builder, names = steps.builder, ("dout", "q", "k", "v", "out", "stats")
     arrays = to_heads(steps, config, views, names, "all-to-all: q, k, v, out, log-sum-exp and gradient", config.heads)
     made = {f"d{name}": builder.temporary(x.shape, x.dtype) for name, x in zip("qkv", arrays[1:4], strict=True)}
@@ -97,19 +97,19 @@ def to_positions(steps: MemberSteps, config: Configuration, made: Views, results
 
 
 def _side(config: Configuration, name: str) -> tuple[int, Layout]:
-    """Whether an array has positions of queries (0) or of keys (1), and which member holds which of them."""
+    """Return whether an array has positions of queries (0) or of keys (1), and which member holds which of them."""
     return (1, config.keys) if name in KEY_ARRAYS else (0, config.queries)
 
 
 def _axes(config: Configuration, x: View) -> tuple[int, int]:
-    """The axes of the heads and of the positions; the log-sum-exp has one axis less."""
+    """Return the axes of the heads and of the positions; the log-sum-exp has one axis less."""
     if x.ndim == (3 if config.packed else 4):
         return 1, 2
     return (0, 1) if config.packed else (1, 0)
 
 
 def _part(config: Configuration, x: View, *, heads: slice = slice(None), positions: slice = slice(None)) -> View:
-    """A part of an array along the axes of the heads and of the positions."""
+    """Return a part of an array along the axes of the heads and of the positions."""
     index = [slice(None)] * x.ndim
     for axis, part in zip(_axes(config, x), (heads, positions), strict=True):
         index[axis] = part
@@ -117,7 +117,7 @@ def _part(config: Configuration, x: View, *, heads: slice = slice(None), positio
 
 
 def _shape(config: Configuration, x: View, heads: slice, positions: int | None) -> tuple[int, ...]:
-    """The shape of some heads of an array; with another number of positions, unless that is None."""
+    """Return the shape of some heads of an array, with another number of positions unless it is None."""
     shape, (_, axis) = list(_part(config, x, heads=heads).shape), _axes(config, x)
     shape[axis] = shape[axis] if positions is None else positions
     return tuple(shape)

@@ -51,7 +51,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     ``CUPY_SDPA_PORT`` overrides the port; ``MASTER_ADDR`` names the host of rank 0 for every launcher.
 
     Args:
-        variables: the environment. Default None: that of this process.
+        variables: the environment. Default None: this process's.
 
     Raises:
         RuntimeError: no launcher is found.
@@ -82,14 +82,14 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def connect(timeout: float = DEFAULT_TIMEOUT, variables: Mapping[str, str] | None = None) -> NcclGroup:
-    """The group of the processes that mpirun, torchrun or srun started, one for each GPU; collective.
+    """Connect the processes that mpirun, torchrun or srun started, one for each GPU, and return their group; collective.
 
     Makes the GPU of the local rank the current device. Rank 0 sends NCCL's id to the other processes over TCP, as PyTorch and
     cupyx.distributed do: use it in trusted networks only.
 
     Args:
         timeout: the seconds after which an exchange or the connection counts as failed. Default 300.
-        variables: the environment. Default None: that of this process.
+        variables: the environment. Default None: this process's.
 
     Raises:
         RuntimeError: no launcher is found, or CuPy is not installed.
@@ -111,7 +111,7 @@ def _encoded(identifier: Any) -> bytes:
 
 
 def _decoded(identifier: bytes, nccl: Any) -> Any:
-    """The inverse of :func:`_encoded`."""
+    """Return the inverse of :func:`_encoded`."""
     if isinstance(nccl.get_unique_id(), bytes):
         return identifier
     return tuple(x - 256 if x > 127 else x for x in identifier)

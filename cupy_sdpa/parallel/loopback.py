@@ -64,7 +64,7 @@ class Loopback(Failing):
                 if (left := deadline - time.monotonic()) <= 0:
                     self._failure = (
                         f"member {target} waited {self.timeout:g} s for {label!r} from member {source}, which did not send it: "
-                        "it ended, failed, or called with other shapes or options"
+                        "it ended, failed, or called with different shapes or options"
                     )
                     self._changed.notify_all()
                     break
@@ -155,7 +155,7 @@ class LoopbackMember:
 
 
 def _copied(array: Any) -> tuple[Any, Any]:
-    """A dense copy, and the event after it for a CuPy array."""
+    """Return a dense copy, and the event after it for a CuPy array."""
     copy = array.copy()
     if not cupy_runtime.is_array(array):
         return copy, None
@@ -174,7 +174,7 @@ def _write(array: Any, message: Envelope) -> Any:
 
 
 def run_threads(members: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
-    """Call a function with each member of a group in a thread of its own.
+    """Call a function with each member of a group, each in its own thread.
 
     Args:
         members: the members, such as ``Loopback(4).members``.

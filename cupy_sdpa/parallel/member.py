@@ -35,7 +35,7 @@ class Member:
 
     Args:
         config, choice, channel, of: the configuration, the method, the exchanges, and what the call asks for.
-        compare: compares the shapes and options in words with those of the other members. None if members do not compare.
+        compare: compares the shapes and options, in words, with the other members'. None if members do not compare.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Member:
         self._is_compared = compare is None
 
     def begin(self) -> None:
-        """Begin a call: the first one is compared with those of the other members."""
+        """Begin a call: the first one is compared with the other members' calls."""
         if not self._is_compared:
             assert self._compare
             self._compare(self._text)
@@ -55,7 +55,7 @@ class Member:
         self._channel.begun = True
 
     def read(self, key: CallKey, operands: Operands, programs: dict[Hashable, Program]) -> ReadCall:
-        """The call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
+        """Return the call on operands, without ``compute_dtype``; ``programs`` keeps its program."""
         config, of = self.config, self.of
         arrays, views, options = config.with_dropout_mask(operands) if config.size > 1 else operands
         q, k, v = (views[name] for name in "qkv")
@@ -86,7 +86,7 @@ class Member:
 
 
 def _alone(steps: MemberSteps, config: Configuration, views: Views, options: ReadOptions, **backward: bool) -> None:
-    """Add the steps of the call of a single member."""
+    """Add the steps of a single member's call."""
     builder, settings = steps.builder, config.problem.settings
     longest = {"max_seqlen_q": settings.max_seqlen_q, "max_seqlen_kv": settings.max_seqlen_kv}
     given = options | config.everything.packing(builder) | longest
@@ -98,7 +98,7 @@ def _alone(steps: MemberSteps, config: Configuration, views: Views, options: Rea
 
 
 def _sink_gradients(steps: MemberSteps, config: Configuration, views: Views, sinks: View) -> None:
-    """Add the steps of the gradient of the sinks, summed over the queries of all members in the order of the ranks."""
+    """Add the steps for the sinks' gradient, summed over the queries of all members in the order of the ranks."""
     builder, heads = steps.builder, sinks.shape
     own = steps.message([(heads, config.stats)])
     arrays = views["dout"], views["out"], views["stats"] if config.packed else views["stats"].transpose(1, 0, 2), sinks

@@ -46,7 +46,7 @@ class MemberSteps:
         copy(self.builder, target, source)
 
     def message(self, specs: Sequence[Spec]) -> Message:
-        """A message for arrays of these shapes and dtypes."""
+        """Return a message for arrays of these shapes and dtypes."""
         dense = [View.dense("", shape, dtype, None) for shape, dtype in [*specs, ((1,), np.int32)]]
         sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for view in dense[:-1]]
         flat = self.builder.temporary((sum(sizes) + TAG_BYTES,), np.uint8)
@@ -55,7 +55,7 @@ class MemberSteps:
         return Message(flat, arrays, tag)
 
     def message_of(self, arrays: Sequence[View]) -> Message:
-        """A message with copies of arrays."""
+        """Return a message with copies of arrays."""
         message = self.message([(x.shape, x.dtype) for x in arrays])
         for target, source in zip(message.arrays, arrays, strict=True):
             self.copy(target, source)
@@ -89,7 +89,7 @@ class MemberSteps:
         return self.all_to_all([own] * self.size, specs, label)
 
     def all_to_all(self, own: Sequence[Message], specs: Sequence[Sequence[Spec]], label: str) -> list[Message]:
-        """Send a message to each member, and receive one from each, of the given arrays; that of this member is returned."""
+        """Send a message of the given arrays to each member, and receive one from each; this member's own is returned."""
         received = {peer: own[peer] if peer == self.rank else self.message(spec) for peer, spec in enumerate(specs)}
         sent = dict(enumerate(own))
         self.wait(self.start(sent, received, label))
@@ -97,7 +97,7 @@ class MemberSteps:
 
 
 def bytes_sent(program: Program) -> int:
-    """The bytes that a member sends."""
+    """Return the bytes that a member sends."""
     started = [
         step.arguments[0] for step in program.steps if getattr(step.function, "__func__", None) is Channel.start_exchange
     ]

@@ -71,7 +71,7 @@ class MpiGroup(Failing):
                     request.Cancel()
                 self._failure = (
                     f"member {self.rank} waited {self.timeout:g} s for {label!r}: another member ended, failed, or called with "
-                    "other shapes or options"
+                    "different shapes or options"
                 )
                 self.check()
             if pending:

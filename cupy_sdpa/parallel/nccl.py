@@ -45,7 +45,7 @@ class CupyCommunicator:
             nccl.groupEnd()
 
     def error(self) -> str:
-        """The error of an earlier transfer; empty for none."""
+        """Return the error of an earlier transfer; empty for none."""
         try:
             self._communicator.check_async_error()
         except Exception as error:  # NcclError
@@ -75,7 +75,7 @@ class Nccl4pyCommunicator:
                 self._communicator.recv(array, peer=peer, stream=stream.ptr)
 
     def error(self) -> str:
-        """The error of an earlier transfer; empty for none."""
+        """Return the error of an earlier transfer; empty for none."""
         status = self._communicator.get_async_error()
         return "" if getattr(status, "name", str(status)) in ("Success", "InProgress", "0", "7") else f"NCCL: {status}"
 
@@ -189,5 +189,5 @@ class NcclGroup(Failing):
             if now - self._began > self.timeout:
                 self.abort(
                     f"member {self.rank} waited {self.timeout:g} s for {self._running[0].label!r}: another member ended, "
-                    "failed, or called with other shapes or options"
+                    "failed, or called with different shapes or options"
                 )

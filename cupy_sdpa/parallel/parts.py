@@ -38,13 +38,13 @@ class Tile(NamedTuple):
 
 
 def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, aligned: bool = True) -> Tile | None:
-    """The visible part of a rectangle; None if no query attends to a key.
+    """Return the visible part of a rectangle; None if no query attends to a key.
 
     Args:
         rows, keys: the positions.
         diagonal: the key on the diagonal of query 0.
         band: the mask of the whole sequences.
-        aligned: whether a band may be aligned to the bottom right, which is not possible with lengths of batch entries.
+        aligned: whether a band may be aligned to the bottom right, which is not possible with lengths of batch items.
 
     >>> band = Band(right=0)                                 # causal
     >>> tile(Interval(2, 4, 0), Interval(0, 2, 0), 0, band)  # the keys are before the queries
@@ -67,7 +67,7 @@ def tile(rows: Interval, keys: Interval, diagonal: int, band: Band | None, *, al
 
 
 def _local_band(n: int, m: int, shift: int, left: int | None, right: int | None, aligned: bool) -> Band | None:
-    """The band of n queries and m keys: query i attends to keys ``i + shift - left`` to ``i + shift + right``."""
+    """Return the band of n queries and m keys: query i attends to keys ``i + shift - left`` to ``i + shift + right``."""
     band = Band(left, right).moved(shift).simplified(n, m, lengths=False)
     if aligned and band and band.right == m - n and band.right > 0:  # the last query attends to the last key
         return band.moved(n - m)._replace(bottom_right=True)
@@ -84,7 +84,7 @@ def tiles(
     aligned: bool = True,
     cut: bool = False,
 ) -> list[Tile]:
-    """The rectangles of a member's queries and some keys of one sequence.
+    """Return the rectangles of a member's queries and some keys of one sequence.
 
     Args:
         rows, keys: the intervals, each adjacent to the next in its array.
@@ -116,7 +116,7 @@ def tiles(
 
 
 def _cut(intervals: Sequence[Interval], position: int) -> list[Interval]:
-    """The intervals, of which the one that contains a position is cut there.
+    """Return the intervals, of which the one that contains a position is cut there.
 
     >>> _cut([Interval(0, 8, 0)], 6)
     [Interval(start=0, stop=6, local=0), Interval(start=6, stop=8, local=6)]
@@ -150,7 +150,7 @@ class Selection:
         self.length = sum(stop - start for start, stop in joined)
 
     def of(self, builder: Builder, x: View, axis: int) -> View:
-        """The elements of an array along an axis: a view of a range, else a copy, for which the axis must be the last one."""
+        """Return an array's elements along an axis: a view for a range, otherwise a copy, which needs the last axis."""
         if len(self.ranges) <= 1:
             return self._range(x, axis)
         target = builder.temporary((*x.shape[:-1], self.length), x.dtype)
@@ -199,7 +199,7 @@ def add_at(total: Any, x: Any, indices: Any) -> None:
 
 
 def as_bits(x: Any) -> Any:
-    """A view of an array of 2 bytes per element as integers, because not all of CuPy's functions support bfloat16."""
+    """Return a view of an array of 2 bytes per element as integers, because not all of CuPy's functions support bfloat16."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -227,7 +227,7 @@ class Part:
     buffer: int = 0
 
     def packing(self, builder: Builder) -> dict[str, Any]:
-        """The options that describe packed sequences."""
+        """Return the options that describe packed sequences."""
         if self.lengths is None:
             return {}
         offsets = {name: builder.constant(starts, keep=True) for name, starts in self._offsets.items()}
@@ -255,7 +255,7 @@ def parts(
     aligned: bool,
     cut: bool = False,
 ) -> list[Part]:
-    """The calls for a member's queries and some keys, which are intervals for every sequence.
+    """Return the calls for a member's queries and some keys, which are intervals for every sequence.
 
     An option that is ``positional`` needs calls of one rectangle of one sequence each. For the other arguments
     see :func:`tiles`.
@@ -298,7 +298,7 @@ def _without_repeats(found: Sequence[tuple[int, Tile]]) -> list[list[tuple[int, 
 
 
 def share_buffers(made: Sequence[Part]) -> None:
-    """Give every part the index of a partial result; those of disjoint queries share one."""
+    """Give every part the index of a partial result; parts with disjoint queries share one."""
     covered: list[list[tuple[int, int]]] = []
     for part in made:
         free = (

@@ -1,7 +1,7 @@
 """The options of a part: score and mask functions, biases and masks at the positions of the part in its sequence.
 
-Options are those of a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes of
-the scores, and functions that see the positions in the whole sequence.
+The options belong to a call on one GPU, for whole sequences and all heads. A part gets the slice of every array with the axes
+of the scores, and functions that see the positions in the whole sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..extend import Access, Builder, ReadOptions, Recorded, View, relocated
 
 
 class Window(NamedTuple):
-    """The positions of a call within the whole sequences: the first batch entry, query head, query and key, and their numbers.
+    """The positions of a call within the whole sequences: the first batch item, query head, query and key, and their numbers.
 
     ``diagonal`` is the key on the diagonal of query 0 of the sequence, and ``own_diagonal`` that on the diagonal of the first
     query of the call, as the call itself determines it.
@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
 
 def functions_of(options: ReadOptions, problem: Problem) -> dict[str, Recorded]:
-    """The functions of a call by the names of their options, recorded and checked with the problem without functions."""
+    """Return the functions of a call by the names of their options, recorded and checked with the problem without functions."""
     given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
     if not given:
         return {}
@@ -92,7 +92,7 @@ _SLOPES = "alibi_slopes "
 
 
 def _is_whole(array: Any, access: Access, ranges: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether a call reads an array along its whole axes, by the caller's name."""
+    """True if a call reads an array along its whole axes, by the caller's name."""
     axes = zip(array.shape, access.axes, strict=True)
     return access.name != _SLOPES and all(not isinstance(axis, str) or n == ranges[axis][1] for n, axis in axes)
 
@@ -103,7 +103,7 @@ def lengths_from(target: Any, lengths: Any, first: int, count: int) -> None:
 
 
 def _sliced(builder: Builder, array: View, ranges: Sequence[tuple[int, int]]) -> View:
-    """The part of an array along axes that are not of length 1; without positions nothing of any axis."""
+    """Return the part of an array along axes that are not of length 1; without positions nothing of any axis."""
     parts = [
         slice(None) if n == 1 and count else slice(first, first + count)
         for n, (first, count) in zip(array.shape, ranges, strict=True)
@@ -112,18 +112,18 @@ def _sliced(builder: Builder, array: View, ranges: Sequence[tuple[int, int]]) ->
 
 
 def _taken_from(builder: Builder, array: View, index: tuple[slice, ...]) -> View:
-    """A part of an array; the array itself if it is the whole."""
+    """Return a part of an array; the array itself if it is the whole."""
     part = array[index]
     return array if part.shape == array.shape else aligned(builder, part)
 
 
 def aligned(builder: Builder, part: View) -> View:
-    """A dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
+    """Return a dense copy of a part of a CuPy array, whose address cuDNN can read; numpy arrays are not copied."""
     return builder.copied(part) if builder.on_gpu else part
 
 
 def _with_alibi(score_mod: Recorded | None, cap: float | None, diagonal: int) -> Callable[..., Any]:
-    """A score function that also applies the softcap and ALiBi slopes, in the order of the options."""
+    """Return a score function that also applies the softcap and ALiBi slopes, in the order of the options."""
 
     def modified(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tensors: Any) -> Any:
         if score_mod is not None:

@@ -1,9 +1,9 @@
 """The methods that move keys and values: the ring and the all-gather.
 
-Every member keeps its queries. In the ring it passes the keys and values on from member to member, and computes attention to
-those that it has while the next ones arrive. With the all-gather it first receives all keys and values. The partial results are
-merged by their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so that those of different keys only
-need to be added.
+Every member keeps its queries. In the ring, keys and values travel from member to member, and each member computes attention to
+the keys that it has while the next ones arrive. In the all-gather, it first receives all keys and values. The partial results
+are merged by their log-sum-exps. Gradients are computed from the final output and log-sum-exp, so the gradients for different
+keys only need to be added.
 
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3 (ring); Grattafiori
 et al. 2024, "The Llama 3 Herd of Models", section 3.3.2 (all-gather); Dao 2023, "FlashAttention-2", algorithm 2 (gradients).
@@ -91,7 +91,7 @@ def _merge(
     groups, (out, stats) = [Parts(x[..., None], y[..., None]) for x, y in every[:-1]], every[-1]
     sinks, lengths = options.get("sinks"), options.get("seq_lens_q")
     builder.run(merge, groups, out, stats, sinks, writes=(out, stats))
-    if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch entry their sink
+    if sinks is not None and lengths is not None:  # merging gives rows after the length of a batch item their sink
         builder.run(clear_padding, *results, builder.constant(config.positions, keep=True), lengths, writes=results)
 
 
@@ -104,7 +104,7 @@ def clear_padding(out: Any, stats: Any, positions: Any, lengths: Any) -> None:
 
 
 def ring_backward(steps: MemberSteps, config: Configuration, views: Views, options: Options, *, deterministic: bool) -> None:
-    """Add the steps of the gradients of the member's queries, keys and values.
+    """Add the steps for the gradients of the member's queries, keys and values.
 
     The sums of the gradients of keys and values travel one step behind the keys and values, and arrive at their member at the
     end.
@@ -145,7 +145,7 @@ def gather_backward(steps: MemberSteps, config: Configuration, views: Views, opt
 
 
 def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iterator[tuple[View, View]]:
-    """The keys and values of every step of the ring; those of the next step are on their way meanwhile."""
+    """Yield the keys and values of every step of the ring, while those for the next step are being sent."""
     rank, size = config.rank, config.size
     arrays, message = [views["k"], views["v"]], steps.message_of([views["k"], views["v"]])
     for step in range(1, size):
@@ -159,7 +159,7 @@ def _travelling(steps: MemberSteps, config: Configuration, views: Views) -> Iter
 
 
 def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[View, View]:
-    """All keys and values in the order of their positions."""
+    """Return all keys and values in the order of their positions."""
     keys, values = to_heads(steps, config, views, ("k", "v"), "all-gather: keys and values", config.all_heads)
     return keys, values
 
@@ -167,7 +167,7 @@ def _gathered(steps: MemberSteps, config: Configuration, views: Views) -> tuple[
 def _gradients(
     builder: Builder, config: Configuration, part: Part, views: Views, k: View, v: View, options: Options, deterministic: bool
 ) -> list[View]:
-    """The gradients of a part, from the final output and log-sum-exp of its queries."""
+    """Return the gradients of a part, from the final output and log-sum-exp of its queries."""
     stats, rows = views["stats"], part.rows
     final = rows.of(builder, stats, config.row_axis)
     if final.shape != stats.shape or not final.flags.f_contiguous:  # cuDNN requires addresses that are multiples of 16
@@ -181,7 +181,7 @@ def _gradients(
 
 
 def _add(builder: Builder, found: Sequence[tuple[Part, Sequence[View]]], totals: Sequence[View]) -> None:
-    """Add the gradients of parts to those of the queries, keys and values."""
+    """Add the parts' gradients to the gradients of the queries, keys and values."""
     for part, gradients in found:
         for side, total, x in zip((part.rows, part.keys, part.keys), totals, gradients, strict=True):
             side.add(builder, total, x, 2)
@@ -194,10 +194,10 @@ def _zeros(builder: Builder, shape: tuple[int, ...], dtype: Any) -> View:
 
 
 def _with_finite_bias(builder: Builder, options: Options) -> Options:
-    """The options of the backward pass of parts, without -inf in a CuPy bias of one element per query if there are sinks.
+    """Return the backward options of parts, with sinks without -inf in a CuPy bias of one element per query.
 
-    cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the log-sum-exp of the row is finite: that of its sink. Parts have
-    no sinks, so the guard of the bug does not apply.
+    cuDNN reads it as 0 (the bug "sinks-infinite-bias"), and the row's log-sum-exp is finite: its sink. Parts have no sinks, so
+    the guard of the bug does not apply.
     """
     bias = options.get("bias")
     if options.get("sinks") is None or bias is None or bias.shape[0] != 1 or not builder.on_gpu:

@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
 
 def boundaries(length: int, size: int) -> list[int]:
-    """The starts of the 2 P chunks of a sequence, and its end. The lengths of chunks differ by at most one.
+    """Return the starts of the 2 P chunks of a sequence, and its end. The lengths of chunks differ by at most one.
 
     >>> boundaries(8, 2), boundaries(7, 2), boundaries(1, 2)
     ([0, 2, 4, 6, 8], [0, 1, 3, 5, 7], [0, 0, 0, 0, 1])
@@ -45,7 +45,7 @@ class Layout:
     """The positions of all members, along the queries or along the keys.
 
     Attributes:
-        lengths: the length of each sequence; a single one for dense arrays, whose batch entries are cut alike.
+        lengths: the length of each sequence; a single one for dense arrays, whose batch items are cut alike.
         size: the number of members.
         packed: whether the arrays contain several sequences one after another.
     """
@@ -83,7 +83,7 @@ class Layout:
         return [(Interval(0, n, start),) if n else () for n, start in zip(self.lengths, self.starts, strict=True)]
 
     def share(self, rank: int) -> int:
-        """The number of positions that a member holds."""
+        """Return the number of positions that a member holds."""
         return sum(interval.length for own in self.intervals(rank) for interval in own)
 
     @property
@@ -92,12 +92,12 @@ class Layout:
         return [0, *np.cumsum(self.lengths).tolist()][:-1]
 
     def positions(self, rank: int) -> NDArray[np.int64]:
-        """The positions of a member's elements within their sequences."""
+        """Return the positions of a member's elements within their sequences."""
         parts = [np.arange(interval.start, interval.stop) for own in self.intervals(rank) for interval in own]
         return np.concatenate(parts, dtype=np.int64) if parts else np.zeros(0, np.int64)
 
     def slices(self, rank: int) -> list[tuple[slice, slice]]:
-        """The member's elements: pairs of slices of the local array and of the array of all positions."""
+        """Return the member's elements: pairs of slices of the local array and of the array of all positions."""
         return [
             (slice(interval.local, interval.local + interval.length), slice(start + interval.start, start + interval.stop))
             for start, own in zip(self.starts, self.intervals(rank), strict=True)

@@ -30,7 +30,7 @@ PROMPTS, WORDS = 10, 6
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the options."""
     made = argparse.ArgumentParser(prog="python -m examples.generation", description=__doc__.split("\n")[0])
     made.add_argument(
         "--prompt", default="Alice was beginning to get very tired", help="text to continue, in words of the text"
@@ -41,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft", type=int, default=4, help="draft tokens in a branch of the tree (default 4)")
     made.add_argument("--branches", type=int, default=2, help="branches of the tree of draft tokens (default 2)")
     made.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
-    made.add_argument("--cpu", action="store_true", help="numpy in place of CuPy")
+    made.add_argument("--cpu", action="store_true", help="numpy instead of CuPy")
     return made
 
 
 def check(arguments: argparse.Namespace) -> Any:
-    """The tokens of the prompt.
+    """Return the tokens of the prompt.
 
     Raises:
         ValueError: an option is invalid.
@@ -128,7 +128,7 @@ def _train(steps: int, dtype: np.dtype[Any], xp: Any) -> GPT:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and the seconds of a call that returns numbers on the host."""
+    """Return the result and the seconds of a call that returns numbers on the host."""
     started = time.perf_counter()
     result = call()
     return result, time.perf_counter() - started

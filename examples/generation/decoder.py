@@ -59,7 +59,7 @@ class Decoder:
         return self._stream or contextlib.nullcontext()
 
     def to_host(self, array: Any) -> Any:
-        """A numpy copy."""
+        """Return a numpy copy."""
         return array.copy() if self.model.xp is np else array.get()
 
     def clear(self) -> None:
@@ -69,11 +69,11 @@ class Decoder:
                 self.cache.release(sequence)
 
     def step(self, tokens: int) -> Step:
-        """The step that appends this number of tokens to every sequence."""
+        """Return the step that appends this number of tokens to every sequence."""
         return self.tree_step(range(-1, tokens - 1))
 
     def tree_step(self, parents: Sequence[int]) -> Step:
-        """The step that appends a tree of tokens to every sequence; for each token the index of its parent, or -1."""
+        """Return the step that appends a tree of tokens to every sequence; for each token the index of its parent, or -1."""
         if (key := tuple(parents)) not in self._steps:
             with self.stream():
                 self._steps[key] = Step(self, key)
@@ -82,8 +82,8 @@ class Decoder:
     def compute(self, tokens: Any, product: Product = operator.matmul, tree: Tree | None = None, **options: Any) -> Any:
         """Append tokens ``(S, B)`` to the cache; returns the logits of the next ones, ``(C, S, B)``.
 
-        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is that of
-        ``GPT.forward``, options are those of ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
+        ``cache.begin_step`` announces how many of the S tokens of each sequence are appended. ``product`` is as for
+        ``GPT.forward``, options are as for ``cupy_sdpa.attention``. By default the tokens follow each other; those of a tree
         attend to their ancestors.
         """
         cache, rope, xp = self.cache, self.model.sizes.rope, self.model.xp

@@ -83,7 +83,7 @@ class GPT:
     xp: Any
 
     def encode(self, passage: str) -> Any:
-        """The tokens of a text, int32 ``(n,)`` on the host.
+        """Return the tokens of a text, int32 ``(n,)`` on the host.
 
         Raises:
             ValueError: a word is not in the vocabulary.
@@ -97,7 +97,7 @@ class GPT:
         return np.array([known[word] for word in words], np.int32)
 
     def decode(self, tokens: Any) -> str:
-        """The text of tokens on the host."""
+        """Return the text of tokens on the host."""
         return "".join(self.vocabulary[int(token)] for token in tokens)
 
     def forward(self, tokens: Any, attend: Attend, product: Product = operator.matmul) -> tuple[Any, Callable[[Any], Arrays]]:
@@ -109,7 +109,7 @@ class GPT:
             product: the matrix product, or :func:`sum_of_products`.
 
         Returns:
-            ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to those of the weights.
+            ``(logits, pullback)``: logits ``(C, S, B)``; the pullback maps their gradient to the weights' gradients.
         """
         w, xp, shape = self.weights, self.xp, (*tokens.shape,)
         x = xp.take(w["token"].T, tokens.ravel(order="F"), axis=0).T  # (F, N) in Fortran order
@@ -136,7 +136,7 @@ class GPT:
         return logits.reshape((-1, *shape), order="F"), pullback_of_all
 
     def _attention(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend, product: Product) -> tuple[Any, Any]:
-        """The change of x by attention, ``(F, N)``; and the pullback to x and the weights."""
+        """Return the change of x by attention, ``(F, N)``; and the pullback to x and the weights."""
         sizes, w, xp = self.sizes, self.weights, self.xp
         heads = (sizes.head_dim, sizes.heads)
         y, dnorm = normalized(x, xp)
@@ -158,7 +158,7 @@ class GPT:
         return change, pullback
 
     def _perceptron(self, layer: int, x: Any, shape: tuple[int, ...], attend: Attend, product: Product) -> tuple[Any, Any]:
-        """The change of x by the hidden units; and the pullback to x and the weights."""
+        """Return the change of x by the hidden units; and the pullback to x and the weights."""
         y, dnorm = normalized(x, self.xp)
         hidden, dup = times(self.weights[f"{layer}.up"], y, product)
         active = self.xp.maximum(hidden, 0)
@@ -173,7 +173,7 @@ class GPT:
 
 
 def read_text(path: Path = TEXT) -> str:
-    """A text with ASCII quotes and dashes; paragraphs end with one newline. The first two lines, its title, are left out."""
+    """Read a text, without its two title lines, with ASCII quotes and dashes; paragraphs end with one newline."""
     text = path.read_text(encoding="utf-8").split("\n", 2)[2]
     return re.sub(r"\n+", "\n", text.translate(str.maketrans({"’": "'", "‘": "'", "—": "-"}))).strip() + "\n"
 
@@ -198,14 +198,14 @@ def sum_of_products(a: Any, b: Any) -> Any:
 
 
 def normalized(x: Any, xp: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Each column divided by the root of its mean square, and the pullback."""
+    """Return each column divided by the root of its mean square, and the pullback."""
     scale = 1 / xp.sqrt((x * x).mean(axis=0) + 1e-5)
     y = x * scale
     return y, lambda dy: (dy - y * (dy * y).mean(axis=0)) * scale
 
 
 def initial(sizes: Sizes, vocabulary: list[str], dtype: Any, xp: Any = np, seed: int = 0) -> GPT:
-    """A model with random weights, drawn by numpy for every engine."""
+    """Return a model with random weights, drawn by numpy for every engine."""
     rng, features = np.random.default_rng(seed), sizes.features
 
     def normal(rows: int, columns: int, size: float) -> Any:
@@ -241,7 +241,7 @@ def rotated_attention(rope: Rope) -> Attend:
 
 
 def cross_entropy(logits: Any, wanted: Any, xp: Any) -> tuple[Any, Any]:
-    """The mean of -log(probability) of the next words, and its gradient.
+    """Return the mean of -log(probability) of the next words, and its gradient.
 
     Args:
         logits: ``(C, S, B)``.
@@ -266,7 +266,7 @@ class Training:
     seed: int = 0
 
     def rate_of(self, step: int) -> float:
-        """The rate of a step."""
+        """Return the rate of a step."""
         done = step / self.steps
         return self.rate * min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -290,7 +290,7 @@ def one_blas_thread() -> Iterator[None]:
 def untrained(
     passage: str | None = None, *, sizes: Sizes | None = None, dtype: Any = np.float32, xp: Any = np, seed: int = 0
 ) -> GPT:
-    """A model with random weights and the vocabulary of a text; see :func:`train`."""
+    """Return a model with random weights and the vocabulary of a text; see :func:`train`."""
     passage = read_text() if passage is None else passage
     return initial(sizes or Sizes(), sorted(set(split(passage))), dtype, xp, seed)
 
@@ -346,6 +346,6 @@ def _pieces(tokens: Any, sizes: Sizes, training: Training) -> Iterator[Any]:
 
 
 def cast(model: GPT, dtype: Any) -> GPT:
-    """The same model with all weights, and q, k and v, in another dtype."""
+    """Return the same model with all weights, and q, k and v, in another dtype."""
     weights = {name: weight.astype(dtype) for name, weight in model.weights.items()}
     return replace(model, weights=weights, dtype=np.dtype(dtype))

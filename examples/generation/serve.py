@@ -47,7 +47,7 @@ def serve(
         requests: the prompts; the new tokens are added to them.
         end: the token after which a sequence is finished.
         temperature: 0 for the most likely tokens.
-        seed: of the random choices. Those of a request do not depend on the other requests.
+        seed: of the random choices. A request's choices do not depend on the other requests.
 
     Returns:
         For every step of decoding the number of the request in each sequence, or None.

@@ -54,11 +54,11 @@ class NGrams:
         self._next = {last: [token for token, _ in found.most_common()] for last, found in counts.items()}
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The next tokens after a sequence."""
+        """Return the next tokens after a sequence."""
         return self.propose_tree(tokens, range(-1, count))[1:]
 
     def propose_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """A tree of next tokens.
+        """Return a tree of next tokens.
 
         Args:
             tokens: a sequence, whose last token is the root.
@@ -82,13 +82,13 @@ class NGrams:
         return found
 
     def _following(self, last: Sequence[int]) -> list[int]:
-        """The next tokens after a sequence, the most frequent first."""
+        """Return the next tokens after a sequence, the most frequent first."""
         keys = (tuple(last[len(last) - n :]) for n in range(min(self.order, len(last)), -1, -1))
         return next(self._next[key] for key in keys if key in self._next)
 
 
 def ancestors(parents: Sequence[int], token: int) -> list[int]:
-    """The path from the root of a tree to a token.
+    """Return the path from the root of a tree to a token.
 
     >>> ancestors([-1, 0, 0, 2], 3)
     [0, 2, 3]
@@ -100,7 +100,7 @@ def ancestors(parents: Sequence[int], token: int) -> list[int]:
 
 
 def branches(count: int, depth: int) -> list[int]:
-    """The parents of a tree: a root with several branches, each a chain of tokens.
+    """Return the parents of a tree: a root with several branches, each a chain of tokens.
 
     >>> branches(2, 3)
     [-1, 0, 1, 2, 0, 4, 5]
@@ -109,7 +109,7 @@ def branches(count: int, depth: int) -> list[int]:
 
 
 def accepted_path(parents: Sequence[int], given: Any, chosen: Any) -> list[int]:
-    """The longest path from the root of a tree on which every token is the model's choice after its parent.
+    """Return the longest path from the root of a tree on which every token is the model's choice after its parent.
 
     >>> accepted_path([-1, 0, 0, 2], [5, 6, 7, 8], [7, 1, 8, 9])
     [0, 2, 3]
@@ -131,7 +131,7 @@ def speculate(
     width: int = 1,
     noise: Any = None,
 ) -> Speculated:
-    """Decode with draft tokens; the tokens are those of :meth:`Decoder.decode`.
+    """Decode with draft tokens; the result equals :meth:`Decoder.decode`'s.
 
     One step appends the last token and a tree of proposed tokens to each sequence. The path of proposals that are the model's
     choices is accepted, and the choice after it is the next token. The cache keeps the accepted path.

@@ -182,10 +182,12 @@ def test_names_of_other_libraries_are_answered_with_ours(function_and_arguments)
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "float16"}, {"block_mask": 1}], ids=str)
 def test_positional_masks_are_answered_with_the_option(function_and_arguments, options):
-    """By every function that takes the options, whatever the other options are; one error is printed."""
+    """By every function that takes the options, with any other options; one error is printed."""
     function, given = function_and_arguments
     *names, last = given
-    words = f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} are; .* mask=, .* bias=$"
+    words = (
+        f"^{len(given) + 1} arguments are passed by position; only {', '.join(names)} and {last} can be; .* mask=, .* bias=$"
+    )
     with pytest.raises(TypeError, match=words) as found:
         function(*given.values(), np.ones((5, 5, 1, 1), bool), **options)
     assert found.value.__context__ is None or found.value.__suppress_context__
@@ -216,9 +218,9 @@ def test_missing_arrays_are_named(function_and_arguments, missing):
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func", "flex_attention"])
 def test_functions_of_other_libraries_are_answered_with_ours(name):
     """An AttributeError, and the ImportError of ``from cupy_sdpa import ...``, name the function of this package."""
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; attention\(q, k, v\) takes its place"):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; use attention\(q, k, v\) instead"):
         getattr(cupy_sdpa, name)
-    with pytest.raises(ImportError, match=r"attention\(q, k, v\) takes its place"):
+    with pytest.raises(ImportError, match=r"use attention\(q, k, v\) instead"):
         exec(f"from cupy_sdpa import {name}")
     assert not hasattr(cupy_sdpa, name)
 

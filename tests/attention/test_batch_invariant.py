@@ -1,4 +1,4 @@
-"""``batch_invariant=True``: the call is refused with a remedy, or runs unchanged."""
+"""``batch_invariant=True``: the call raises Unsupported with the fix, or runs unchanged."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ CALLS = {
     "two queries": (2, {"causal": "bottom_right", "return_stats": True}, ""),
     "one query": (1, {}, "pass deterministic=True"),
     "one deterministic query": (1, {"deterministic": True}, ""),
-    "gradients": (20, {"backward": True}, "dq is a sum in an order that changes: pass deterministic=True"),
+    "gradients": (20, {"backward": True}, "the order in which dq is summed varies: pass deterministic=True"),
     "deterministic gradients": (20, {"backward": True, "deterministic": True}, ""),
     "a limit": (20, {"max_workspace": 1 << 30}, "max_workspace"),
     "dropout": (20, {"dropout_p": 0.1, "seed": 1}, "omit dropout_p"),
@@ -71,7 +71,7 @@ def test_an_invariant_call_is_refused_or_runs_unchanged(name, engine):
 
 
 def test_every_pass_is_checked_before_the_first_one_runs(engine):
-    """A pullback, a derivative and a prepared call are refused when they are made, not when they run."""
+    """A pullback, a derivative and a prepared call raise when they are made, not when they run."""
     q, k = engine.normal(0, 16, 4, 20, 3), engine.normal(1, 16, 4, 20, 3)
     calls = {
         "vjp": lambda **flags: attention_vjp(q, k, k, **flags, batch_invariant=True)[1](q),
@@ -85,14 +85,15 @@ def test_every_pass_is_checked_before_the_first_one_runs(engine):
     for make in calls.values():
         if engine.on_cudnn:
             with pytest.raises(
-                Unsupported, match=r"^batch_invariant is True, but dq is a sum in an order .* deterministic=True$"
+                Unsupported,
+                match=r"^batch_invariant is True, but the order in which dq is summed varies: .* deterministic=True$",
             ):
                 make()
         make(deterministic=True)
 
 
 def test_problems_are_refused_as_on_a_gpu():
-    """A problem for plans ahead of time is that of a GPU; the option is no part of it."""
+    """A problem for plans ahead of time is a GPU's problem; the option is not part of it."""
     shape = (64, 8, 16, 2)
     with pytest.raises(Unsupported, match="pass deterministic=True"):
         problem(shape, shape, shape, dtype="float16", backward=True, batch_invariant=True)

@@ -42,7 +42,7 @@ def scored(engine, sq, skv, score):
 
 
 def close_gradients(engine, arrays, mask):
-    """The gradients of the arrays with a mask, on the host; they are those of the reference."""
+    """The gradients of the arrays with a mask, on the host; they agree with the reference."""
     truth = reference.attention_backward(*arrays, **mask)
     naive = attention_backward(*arrays, *attention(*arrays[1:], return_stats=True, **mask), **mask)
     there = engine.put(arrays)
@@ -129,7 +129,7 @@ def test_dk_and_dv_are_the_same_bits_in_every_run(gpu):
 
 @pytest.mark.parametrize("offset", [0, 4])
 def test_packed_queries_at_any_address(offset, engine):
-    """Queries that begin 8 bytes after a multiple of 16: the gradients have the bits of those of aligned queries.
+    """Queries that begin 8 bytes after a multiple of 16: the gradients have the same bits as with aligned queries.
 
     cuDNN's kernel for packed sequences fails on them with a misaligned address; it gets a copy.
     """

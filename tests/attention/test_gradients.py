@@ -23,7 +23,7 @@ def everything(engine=None, dtype=np.float32, **options):
 
 
 def test_the_pullback_can_be_called_repeatedly(engine):
-    """It is linear in dout, accepts preallocated gradients, and its first results are those of the two calls."""
+    """It is linear in dout, accepts preallocated gradients, and its first results equal the two calls' results."""
     dout, q, k, v, out, stats = everything(engine, deterministic=True)
     got, pullback = attention_vjp(q, k, v, causal=True, deterministic=True)
     np.testing.assert_array_equal(engine.get(got), engine.get(out))
@@ -70,7 +70,7 @@ def test_the_pullback_counts_and_releases_its_memory():
     assert len(keeping(out)) == 3
 
 
-#: Results that are not those of a causal call with sinks and a softcap, by the change; and the argument that is refused.
+#: Results that a causal call with sinks and a softcap would not return, by the change; and the argument that raises.
 OTHER_CALLS = {
     "another scale": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **o, scale=0.1), "stats"),
     "no sinks": (lambda q, k, v, o: attention(q, k, v, return_stats=True, **{**o, "sinks": None}), "stats"),
@@ -87,12 +87,12 @@ OTHER_CALLS = {
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_results_of_another_call_are_refused(name, dtype):
-    """The weights that numpy's backward pass computes do not fit them; the message has row, values and remedy."""
+    """The weights that numpy's backward pass computes do not fit them; the message has the row, the values and the fix."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 4, 16, 2)).astype(dtype)) for _ in range(4))
     options = {"causal": True, "sinks": np.float32([0.5, -1, 2, 0]), "softcap": 30.0}
     make, wrong = OTHER_CALLS[name]
-    text = rf"{wrong} is of another call: at query \d+, head \d and batch entry \d .*pass the {wrong} that the forward call returned"
+    text = rf"{wrong} is of another call: at query \d+, head \d and batch (item|entry) \d .*pass the {wrong} that the forward call returned"
     with pytest.raises(ValueError, match=text):
         attention_backward(dout, q, k, v, *make(q, k, v, options), **options)
     prepared = prepare(q, k, v, backward=True, **options)
@@ -119,7 +119,7 @@ def test_rounding_is_not_another_call(size):
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), (ml_dtypes.bfloat16, 8)])
 def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
-    """Outputs that are subnormal in their dtype have an absolute rounding error; a wrong output is refused nevertheless."""
+    """Outputs that are subnormal in their dtype have an absolute rounding error; a wrong output still raises."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((head_dim, 2, 20, 2)).astype(dtype)) for _ in range(4))
     for scale in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1):
@@ -133,7 +133,7 @@ def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
 
 
 CONVERTED = {
-    "three batch entries": (lambda q: np.zeros((*q.shape[:3], 3), q.dtype, order="F"), "has shape"),
+    "three batch items": (lambda q: np.zeros((*q.shape[:3], 3), q.dtype, order="F"), "has shape"),
     "no batch axis": (lambda q: np.zeros(q.shape[:3], q.dtype, order="F"), "has .* axes|has shape"),
     "an input": (None, "overlaps (q|dout)"),
     "shared elements": (lambda q: np.zeros((*q.shape[:2], 1, 1), q.dtype, order="F"), "share memory"),

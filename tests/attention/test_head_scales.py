@@ -73,7 +73,7 @@ def test_equal_scales_are_one_scale(engine):
 
 
 def test_order_of_the_results():
-    """The gradient of the scale is after those of the bias and the sinks, before those of tensors."""
+    """The gradient of the scale comes after the gradients of the bias and the sinks, and before the gradients of tensors."""
     q, k, v, dout, _ = arrays(np.float32)
     options = {
         "scale": SCALES.astype("f4"), "sinks": np.ones(4, "f4"), "bias": np.zeros((11, 9, 4, 1), "f4", order="F"),

@@ -83,7 +83,7 @@ OTHERS = {
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_stay_inside(name, offsets, engine):
-    """Every step of other calls of packed arrays does, too."""
+    """So does every step of other calls of packed arrays."""
     inside = Inside(engine)
     q, k, v = (inside.array(seed, 16, 2, TOTAL) for seed in range(3))
     starts = engine.put(np.array(OFFSETS[offsets], np.int32))

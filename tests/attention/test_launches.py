@@ -1,4 +1,4 @@
-"""What calls do on a GPU besides their results: streams, memory, captures, threads and plans; on the fake CuPy and on a GPU."""
+"""What calls do on a GPU apart from results: streams, memory, captures, threads and plans; on the fake CuPy and on a GPU."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def test_a_call_waits_for_nothing_and_leaves_nothing(name, fake):
 
 @ON_A_GPU
 def test_one_allocation_holds_what_explain_predicts(engine):
-    """Besides the results one block is allocated with the user's allocator, and released; it is full of NaN before."""
+    """Apart from results, one block is allocated with the user's allocator and released; it is full of NaN before."""
     cupy, sizes = engine.xp, []
     q, k, v, dout = (engine.normal(n, 128, heads, 512, 1) for n, heads in enumerate((8, 2, 2, 8)))
     out, stats = attention(q, k, v, return_stats=True)
@@ -243,7 +243,7 @@ UNREADABLE = {
 @ON_A_GPU
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_refused_calls_launch_nothing(name, engine):
-    """The call raises with values and remedy, preallocated results are unchanged, and explain has the same reasons, or raises."""
+    """The call raises with the values and the fix, preallocated results are unchanged, and explain has the same reasons, or raises."""
     make, error, words = UNREADABLE[name]
     x = make(engine.xp, engine.xp.ones((64, 4, 8, 2), np.float16, order="F"))
     out, lengths = engine.nan(*x.shape, dtype=x.dtype), engine.xp.ones(2, np.int32)
@@ -267,7 +267,7 @@ def test_a_workspace_limit_refuses_before_anything_runs(engine):
     q, k, v = (engine.normal(n, 64, 2, 128, 2) for n in range(3))
     out, stats = attention(q, k, v, return_stats=True)
     dq = engine.nan(*q.shape)
-    with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, 1000 are allowed"):
+    with pytest.raises(Unsupported, match=r"needs a workspace of \d+ bytes, and the limit is 1000"):
         attention_backward(out, q, k, v, out, stats, max_workspace=1000, dq=dq)
     assert np.isnan(engine.get(dq)).all()
     assert explain(q, k, v, backward=True, max_workspace=1000).workspace is None

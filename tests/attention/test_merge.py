@@ -91,10 +91,10 @@ def random_sizes(rng):
 
 
 def check(got, wanted, spread):
-    """The errors of a result and its log-sum-exp are those of rounding.
+    """The errors of a result and its log-sum-exp are rounding errors.
 
-    The weights are exponentials of float32 numbers of size ``spread``: their relative error is that of rounding the differences.
-    The result is a mean of numbers below 6.
+    The weights are exponentials of float32 numbers of size ``spread``: their relative error comes from rounding the
+    differences. The result is a mean of numbers below 6.
     """
     out, stats = got
     weights = 8 * float(np.finfo(np.float32).eps) * (2 + 8 * spread)
@@ -105,7 +105,7 @@ def check(got, wanted, spread):
 
 
 def pair_of(number, engine):
-    """The dtypes of a number: each in turn, and those of numpy alone."""
+    """The dtypes of a number: each in turn, and the dtypes of numpy alone."""
     pairs = PAIRS if engine.on_cudnn else [*PAIRS, ("float64", "float64")]
     return pairs[number % len(pairs)]
 
@@ -167,7 +167,7 @@ def test_many_parts_are_as_exact_as_few(packed, level, dtype, engine):
 
 
 def test_nothing_else_is_written(engine):
-    """Elements between those of strided results, and after a width of no whole vector, are unchanged; an out that is interleaved with a part is accepted."""
+    """Gaps in strided results, and elements after a width that is not a whole vector, are unchanged; an out that is interleaved with a part is accepted."""
     rng = np.random.default_rng(0)
     o, rows = (x[..., 0] for x in random_parts(rng, (12, 3, 5, 2), 1, engine.dtype, 1.0))
     out = engine.xp.full((32, 3, 10, 2), 7, engine.dtype, order="F")

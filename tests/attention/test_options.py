@@ -67,7 +67,7 @@ def test_totals_share_a_plan():
 
 
 def test_lengths_of_a_batch_of_one_are_dense():
-    """Whatever the stride of the array of one length; the problem describes its mask."""
+    """For any stride of the array of one length; the problem describes its mask."""
     q = np.zeros((64, 4, 16, 1), np.float32, order="F")
     for array in (np.array([3], np.int32), np.array([3, 4, 5], np.int32)[::2][:1]):
         assert explain(q, q, q, seq_lens_q=array).problem.seq_lens_q.strides == (4,)
@@ -120,7 +120,7 @@ def test_nan_in_a_score_is_not_a_mask(source, options, engine):
 
 
 def test_alibi_slopes_match_the_paper():
-    """For 8 heads those of section 3; for other numbers those of its code."""
+    """For 8 heads the slopes of section 3; for other numbers the slopes of its code."""
     assert alibi_slopes(16)[:2].tolist() == pytest.approx([2**-0.5, 2**-1])
     assert alibi_slopes(12).tolist()[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
 
@@ -140,7 +140,7 @@ def test_the_share_of_dropped_weights(engine):
 
 
 def test_seeds_and_offsets_determine_the_mask(engine):
-    """Equal ones give the same mask, others another, as do heads and batch entries; integers and arrays alike."""
+    """Equal ones give the same mask, others another, as do heads and batch items; integers and arrays alike."""
     q = engine.xp.ones((64, 2, 128, 2), np.float16, order="F")
     kept = dropout_mask(q, q, dropout_p=0.5, seed=3)
     for same in ({"offset": 0}, {"seed": engine.put(np.array([3])), "offset": engine.put(np.array(0))}):
@@ -162,7 +162,7 @@ def test_the_call_drops_the_weights_of_the_mask(engine):
 
 
 def test_a_dropout_mask_replaces_the_seed(engine):
-    """A given mask gives the same bits, forward and backward; cuDNN generates the mask itself, and refuses another."""
+    """A given mask gives the same bits, forward and backward; cuDNN generates the mask itself, and accepts no other."""
     q, k, v, dout = (engine.normal(n, 64, 2, 60, 2) for n in range(4))
     drawn = {"dropout_p": 0.3, "seed": 5, "offset": 2}
     given = {"dropout_p": 0.3, "dropout_mask": engine.xp.asfortranarray(dropout_mask(q, k, **drawn))}
@@ -181,7 +181,7 @@ def test_a_dropout_mask_replaces_the_seed(engine):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mask", [0.0, -1e9, "min", -np.inf])
 def test_a_bias_masks_by_its_own_value(mask, dtype, engine):
-    """Scores of -2e6 beside the score 0 of a key that a bias masks: its weight is 0 in both passes; zeros mask nothing."""
+    """Scores of -2e6 next to the score 0 of a key that a bias masks: its weight is 0 in both passes; zeros mask nothing."""
     q, k, v = low_scores(engine, other=0.0)
     bias = np.zeros((20, 20, 1, 1), dtype, order="F")
     bias[-1] = float(ml_dtypes.finfo(dtype).min) if mask == "min" else mask

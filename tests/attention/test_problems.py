@@ -17,7 +17,7 @@ OPTIONS = (
     "dropout", "stats", "deterministic", "return_dbias", "return_dsinks", "preallocated", "max_workspace",
 )  # fmt: skip
 SINKS = {"sinks": "normal"}
-#: An array with a gradient beside every other option, also of rows that it masks.
+#: An array with a gradient together with every other option, including rows that it masks.
 BIAS = {"bias": ("kq11", "float16", "inf_rows"), "return_dbias": True}
 
 
@@ -35,7 +35,7 @@ def packed(kind_q="some_zero", kind_kv="random", before=0, after=0, excess=0, dt
 
 
 def agrees(engine, case):
-    """Run a problem that cuDNN may refuse. numpy reads the offsets, and raises for sequences beyond the maximum length."""
+    """Run a problem that cuDNN may not support. numpy reads the offsets, and raises for sequences beyond the maximum length."""
     if case.packed and not engine.on_cudnn:
         case = case.with_(options={**case.options, "packed": tuple(case.packed._replace(excess=0))})
     engine.agrees(case, refused=True)
@@ -119,7 +119,7 @@ def test_broadcast_axes(name, axes, engine):
 @pytest.mark.parametrize("name", one_in(5, sorted(SCORES)))
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_the_gradient_of_a_bias_beside_a_function(name, softcap, engine):
-    """And those of the arrays that the function reads: each is a sum in the same launch, or in one of its own."""
+    """And the gradients of the arrays that the function reads: each is a sum in the same launch, or in its own launch."""
     function = SCORES[name]
     dtype = DTYPES[function.kind][0] if function.tensors else ""
     options = {"bias": ("kqhb", "float16", "normal"), "return_dbias": True, "score_mod": (name, dtype)}
@@ -174,7 +174,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_problems_that_were_wrong(name, engine):
-    """The results are right, or cuDNN refuses the problem."""
+    """The results are right, or cuDNN does not support the problem."""
     agrees(engine, FOUND[name].with_(engine="gpu" if engine.on_cudnn else "cpu", dtype=str(engine.dtype)))
 
 

@@ -20,7 +20,7 @@ OPTIONS = (
 @pytest.mark.parametrize("number", numbers(10, quick=2))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_slices(name, number, engine):
-    """Random gradients in slices of a few heads or of a few batch entries have the results of the definition."""
+    """Random gradients in slices of a few heads or of a few batch items have the results of the definition."""
     drawn = engine.draw({name}, number, others=OPTIONS)
     case = drawn.with_(backward=True, b=max(3, drawn.b))
     rows = max(case.sq, 1) * (case.b if case.packed else 1)
@@ -38,7 +38,7 @@ def forward(engine, q_shape, kv_shape, **options):
 
 
 def assert_right(engine, arrays, **options):
-    """The gradients are those of the definition."""
+    """The gradients agree with the definition."""
     truth = reference.attention_backward(*engine.get(arrays[:4]), **options)
     for one, wanted in zip(engine.get(attention_backward(*arrays, **options)), truth, strict=True):
         np.testing.assert_allclose(one.astype(float), wanted, atol=3 * engine.tolerance)
@@ -46,7 +46,7 @@ def assert_right(engine, arrays, **options):
 
 @on_cudnn
 def test_slices_of_the_batch_are_views(engine):
-    """Dense gradients need no copy: each launch computes some batch entries, and explain shows the launches."""
+    """Dense gradients need no copy: each launch computes some batch items, and explain shows the launches."""
     arrays = forward(engine, (16, 4, 24, 5), (16, 4, 24, 5))
     with sliced(2 * 16 * 4 * 24):
         report = explain(*arrays[1:4], backward=True)
@@ -68,7 +68,7 @@ def test_only_the_extent_counts(engine):
 
 @on_cudnn
 def test_one_long_sequence_is_computed_by_heads(engine):
-    """Where one batch entry is too large, each launch computes some key/value heads, with copies of out and dout."""
+    """Where one batch item is too large, each launch computes some key/value heads, with copies of out and dout."""
     arrays = forward(engine, (16, 6, 32, 2), (16, 3, 32, 2), causal=True)
     with sliced(2 * 2 * 16 * 32) as made:
         assert_right(engine, arrays, causal=True)
@@ -83,7 +83,7 @@ def test_one_long_sequence_is_computed_by_heads(engine):
 @on_cudnn
 @pytest.mark.parametrize("of_heads", [False, True], ids=["batch", "heads"])
 def test_functions_count_heads_and_entries_of_the_whole_call(of_heads, engine):
-    """A score function gets the number of the head and of the batch entry in the call, not in the slice."""
+    """A score function gets the number of the head and of the batch item in the call, not in the slice."""
     length = 21 if of_heads else 20  # the programs of equal problems are cached
     arrays = forward(engine, (16, 4, length, 3), (16, 2, length, 3), score_mod=of_head_and_entry)
     given = engine.get(arrays[:4])
@@ -98,7 +98,7 @@ def test_functions_count_heads_and_entries_of_the_whole_call(of_heads, engine):
 
 
 def of_head_and_entry(s, b, h, i, j):
-    """The scores of the last keys grow with the head and the batch entry."""
+    """The scores of the last keys grow with the head and the batch item."""
     return s + np.where(j > 9, (h + 10 * b) / 8, 0)
 
 

@@ -181,7 +181,7 @@ def test_problems_of_shapes(options):
 @pytest.mark.parametrize("packed", [False, True])
 @every_engine
 def test_sinks_without_keys(packed, engine):
-    """The log-sum-exp of a row without keys is the sink, whose gradient is then dL; rows of the padding have none."""
+    """The log-sum-exp of a row without keys is the sink, whose gradient is then dL; rows of the padding have no gradient."""
     shape = (16, 2, 5) if packed else (16, 2, 5, 3)
     q, k = engine.normal(1, *shape), engine.normal(2, *shape)[:, :, :0]
     if packed:
@@ -229,7 +229,7 @@ def parts_of(engine, *, packed, sinks, count=3):
 @pytest.mark.parametrize("packed", [False, True])
 @every_engine
 def test_gradients_of_merged_parts(packed, sinks, count, engine):
-    """They are those of central differences of merge in float64, also of the sinks; 0 where a part has no key."""
+    """They agree with central differences of merge in float64, also for the sinks; 0 where a part has no key."""
     *given, of_sinks = parts_of(engine, packed=packed, sinks=sinks, count=count)
     found = merge_backward(*given, sinks=of_sinks, return_dsinks=sinks, **engine.options)
     outs, rows, dout, dstats = ([np.asfortranarray(engine.get(x), np.float64) for x in xs] if isinstance(xs, list) else
@@ -273,7 +273,7 @@ def test_gradients_of_merged_parts_without_rows(empty, engine):
 
 @every_engine
 def test_attention_in_parts_has_the_gradients_of_one_call(engine):
-    """The gradients of merged parts, through their outputs and log-sum-exps, are those of one call over all keys."""
+    """The gradients of merged parts, through their outputs and log-sum-exps, equal the gradients of one call over all keys."""
     q, dout, dstats = engine.normal(1, 16, 2, 9, 2), engine.normal(2, 16, 2, 9, 2), engine.normal(3, 9, 2, 2, dtype=np.float32)
     k, v = engine.normal(4, 16, 2, 30, 2), engine.normal(5, 16, 2, 30, 2)
     whole = [(k, v), *([engine.xp.asfortranarray(x[:, :, part]) for x in (k, v)] for part in (slice(11), slice(11, None)))]

@@ -98,7 +98,7 @@ def test_no_rows(engine):
 @pytest.mark.cudnn
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}, {"sinks": True}], ids=str)
 def test_the_plan_of_entropies(options, planned):
-    """The attention of a report is that of the problem that is planned ahead."""
+    """The report's attention is the problem that is planned ahead of time."""
     q, k = ((128, 8, 512, 2), (128, 2, 1024, 2))
     own = problem(q, k, k, dtype="bfloat16", return_stats=True, **options)
     assert not isinstance(planned(plan_problem, own, "h200"), str)

@@ -39,7 +39,7 @@ def both_passes(arrays, **options):
 
 
 def check_dense(engine, results, arrays, mask, **options):
-    """Compare the output and the gradients with those of the dense mask in float64; the options are those of numpy."""
+    """Compare the output and the gradients with the dense mask in float64; the options are numpy's."""
     wide = [engine.get(x).astype(np.float64, order="F") for x in arrays]
     for x, y in zip(engine.get(results), both_passes(wide, mask=mask.to_dense(), **options), strict=True):
         np.testing.assert_allclose(x, y, atol=4 * engine.tolerance * max(1, abs(y).max()))
@@ -48,7 +48,7 @@ def check_dense(engine, results, arrays, mask, **options):
 @every_engine
 @pytest.mark.parametrize("number", numbers(12, quick=2))
 def test_random_problems(number, engine):
-    """Masks of every kind and of heads and batch entries, any sizes, options, layouts, gradients and derivatives."""
+    """Masks of every kind and of heads and batch items, any sizes, options, layouts, gradients and derivatives."""
     engine.agrees(engine.draw({"block_mask"}, number), refused=True)
 
 
@@ -85,7 +85,7 @@ def test_arrays_that_are_read_at_a_number(name, engine):
 
 @pytest.mark.parametrize("name", ["batch", "heads", "no blocks", "queries", "keys"])
 def test_sizes_of_0(name, engine):
-    """Outputs and gradients are 0, with arrays of a score function; derivatives and reports exist, too."""
+    """Outputs and gradients are 0, with arrays of a score function; derivatives and reports also exist."""
     pairs = block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 200, 300)
     no_query, no_key = (block_mask(lambda b, h, i, j: i >= j, *lengths) for lengths in ((0, 300), (200, 0)))
     none = BlockMask.from_blocks(np.zeros((3, 2, 2, 1), bool), 200, 300)
@@ -159,7 +159,7 @@ def test_the_function_of_a_mask_may_change(engine):
 
 
 def test_nothing_is_written_by_a_refused_call(engine):
-    """Wrong options, masks of other sizes, and a result in the memory of an input are refused before anything is written."""
+    """Wrong options, masks of other sizes, and a result in the memory of an input raise before anything is written."""
     q, k, v, dout = arrays_of(engine)
     mask, before, out = MASKS["full"](), engine.get(q).copy(), engine.nan(16, 2, 300, 1)
     wrong = [
@@ -169,11 +169,11 @@ def test_nothing_is_written_by_a_refused_call(engine):
         (
             {"block_mask": BlockMask.from_blocks(np.ones((3, 3, 1, 3), bool), 300, 300), "out": out},
             ValueError,
-            "3 batch entries",
+            "3 batch items",
         ),
         ({"block_mask": mask, "out": q}, ValueError, "out overlaps"),
     ]
-    for number in range(5):  # a call that is repeated, too
+    for number in range(5):  # also for a repeated call
         attention(q, k, v, block_mask=mask, out=dout)
         for options, error, words in wrong if number % 4 == 0 else ():
             with pytest.raises(error, match=words):
@@ -213,7 +213,7 @@ def test_tensors_of_any_strides(engine):
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in range(6)])
 @pytest.mark.parametrize("name", MASKS)
 def test_explain_plans_what_the_call_runs(name, number, fake):
-    """The plans of a report are those of the call, all of them and no others; with sinks or a score function of arrays."""
+    """A report has exactly the call's plans; with sinks or a score function of arrays."""
     from engines import Engine
 
     engine, flag = Engine("fake", fake), ("return_stats", "backward", "jvp")[number // 2]
@@ -262,7 +262,7 @@ def test_a_mask_is_used_on_two_streams(name, engine):
 
 @on_cudnn
 def test_the_tables_are_not_created_in_a_capture(engine):
-    """The first call with a mask copies its tables to the GPU, so it is refused while the stream is captured."""
+    """The first call with a mask copies its tables to the GPU, so it raises while the stream is captured."""
     x, mask = engine.normal(0, 16, 1, 300, 1), MASKS["full"]()
     with engine.xp.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

@@ -22,7 +22,7 @@ def dense_of(mask_mod, sq, skv, **tensors):
 
 
 def blocks_of(dense, q, kv):
-    """The kinds of the blocks of a dense mask ``(Skv, Sq)``, written plainly."""
+    """A dense mask's kinds of blocks ``(Skv, Sq)``, written plainly."""
     kinds = np.zeros((-(-dense.shape[0] // kv), -(-dense.shape[1] // q)), np.uint8)
     for (j, i), _ in np.ndenumerate(kinds):
         block = dense[j * kv : (j + 1) * kv, i * q : (i + 1) * q]
@@ -43,7 +43,7 @@ def check_attention(mask, atol=1e-6):
         np.testing.assert_allclose(x, y, atol=atol)
 
 
-#: Mask functions, lengths and block sizes. Reported blocks may have another size than those of 128 that are computed.
+#: Mask functions, lengths and block sizes. Reported blocks may have another size than the blocks of 128 that are computed.
 MASKS = [
     (zoo.causal, (500, 300), 128), (zoo.causal, (0, 5), 128), (zoo.causal, (2, 300), (32, 256)), (zoo.causal, (1000, 1), 128),
     (zoo.sliding_window(40), (129, 127), 128), (zoo.sliding_window(7), (50, 30), 1),
@@ -55,7 +55,7 @@ MASKS = [
 
 @pytest.mark.parametrize("number", range(len(MASKS)))
 def test_a_mask_is_that_of_its_function(number, engine):
-    """Every pair, evaluated on the engine's device; blocks, sparsity and text are those of the block size."""
+    """Every pair, evaluated on the engine's device; blocks, sparsity and text follow the block size."""
     mask_mod, lengths, block = MASKS[number]
     size = block if isinstance(block, tuple) else (block, block)
     dense, pairs = dense_of(mask_mod, *lengths), np.random.default_rng(0).random(lengths[::-1]) < 0.3
@@ -100,7 +100,7 @@ def test_every_use_of_an_index_that_is_not_given_is_refused(use):
 
 
 def test_the_mask_is_not_evaluated_at_once():
-    """The memory is that of some rows of blocks, not that of all pairs (67 MB of bool)."""
+    """It takes the memory of some rows of blocks, not of all pairs (67 MB of bool)."""
     tracemalloc.start()
     block_mask(lambda b, h, i, j: i // 500 == j // 500, 1 << 14, 1 << 12)
     _, peak = tracemalloc.get_traced_memory()
@@ -110,7 +110,7 @@ def test_the_mask_is_not_evaluated_at_once():
 
 @pytest.mark.parametrize("seed", numbers(14, quick=6))
 def test_masks_of_arrays_of_blocks(seed):
-    """Listed blocks, blocks within a function, and blocks that are listed as full, of heads and batch entries."""
+    """Listed blocks, blocks within a function, and blocks that are listed as full, of heads and batch items."""
     rng = np.random.default_rng(seed)
     q, kv = ((64, 64), (128, 128), (256, 256), (384, 384), (128, 64), (32, 256), (256, 128))[seed % 7]
     sq, skv = (int(rng.integers(1, 600)) for _ in range(2))
@@ -148,7 +148,7 @@ def test_a_function_of_listed_blocks_has_no_pairs_after_the_end(sq, skv):
 
 
 def test_from_the_fields_of_flex_attention():
-    """The axes are those of FlexAttention; entries after the counts are not read; ``BLOCK_SIZE`` is ``block``."""
+    """The axes are FlexAttention's; entries after the counts are not read; ``BLOCK_SIZE`` is ``block``."""
     rng = np.random.default_rng(0)
     partial = rng.random((2, 3, 4, 5)) < 0.4  # (B, H, query blocks, key blocks)
     full = ~partial & (rng.random(partial.shape) < 0.4)
@@ -252,7 +252,7 @@ WITH_CONDITIONS = {
 
 @pytest.mark.parametrize("name", WITH_CONDITIONS)
 def test_a_condition_is_a_number_in_arithmetic_as_in_mask_mod(name, fake):
-    """A block mask is that of mask_mod= and of logical operators, evaluated by CuPy, and by numpy if there are numpy arrays."""
+    """A block mask equals mask_mod= and logical operators, evaluated by CuPy, and by numpy if there are numpy arrays."""
     mask_mod, logical = WITH_CONDITIONS[name]
     size = 45 if name == "products" else 150  # 45 ** 6 needs more than 32 bits
     want = np.stack([np.broadcast_to(logical(0, h, *np.ogrid[:size, :size]), (size, size)).T for h in (0, 1)], axis=2)

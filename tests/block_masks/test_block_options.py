@@ -1,4 +1,4 @@
-"""Block masks with every other option: which calls compute by blocks, which as a dense mask, and which are refused."""
+"""Block masks with every other option: which calls compute by blocks, which as a dense mask, and which raise."""
 
 import numpy as np
 import pytest
@@ -20,23 +20,23 @@ from cupy_sdpa import (
 from cupy_sdpa.check.combine import is_valid, with_required
 from cupy_sdpa.check.draw import OPTIONS
 
-#: The options of ``check`` that no call takes beside a block mask, or that are features of their own.
+#: The options of ``check`` that no call takes with a block mask, or that are separate features.
 OTHERS = {"block_mask", "fp8", "mean", "shared_prefix", "merge", "cache"}
 N = 300
-#: Options of calls of 2 heads and 2 batch entries, and how the report describes the mask.
+#: Options of calls of 2 heads and 2 batch items, and how the report describes the mask.
 HOW = {
-    "nothing": ({}, "computed as batch entries of blocks"),
-    "scale, softcap": ({"scale": 0.3, "softcap": 3.0}, "batch entries of blocks"),
+    "nothing": ({}, "computed as batch items of blocks"),
+    "scale, softcap": ({"scale": 0.3, "softcap": 3.0}, "batch items of blocks"),
     "causal": ({"causal": True}, "6 of 9 blocks, 6 of them partial"),
     "a window": ({"window": [100, 0, "bottom_right"]}, "5 of 9 blocks"),
     "a band of all pairs": ({"window": (300, None)}, "9 of 9 blocks"),
-    "a bucket": ({"bucket": 128}, "batch entries of blocks"),
+    "a bucket": ({"bucket": 128}, "batch items of blocks"),
     "lengths": ({"seq_lens_kv": np.array([300, 200], "i4")}, "computed as a dense mask of all blocks, because of seq_lens_kv"),
     "causal and lengths": ({"causal": True, "seq_lens_q": np.array([300, 200], "i4")}, "because of seq_lens_q"),
     "a bias": ({"bias": np.ones((N, 1, 1, 1), "f4", "F")}, "because of bias"),
     "slopes": ({"alibi_slopes": np.array([0.5, 0.25], "f4")}, "because of alibi_slopes"),
     "dropout": ({"dropout_p": 0.5, "seed": 1}, "because of dropout_p, seed"),
-    "no dropout": ({"dropout_p": 0.0}, "batch entries of blocks"),
+    "no dropout": ({"dropout_p": 0.0}, "batch items of blocks"),
     "a mask": ({"mask": np.ones((N, 1, 1, 2), bool, "F")}, "because of mask"),
     "a mask function": ({"mask_mod": zoo.causal}, "because of mask_mod"),
     "max_sumexp": ({"return_stats": "max_sumexp"}, "because of return_stats='max_sumexp'"),
@@ -67,7 +67,7 @@ def test_explain_says_how_a_mask_is_computed(name):
 @pytest.mark.parametrize("number", numbers(3, quick=1, sweep=2))
 @pytest.mark.in_turn(2)
 def test_with_every_option(other, number, engine):
-    """Both passes and derivatives agree with the reference; only cuDNN refuses."""
+    """Both passes and derivatives agree with the reference; only cuDNN may not support them."""
     names = {"block_mask", other} - (engine.left_out - {"parallel"})  # an offset needs float64
     engine.agrees(engine.draw(names, number, others=OPTIONS.keys() - OTHERS, most=1), refused=True)
 
@@ -101,7 +101,7 @@ MASKS = {
     ids=str,
 )
 def test_a_band_beside_a_mask(name, band, sizes):
-    """The result is that of both dense masks, bit for bit that of a mask function with both conditions, and computed by blocks."""
+    """The result agrees with both dense masks, has the bits of a mask function with both conditions, and is computed by blocks."""
     sq, skv = sizes
     mask = MASKS[name](sq, skv)
     q, k, v, dout = (np.random.default_rng(n).standard_normal((8, 2, s, 2)) for n, s in enumerate((sq, skv, skv, sq)))
@@ -118,7 +118,7 @@ def test_a_band_beside_a_mask(name, band, sizes):
 
 @pytest.mark.parametrize("name", ["attends", "block_mask", "mask"])
 def test_arrays_of_a_score_function_have_any_name(name, engine):
-    """An array of ``tensors=`` is read by the score function, whatever its name is, beside a dense mask and a block mask."""
+    """The score function reads an array of ``tensors=`` with any name, together with a dense mask and a block mask."""
     mask = BlockMask.from_blocks(np.array([[1, 0, 1], [1, 1, 0], [1, 0, 1]], bool), N, N)
     other = np.ones((N, N, 1, 1), bool, order="F")
     other[5:9] = False
@@ -150,7 +150,7 @@ def test_other_functions_compute_a_dense_mask(engine):
 
 
 def test_fp8_arrays():
-    """On numpy they take a block mask, also in C order; cuDNN refuses masks of FP8 arrays."""
+    """On numpy they take a block mask, also in C order; cuDNN does not support masks of FP8 arrays."""
     mask, x = partial(), np.random.default_rng(0).standard_normal((16, 2, N, 1)).astype("f4")
     q, dense = fp8.quantize(np.asfortranarray(x)), mask.to_dense()
     report = explain(q, q, q, block_mask=mask)

@@ -75,18 +75,18 @@ def test_every_call_is_planned(name, gpu, planned, planner):
             assert not isinstance(plan, str), f"{problem}: {plan}"
 
 
-#: A mask, the batch entries of a call, and how its report describes it.
+#: A mask, the batch items of a call, and how its report describes it.
 METHODS = {
     "documents": (MASKS["packed"], 1, "computed as packed sequences"),
     "a prefix": (MASKS["slices"], 1, "computed as 2 calls on slices"),
-    "heads": (MASKS["heads"], 1, "computed as batch entries of blocks"),
+    "heads": (MASKS["heads"], 1, "computed as batch items of blocks"),
     "a short last block": (
         lambda: BlockMask.from_blocks(np.array([[1, 0], [1, 0], [0, 1], [0, 1]], bool), 256, 450), 2, "as packed sequences",
     ),
     "documents of small blocks": (
         lambda: BlockMask.from_blocks(np.kron(np.eye(3, dtype=bool), np.ones((3, 3), bool)), block=64), 1, "as packed sequences",
     ),
-    "a gap in a row": (lambda: block_mask(lambda b, h, i, j: (i < 640) | (j != 5), 1000, 1000), 1, "batch entries of blocks"),
+    "a gap in a row": (lambda: block_mask(lambda b, h, i, j: (i < 640) | (j != 5), 1000, 1000), 1, "batch items of blocks"),
     "no gap in a row": (lambda: block_mask(lambda b, h, i, j: (i < 640) | (j > 5), 1000, 1000), 1, "calls on slices"),
     "all pairs": (MASKS["all of 300 x 200"], 2, "computed as 1 calls on slices"),
     "all pairs of one query": (MASKS["all of 1 x 300"], 2, "computed as 1 calls on slices"),

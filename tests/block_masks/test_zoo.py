@@ -17,7 +17,7 @@ def shifted(i, length, size, dilation):
 
 
 def natten(size, dilation):
-    """The keys of a query of an image: those of its row window and of its column window."""
+    """The keys of an image's query: the keys in its row window and in its column window."""
 
     def keys(i):
         y, x = divmod(i, WIDTH)

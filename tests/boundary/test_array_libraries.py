@@ -26,7 +26,7 @@ def random_arrays(dtype=np.float32, count=4):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", ON_CPU)
 def test_on_the_cpu(name, dtype, libraries):
-    """Every call, with arrays among the options; the results are those of numpy arrays, in the type and dtype of the caller."""
+    """Every call, with arrays among the options; the results equal numpy's, in the caller's type and dtype."""
     kind, host = getattr(libraries, name), random_arrays(dtype)
     if name == "another" and dtype is ml_dtypes.bfloat16:
         pytest.skip("numpy's DLPack has no bfloat16")
@@ -126,7 +126,7 @@ def test_the_default_stream_of_a_library(libraries, fake):
 
 
 def test_no_gradient_is_lost_inside_of_no_grad(libraries):
-    """Tensors that require a gradient are refused, see the tables of mistakes, except inside of ``torch.no_grad()``."""
+    """Tensors that require a gradient raise, see the tables of mistakes, except inside ``torch.no_grad()``."""
     needs = libraries.torch(random_arrays()[0], requires_grad=True)
     libraries.modules["torch"].state.grad = False
     assert attention(needs, needs, needs, layout="bshd").shape == SHAPE
@@ -149,7 +149,7 @@ def on_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["torch", "jax", "numba"])
 def test_real_libraries(name, cupy):
-    """The results are those of numpy, in arrays of the library, repeatedly."""
+    """The results equal numpy's, in arrays of the library, repeatedly."""
     _, theirs, to_host = on_gpu(name)
     want, own = attention_vjp(*(x.astype(np.float64) for x in random_arrays(np.float16)[:3]), layout="bshd", causal=True)
     wanted = [want, *own(random_arrays(np.float16)[3].astype(np.float64))]
@@ -179,7 +179,7 @@ def test_torch_writes_into_tensors(cupy):
 
 @pytest.mark.gpu
 def test_another_stream_of_cupy(cupy):
-    """Tensors that PyTorch's default stream writes late are read after that, whatever CuPy's current stream is."""
+    """Tensors that PyTorch's default stream writes late are read after that, for any current stream of CuPy."""
     torch = pytest.importorskip("torch")
     x = torch.zeros(2, 40, 4, 64, device="cuda", dtype=torch.float16)
     attention(x, x, x, layout="bshd")

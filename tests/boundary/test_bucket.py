@@ -60,7 +60,7 @@ def test_a_single_query_stays_single():
 
 @pytest.mark.parametrize("lengths", [(20, 30), (1, 30), (20, 1)], ids=str)
 def test_the_dropout_mask_of_a_bucket(lengths, engine):
-    """It is that of the call: with unit vectors as values the output is the weights."""
+    """It is the call's mask: with unit vectors as values the output is the weights."""
     sq, skv = lengths
     q, k, v = (np.zeros((32, 2, n, 1), np.float16, order="F") for n in (sq, skv, skv))
     v[np.arange(skv), :, np.arange(skv)] = 1
@@ -74,7 +74,7 @@ def test_the_dropout_mask_of_a_bucket(lengths, engine):
 
 
 def test_the_dropout_mask_of_packed_sequences_takes_rounded_lengths():
-    """The mask has the shape of the maximum lengths; that of the rounded ones is the mask of a call with a bucket."""
+    """The mask has the shape of the maximum lengths; with the rounded lengths it is the mask of a call with a bucket."""
     q, starts = np.ones((16, 2, 30), np.float32, order="F"), np.array([0, 10, 30], np.int32)
     packed = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 20, "max_seqlen_kv": 20}
     kept = cupy_sdpa.dropout_mask(q, q, dropout_p=0.5, seed=1, **packed | {"max_seqlen_q": 32, "max_seqlen_kv": 32})

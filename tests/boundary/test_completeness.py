@@ -107,7 +107,7 @@ def backward(**options):
 
 
 def of_stats(**options):
-    """The gradients of the log-sum-exp alone, and with those of the output."""
+    """The gradients of the log-sum-exp alone, and with the gradients of the output."""
     q, k, v, dout = arrays_of(options)
     (out, stats), pullback = attention_vjp(q, k, v, return_stats=True, **options)
     dstats = np.where(np.isneginf(stats), np.nan, stats / 9).astype(stats.dtype, order="K")
@@ -171,7 +171,7 @@ EXCLUDED = {
        for option in ("page_table", "num_splits")},
     **{(call, option): words for call in ("weight_sums", "weight_entropy") for option, words in {
         "bias": "score", "dropout_p": "before dropout", "dropout_mask": "before dropout", "num_splits": "omit it",
-        "batch_invariant": "a call of its own", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
+        "batch_invariant": "its own call", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
     }.items()},
     **{("weight_entropy", option): "only if scores are scale * q k" for option in ("alibi_slopes", "score_mod", "softcap")},
     ("block masks", "cu_seqlens_q"): "140 queries",
@@ -372,7 +372,7 @@ def test_every_function_with_options_is_listed():
 @pytest.mark.parametrize("option", [*VALUES, *WITH])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_show_the_options_that_are_taken(name, option):
-    """A call takes every option that its signature shows, and refuses the others with a message that names them."""
+    """A call takes every option that its signature shows; for any other option it raises an error that names it."""
     options = VALUES[WITH.get(option, option)]
     if option in inspect.signature(public(name)).parameters:
         FUNCTIONS[name](**options)
@@ -420,7 +420,7 @@ REQUESTING = (attention_backward, attention_vjp, prepare, cupy_sdpa.explain, cup
 
 @pytest.mark.parametrize("function", REQUESTING, ids=lambda function: function.__name__)
 def test_every_gradient_can_be_requested(function):
-    """The flags are those of the table, in its order, and are False by default."""
+    """The flags are the table's, in its order, and are False by default."""
     parameters = inspect.signature(function).parameters
     assert [name for name in parameters if name.startswith("return_d")] == [*REQUESTS]
     assert all(parameters[name].default is False for name in REQUESTS)
@@ -438,7 +438,7 @@ def test_groups_refuse_gradients_of_the_log_sum_exp():
 
 
 def test_groups_refuse_gradients_that_are_sums_over_members():
-    """They return that of the sinks only, and say so."""
+    """They return the gradient of the sinks only, and say so."""
     (member,) = Loopback(1).members
     group = ContextParallel(member)
     out, stats = group.attention(Q, K, V, return_stats=True)

@@ -22,7 +22,7 @@ def random_arrays(seed, dtype):
 
 @pytest.mark.parametrize("seed", numbers(12, quick=4))
 def test_the_roundings_are_those_of_arrays_in_16_bits(seed):
-    """The results equal those of rounded arrays, in both passes, with and without arrays to write into."""
+    """The results equal the results of rounded arrays, in both passes, with and without arrays to write into."""
     dtype, kind = PAIRS[seed % 4]
     arrays = random_arrays(seed, dtype)
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_arrays_of_another_byte_order():
 
 
 def test_other_options_and_calls():
-    """Biases and sinks keep their dtype and get gradients of it; block masks, layouts and derivatives are converted, too."""
+    """Biases and sinks keep their dtype and get gradients of it; block masks, layouts and derivatives are also converted."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 2, 10, 2), np.float32)) for _ in range(4))
     bias, sinks = rng.standard_normal((10, 10, 2, 2), np.float32).copy(order="F"), rng.standard_normal(2).astype(np.float32)

@@ -65,7 +65,7 @@ def test_random_problems(name, engine):
 
 
 def test_other_calls(fake):
-    """Pullbacks, NNlib's functions, layouts, prepared calls, and dropout, whose random numbers are those of the CPU."""
+    """Pullbacks, NNlib's functions, layouts, prepared calls, and dropout with the CPU's random numbers."""
     q, k, v, dout = arrays()
 
     def pullback(q, k, v, dout, **options):
@@ -124,7 +124,7 @@ def test_operations_of_functions(fake):
 
 
 def test_results_of_the_caller(fake):
-    """They are written and returned; a result that overlaps an input is refused."""
+    """They are written and returned; a result that overlaps an input raises."""
     q, k, v, _ = (on(fake, x) for x in arrays())
     out = fake.zeros((7, 4, 20, 2), np.float32, order="F")
     assert attention(q, k, v, out=out, engine="cupy") is out
@@ -190,7 +190,7 @@ def test_no_cudnn_is_loaded(stand_ins):
     python(ALONE)
 
 
-#: Compares the functions of CuPy with those of the fake one that the engine uses.
+#: Compares CuPy's functions with the fake CuPy's functions that the engine uses.
 FUNCTIONS = """
 import inspect
 try:

@@ -78,7 +78,7 @@ def test_every_call_takes_a_layout(letters):
 
 
 def test_a_group_takes_a_layout():
-    """Members pass and get their parts in the caller's axes; without a layout, parts in C order are refused."""
+    """Members pass and get their parts in the caller's axes; without a layout, parts in C order raise."""
     q, k, v, dout = (x[:, :8] for x in random_arrays("bshd"))
     want, pullback = attention_vjp(q, k, v, layout="bshd", causal=True)
     gradients = pullback(dout)
@@ -104,7 +104,7 @@ def test_a_group_takes_a_layout():
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_parts_are_dense(axis):
-    """Whatever the strides of the array are, broadcast and reversed axes too."""
+    """For any strides of the array, including broadcast and reversed axes."""
     x = np.random.default_rng(0).standard_normal((4, 6, 8, 2))
     cp = context_parallel(Loopback(2).members[0])
     for y in (x, x.T, x[:, ::-1], x.transpose(2, 0, 3, 1), np.broadcast_to(x[:, :1], x.shape), x[:1], x[::2, :, ::2]):
@@ -170,7 +170,7 @@ def calls_that_read_a_layout(x, options):
 
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_forgotten_layout_is_refused(name):
-    """Strides that a GPU cannot read are refused on the CPU, where they would be read with the wrong axes."""
+    """Strides that a GPU cannot read raise on the CPU, where they would be read with the wrong axes."""
     x, options, text = FORGOTTEN[name]
     for call in calls_that_read_a_layout(x, options):
         with pytest.raises(ValueError, match=r"axis 0 must be contiguous|negative strides|in C order") as found:
@@ -182,7 +182,7 @@ def test_a_forgotten_layout_is_refused(name):
 
 
 def test_a_forgotten_layout_of_other_arguments_is_refused():
-    """Results, gradients, biases and statistics in C order; a GPU refuses them, too."""
+    """Results, gradients, biases and statistics in C order; they also raise on a GPU."""
     q = np.asfortranarray(np.random.default_rng(0).standard_normal((8, 3, 5, 2)))
     out, stats = attention(q, q, q, return_stats=True)
     backward = {"dout": out, "q": q, "k": q, "v": q, "out": out, "stats": stats}
@@ -194,7 +194,7 @@ def test_a_forgotten_layout_of_other_arguments_is_refused():
             ValueError, match=rf"^{name} has a stride .*\(head_dim, heads, seq, batch\), allocate it with order='F'"
         ):
             attention_backward(**backward, **{name: np.empty(q.shape)})
-    with pytest.raises(ValueError, match=r"^out has .*allocate it with order='F': results are not written through a copy"):
+    with pytest.raises(ValueError, match=r"^out has .*allocate it with order='F': a result cannot be written through a copy"):
         attention(q, q, q, out=np.empty(out.shape))
     with pytest.raises(ValueError, match=r"^out has .*copy it with asfortranarray\(out\)"):
         attention_backward(**{**backward, "out": out.copy()})

@@ -1,6 +1,6 @@
 """The tables of docs/migration.md: the code of every row runs and gives what a reference that shares no code gives.
 
-With PyTorch and JAX (GPU tier) the left columns of their tables run, too, and give the same.
+With PyTorch and JAX (GPU tier) the left columns of their tables also run, and return the same.
 """
 
 import re
@@ -75,7 +75,7 @@ def with_gaps():
 
 
 def single(**options):
-    """The first batch entry alone."""
+    """The first batch item alone."""
     return want(Q[:1], K[:1], V[:1], **options)[0], None
 
 

@@ -38,7 +38,7 @@ def arrays(request):
 
 
 def parameters():
-    """The rows, those of the fake CuPy last."""
+    """The rows, with the fake CuPy's rows last."""
     for row in sorted(ROWS, key=lambda row: row.engine == "fake"):
         yield pytest.param(row.engine, row, id=str(row))
 

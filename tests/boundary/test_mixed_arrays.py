@@ -1,6 +1,6 @@
 """Arrays of numpy, lists and tuples among CuPy arrays: TypeError before anything is allocated or launched, in every public call.
 
-With ``engine="cupy"`` integers that the host reads may be lists; the result is then that of CuPy arrays.
+With ``engine="cupy"`` integers that the host reads may be lists; the result then equals the result of CuPy arrays.
 """
 
 import fake_cupy
@@ -11,7 +11,7 @@ from mistakes import host
 import cupy_sdpa
 from cupy_sdpa import fp8, nnlib, parallel, zoo
 
-#: What is passed in place of a CuPy array.
+#: What is passed instead of a CuPy array.
 FORMS = {
     "a numpy array": lambda x: x,
     "a list": lambda x: x.tolist(),
@@ -19,7 +19,7 @@ FORMS = {
 }
 #: Integers that the CPU and ``engine="cupy"`` also read from lists.
 LISTED = {"seq_lens_q", "seq_lens_kv", "page_table", "cu_seqlens_q", "cu_seqlens_kv"}
-#: Options of all calls besides arrays.
+#: Options of all calls, except arrays.
 VARIANTS = {
     "cuDNN": {},
     "converted": {"compute_dtype": "bfloat16"},
@@ -183,14 +183,14 @@ def on_gpu(xp, arrays, *, variant=""):
 
 
 def called(function, arrays, options):
-    """A call with arrays; the names of arrays in ``tensors`` are those of messages."""
+    """A call with arrays; arrays in ``tensors`` have the names that messages use."""
     own = {name: x for name, x in arrays.items() if not name.startswith("tensors")}
     tensors = {name[9:-2]: x for name, x in arrays.items() if name.startswith("tensors")}
     return function(**own, **options, **({"tensors": tensors} if tensors else {}))
 
 
 def check_mixed(xp, function, arrays, options):
-    """Every array but q in host memory raises TypeError, which names it and the remedy; nothing is allocated or launched.
+    """Every array but q in host memory raises TypeError, which names it and the fix; nothing is allocated or launched.
 
     Lengths in lists are right with ``engine="cupy"``.
     """

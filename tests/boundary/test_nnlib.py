@@ -124,7 +124,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_become_options(name, engine):
-    """The fused call is that of the options: on a GPU it has the same plan; y and alpha equal those of the mask as an array."""
+    """The fused call is the call with the options: on a GPU it has the same plan; y and alpha equal the results with the mask as an array."""
     x = engine.put(rand(16, 5, 2).astype(engine.dtype))
     make, options = MASKS[name]
     mask = make(x, engine.put)
@@ -277,7 +277,7 @@ def test_the_gradient_of_a_bias_keeps_its_dtype():
 
 # Repeated calls
 
-#: Problems by name: the axes of a bias, and the mask of x, with lengths of 2 batch entries; the heads, and the batch dimensions.
+#: Problems by name: the axes of a bias, and the mask of x, with lengths of 2 batch items; the heads, and the batch dimensions.
 REPEATED = {
     "plain": (None, None, 2, (2,)),
     "bias": ("ki", None, 2, (2,)),
@@ -288,7 +288,7 @@ REPEATED = {
 }
 #: Problems of which an array is copied in every call.
 GAPS, OTHER_DTYPE, ONE_LENGTH, CONVERTED = COPIED = (
-    "gaps between batch entries", "another dtype of dy", "one length", "computed in another dtype",
+    "gaps between batch items", "another dtype of dy", "one length", "computed in another dtype",
 )  # fmt: skip
 
 

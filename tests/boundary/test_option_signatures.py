@@ -23,7 +23,7 @@ def test_the_help_of_attention_is_one_screen():
     """It names every option once and refers to the page that defines them."""
     text = pydoc.render_doc(cupy_sdpa.attention, renderer=pydoc.plaintext)
     doc = inspect.getdoc(cupy_sdpa.attention)
-    assert len(doc.splitlines()) <= 50  # the length of the signature depends on Python: from 3.13 on a line for each parameter
+    assert len(doc.splitlines()) <= 50  # the length of the signature depends on Python: since 3.13 a line for each parameter
     assert "causal: bool | Literal['top_left', 'bottom_right'] | None = False" in text.replace('"', "'")
     assert ":doc:`/options`" in doc
     documented = re.findall(r"^    ([\w, ]+): ", doc, re.M)

@@ -69,9 +69,9 @@ WITH_COPIES = {
     "dropout": (asked(dropout_p=0.1), "dropout_p"),
     "gradients, dropout": (asked(backward=True, dropout_p=0.1), "dropout_p"),
     "broadcast": (asked(arrays={"k": np.broadcast_to(np.empty((64, 2, 48, 1), np.float16, order="F"), (64, 2, 48, 3))}),
-                  "batch entries that are interleaved in memory"),
+                  "batch items that are interleaved in memory"),
     "interleaved": (asked(arrays={"q": np.empty((64, 4, 3, 40), np.float16, order="F").swapaxes(2, 3)}),
-                    "batch entries that are interleaved in memory"),
+                    "batch items that are interleaved in memory"),
     "deterministic": (asked(backward=True, deterministic=True), "deterministic=True"),
     "bias gradient": (asked(backward=True, bias=(48, 40, 1, 3), return_dbias=True), "return_dbias=True or return_dtensors"),
     "tensor gradient": (asked(backward=True, return_dtensors=True, **SCORES), "return_dbias=True or return_dtensors"),
@@ -132,7 +132,7 @@ def batch(engine, b=3, sq=40, skv=48, d=64):
 @EITHER_GPU
 @pytest.mark.parametrize("copied", [False, True])
 def test_memory_of_a_call(copied, engine):
-    """Without copies, a call allocates its results and nothing of their size; with copies, those of the arrays."""
+    """Without copies, a call allocates its results and nothing of their size; with copies, also copies of the arrays."""
     (q, k, v, dout), options = batch(engine, 2, 256, 256)
     sizes, pool = [], engine.xp.get_default_memory_pool()
 
@@ -160,7 +160,7 @@ def test_memory_of_a_call(copied, engine):
 
 
 def test_explain_names_the_form(fake):
-    """One line of the report, also of its table; the problem from shapes is that of a call with arrays."""
+    """One line of the report, also of its table; the problem from shapes equals the problem of a call with arrays."""
     from engines import Engine
 
     (q, k, v, _), options = batch(Engine("fake", fake))
@@ -181,7 +181,7 @@ def test_explain_names_the_form(fake):
 @pytest.mark.slow
 @EITHER_GPU
 def test_loaded_plans_and_longer_batches(engine):
-    """The offsets are no part of a stored plan; those of a longer batch replace no memory that replayed calls read."""
+    """The offsets are not part of a stored plan; a longer batch's offsets replace no memory that replayed calls read."""
 
     def results(b):
         (q, k, v, dout), options = batch(engine, b, 16, 16)

@@ -59,7 +59,7 @@ def test_derivatives(engine):
 
 @pytest.mark.parametrize("amax", [False, True])
 def test_fp8(amax):
-    """FP8 arrays, and arrays that attention_vjp converts, in the caller's layout, too."""
+    """FP8 arrays, and arrays that attention_vjp converts, also in the caller's layout."""
     x = np.asfortranarray(np.random.default_rng(0).standard_normal((16, 2, 5)), np.float32)
     converted = fp8.quantize(x), fp8.quantize(x[..., None])
     of_layout = fp8.quantize(x.transpose(2, 1, 0), layout="thd")
@@ -151,7 +151,7 @@ def test_functions_of_other_axes_ignore_or_refuse_it():
 
 
 def test_the_default_is_of_the_thread_and_the_block():
-    """Another thread has none, also while the block is active; after an error it is the one from before."""
+    """Another thread has no default layout, even while the block is active; after an error the previous one is back."""
     seen = []
     own = np.asfortranarray(X)
     with layout.default("bshd"):

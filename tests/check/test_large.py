@@ -10,7 +10,7 @@ CASES = pytest.mark.parametrize("case", large.CASES, ids=lambda case: case.name)
 @pytest.mark.large
 @CASES
 def test_large_problems(case, cupy):
-    """Samples of the results are those of the definition."""
+    """Samples of the results agree with the definition."""
     if case.gib > large.free_gib():
         pytest.skip(f"needs {case.gib} GiB of GPU memory; {large.free_gib():.0f} GiB are free")
     assert large.run(case) == []

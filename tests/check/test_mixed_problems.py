@@ -11,7 +11,7 @@ BUGS = {
         dtype="bfloat16", d=16, dv=16, sq=3, skv=1, backward=True,
         options={"bias": ("1111", "bfloat16", "normal"), "sinks": "high", "bucket": 128},
     ),
-    "a block mask without batch entries": Case(
+    "a block mask without batch items": Case(
         dtype="bfloat16", d=16, dv=16, hq=2, sq=1, skv=130, b=0, options={"block_mask": ("blocks", "kq1b")},
     ),
     "a block mask of heads, without heads": Case(

@@ -232,7 +232,7 @@ def test_the_command_without_a_gpu(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_planning_is_tested_for_described_gpus():
-    """The real cuDNN plans a case; a case that the support table refuses is refused."""
+    """The real cuDNN plans a case; a case that the support table rules out counts as refused."""
     with Pool(1) as workers:
         planned = workers.run(Case("plan", "float16", d=64, dv=64, sq=128, skv=128, gpu="h200", options={"causal": "top_left"}))
         refused = workers.run(Case("plan", "float16", d=12, dv=12, sq=128, skv=128, gpu="h200"))

@@ -85,7 +85,7 @@ def test_only_what_is_not_the_default_is_written(path):
 
 
 def test_the_problems_of_the_plan_caches(engine, path):
-    """On cuDNN those of all threads; every problem once, also if they are saved again."""
+    """On cuDNN the problems of all threads; every problem once, even if they are saved again."""
     if not engine.on_cudnn:
         pytest.skip("numpy has no plan cache")
     cupy_sdpa.get_plan_cache().clear()
@@ -163,7 +163,7 @@ OTHERS = {
     "pipe": (os.mkfifo, "regular file|No such device"),
     "device": (lambda path: path.symlink_to("/dev/full"), "regular file|No such device"),
     "folder": (Path.mkdir, "directory"),
-    "text": (lambda path: path.write_text("notes"), "other contents"),
+    "text": (lambda path: path.write_text("notes"), "does not contain problems"),
     "large": (lambda path: path.write_bytes(bytes(problem_file.MAX_BYTES + 1)), "MiB"),
 }
 
@@ -271,7 +271,7 @@ def test_the_case_leads_to_the_same_problem(name):
 
 
 def test_the_chunks_of_split_keys_are_one_sequence():
-    """A problem of split keys has a batch entry for each chunk; the case has one for each sequence."""
+    """A problem of split keys has a batch item for each chunk; the case has one for each sequence."""
     options = {"paged": (16, "pages", "random", 3, "mixed", False, False), "causal": "bottom_right"}
     case = Case("plan", "float16", b=2, hq=4, hkv=2, sq=1, skv=384, d=64, dv=64, options=options, gpu="h200")
     split = [problem for problem in problems(case) if problem.settings.split]
@@ -320,7 +320,7 @@ def test_a_file_that_cannot_be_read(folder):
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_plan_plans_a_file(path, folder):
-    """The plans of the problems, and what is refused with its reason."""
+    """The plans of the problems, and what cannot run with the reason."""
     problem_file.add(path, [asked(), asked(dtype="float32")])
     done = run(f"plan --saved {path} --gpu h200 -o plans -j 1")
     assert done.status == 1

@@ -133,7 +133,7 @@ def test_a_plan_that_cannot_be_stored(folder):
     assert stored.read_text() == "of another program"
 
 
-#: Command lines that the parser refuses, and the end of its error.
+#: Command lines that the parser rejects, and the end of its error.
 UNREADABLE = {
     "explain 64,8,x,2": "'64,8,x,2' is not a shape such as 128,32,4096,1",
     "explain 64,8,100,2 --window 1": "'1' is not a window such as 127,0 or 127,",
@@ -145,7 +145,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("command", UNREADABLE)
 def test_words_that_cannot_be_parsed(command):
-    """The error comes after the usage of the command, not that of python -m cupy_sdpa, which lists no options."""
+    """The error comes after the command's usage, not the usage of python -m cupy_sdpa, which lists no options."""
     done, name = run(command), command.split()[0]
     assert done.status == 2
     assert done.err.startswith(f"usage: python -m cupy_sdpa {name} ")
@@ -208,7 +208,7 @@ def test_every_option_can_be_asked_for():
 
 
 def test_the_verdict_comes_first():
-    """Whether it runs, the reasons and the remedy; the steps on request, after them."""
+    """Whether it runs, the reasons and the fix; the steps on request, after them."""
     for shape, verdict in (("64,8,1000,2", "runs on cuDNN ("), ("12,8,1000,2", "cannot run on cuDNN (")):
         done = run(f"explain {shape} --gpu h200 --cudnn 9.19")
         assert done.text.startswith(verdict)
@@ -233,7 +233,7 @@ def test_only_one_command_is_imported():
     ("shape", "status"), [("64,8,1000,2", 0), pytest.param("12,8,1000,2", 1, marks=pytest.mark.slow)], ids=["runs", "refused"]
 )
 def test_explain_without_cudnn(shape, status):
-    """The support table of the newest version is used, and the report says so; a refusal has the remedy and status 1."""
+    """The support table of the newest version is used, and the report says so; a refusal has the fix and status 1."""
     done = run(f"explain {shape} --gpu h200", CUPY_SDPA_CUDNN=NONE)
     assert done.status == status
     assert "; from the support table alone, not planned: libcudnn.so.9 was not found" in done.text
@@ -242,7 +242,7 @@ def test_explain_without_cudnn(shape, status):
 
 
 def test_without_a_gpu():
-    """explain asks for the name of a GPU, and info has none to describe."""
+    """explain asks for the name of a GPU, and info has no GPU to describe."""
     if not missing("gpu"):
         pytest.skip("this machine has a GPU")
     assert "name one with --gpu" in run("explain 64,8,1000,2").complaint
@@ -252,7 +252,7 @@ def test_without_a_gpu():
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_planning(folder):
-    """plan stores a plan, which a second run finds; what is refused has its reason and status 1."""
+    """plan stores a plan, which a second run finds; what cannot run has its reason and status 1."""
     command = "plan 64,4,128,1 --gpu h200 -o plans -j 1"
     done = run(command)
     assert done.status == 0
@@ -270,7 +270,7 @@ def test_the_support_table():
     printed = run("support", columns=200).lines
     assert max(map(len, printed)) <= 100
     assert "  forward, head dim 64: yes" in printed
-    assert "  gradients, one query, head and batch entry: no (backward-one-row)" in printed
+    assert "  gradients, one query, head and batch item: no (backward-one-row)" in printed
     assert not set("`#") & set("".join(printed))
     assert sum(line.startswith("  single-key-difference: ") for line in printed) == 1
     assert run("support --cudnn 9.25.1").lines[0].startswith("cuDNN 9.25.1 ")

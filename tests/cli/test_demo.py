@@ -38,7 +38,7 @@ def test_demo(words, engine):
 
 @pytest.mark.parametrize("words", ["--seq 30 --causal", "--seq 20 --dtype float64"])
 def test_demo_without_cudnn(words, fake):
-    """With --engine cupy a GPU computes also what cuDNN does not support; the tiles are in place of the plan."""
+    """With --engine cupy a GPU also computes what cuDNN does not support; the tiles replace the plan."""
     printed = check(f"demo --engine cupy {words}")
     for part in ("engine CuPy (", "engine='cupy')", "plan none: CuPy's operations, without cuDNN: all heads at a time"):
         assert part in printed
@@ -114,7 +114,7 @@ def test_a_wrong_result_is_noticed(words, monkeypatch):
 
 @pytest.mark.slow
 def test_a_figure_needs_matplotlib(folder):
-    """--plot without matplotlib is an error with the remedy."""
+    """--plot without matplotlib is an error with the fix."""
     (folder / "matplotlib.py").write_text("raise ModuleNotFoundError('no matplotlib', name='matplotlib')")
     done = python("-m", "cupy_sdpa", "demo", "--plot", "map.png", cwd=folder, path=[folder])
     assert "pip install -e '.[plot]' in a clone" in done.complaint

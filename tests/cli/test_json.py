@@ -61,7 +61,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_output_is_as_documented(command):
-    """Every key is documented, every documented key is there, and the types are those of the page; a refusal has status 1."""
+    """Every key is documented, every documented key is there, and the types match the page; a refusal has status 1."""
     done = run(command, CUPY_SDPA_CUDNN="/missing/libcudnn.so.9")
     check(done.json, schema_of(f"{command.split()[0]} --json"))
     assert done.status == (not done.json.get("runs", True))

@@ -252,7 +252,7 @@ def compute(
     """Compute ``function`` of numpy arrays on the current stream.
 
     The result has the shape and dtype that ``trial``, by default the function, returns for the present contents, and by default
-    its memory order. CuPy's operators return arrays in C order, whatever the order of their operands.
+    its memory order. CuPy's operators return arrays in C order, for any order of their operands.
     """
     given = [x.view_ if isinstance(x, ndarray) else x for x in operands]
     with np.errstate(all="ignore"):

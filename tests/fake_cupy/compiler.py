@@ -187,7 +187,7 @@ extern "C" unsigned long long fake_launch(const unsigned* n, void** arguments) {
 extern "C" long long fake_sizes(long long* out) { return sizes(KERNEL, out); }
 """
 
-#: The options of the compiler. NVRTC fuses products and sums, and a GPU refuses an address that is not aligned.
+#: The options of the compiler. NVRTC fuses products and sums, and a GPU faults on an address that is not aligned.
 _OPTIONS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=fast", "-fsanitize=alignment", "-fPIC")
 
 

@@ -33,8 +33,9 @@ class Config:
 
     Attributes:
         fails: the step that fails, ``finalize``, ``load`` or ``execute``; empty if none does.
-        status: the status of the failure. Default 0: that of an engine that does not take the graph, or of a failed launch.
-        error: raised in place of the failure. Default None.
+        status: the status of the failure. Default 0: the status of an engine that does not take the graph, or of a failed
+            launch.
+        error: raised instead of the failure. Default None.
     """
 
     engine: int
@@ -126,7 +127,7 @@ class FakeLibrary(Library):
         return 0
 
     def stream_of_last_handle(self) -> int:
-        """The stream of the handle of the last execution."""
+        """The stream of the last execution's handle."""
         return self._streams[self.executions[-1].handle]
 
     @property
@@ -249,7 +250,7 @@ class FakeLibrary(Library):
 
     def _program(self, record: Record) -> Program:
         def resolved(pointer: int) -> Any:
-            """The attributes of a descriptor, including those of the descriptors that it points to."""
+            """The attributes of a descriptor, including the attributes of descriptors that it points to."""
             of = self._records[pointer]
             found = {}
             for name, value in of.values.items():

@@ -1,9 +1,10 @@
 """An operation graph evaluated with numpy as cuDNN 9.19 does: what it computes, what it writes, and what it does not write.
 
-Sums of FP8 products have the precision of Hopper's tensor cores. One bug is that of 9.28: the backward pass treats -inf in an array with one element per query as 0.
+Sums of FP8 products have the precision of Hopper's tensor cores. One bug is 9.28's: the backward pass treats -inf in an array
+with one element per query as 0.
 
 Everything is computed as if there were no lengths, so the padding is multiplied by 0 and its NaN spreads. Arrays with ragged
-offsets are read within their sequences: up to the next offset, and up to the length if the graph has lengths. Rows in the padding are not written, and nothing is written for a batch entry without queries, or
+offsets are read within their sequences: up to the next offset, and up to the length if the graph has lengths. Rows in the padding are not written, and nothing is written for a batch item without queries, or
 without keys and sinks; but a single query with paged keys is written. The sum of the score gradients is added to the existing
 values.
 """
@@ -62,12 +63,12 @@ class Tensor:
 
     @property
     def sequence(self) -> int:
-        """The axis of the positions of a ragged tensor: rows, or columns if their stride is larger."""
+        """A ragged tensor's axis of positions: rows, or columns if their stride is larger."""
         return 3 if self.strides[3] > self.strides[2] else 2
 
 
 class Value(NamedTuple):
-    """The value of a tensor: a float32, integer or boolean array, and the rows and columns of each batch entry.
+    """The value of a tensor: a float32, integer or boolean array, and the rows and columns of each batch item.
 
     Attributes:
         top: whether it is the maximum of each row.
@@ -118,7 +119,7 @@ class Read(NamedTuple):
         return found
 
     def entry(self, t: Tensor, begin: int, length: int) -> Any:
-        """The memory of a batch entry of a ragged tensor."""
+        """The memory of a batch item of a ragged tensor."""
         shape = list(t.dims[1:])
         shape[t.sequence - 1] = length
         return self.device.view(self.pointers[t.uid] + begin * t.dtype.itemsize, shape, t.steps[1:], t.dtype)
@@ -237,7 +238,7 @@ class Program:
         return lengths
 
     def _entries_not_written(self, read: Read) -> Any:
-        """For each batch entry whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""
+        """For each batch item whether nothing is written: with lengths, it has no query, or neither a key nor a sink."""
         one_paged_query = any(operation.settings.get("tile") == 1 for operation in self.operations)
         for operation in self.operations:
             t = operation.tensors
@@ -394,7 +395,7 @@ def _largest(array: Any, rows: Any) -> Any:
 def _rng(operation: Operation, given: dict[str, Value]) -> Value:
     """Random numbers that depend on the seed, the offset and the index of the element.
 
-    As measured with cuDNN, the heads of all batch entries, counted together, are 32 apart in units of the offset.
+    As measured with cuDNN, the heads of all batch items, counted together, are 32 apart in units of the offset.
     """
     seed, offset = (int(given[name].array.ravel()[0]) for name in ("SEED", "OFFSET_DESC"))
     dims = operation.tensors["YDESC"].dims
@@ -451,7 +452,7 @@ _MODES: dict[str, Callable[..., Any]] = {
 
 
 def _is_mistaken(b: Tensor, x: Tensor, mode: str) -> bool:
-    """Whether cuDNN reads the element of another batch entry, from an array with one element per entry.
+    """Whether cuDNN reads the element of another batch item, from an array with one element per entry.
 
     It does not if there is only one query and one key.
     """

@@ -145,7 +145,7 @@ def test_the_error_of_normal_inputs_does_not_grow_with_the_number_of_keys(length
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("given", ["descale", "scale"])
 def test_factors_that_change(given, engine):
-    """An array as a factor is kept: after a change in place, both factors, views and the output of a call are those of it."""
+    """An array as a factor is kept: after a change in place, both factors, views and the output of a call use the new value."""
     q, k, v = (fp8.quantize(engine.put(normal((16, 2, 8, 1)))) for _ in range(3))
     wanted = engine.get(fp8.attention(q, k, v).dequantize())
     before = engine.get(getattr(v, given)).copy()
@@ -309,7 +309,7 @@ def test_explain(engine):
 
 
 def test_explain_with_a_mask_function_for_a_described_gpu():
-    """The mask function is refused, as in the call; its blocks are not counted, because FP8 arrays take no block mask."""
+    """The mask function raises, as in the call; its blocks are not counted, because FP8 arrays take no block mask."""
     x = fp8.quantize(normal((16, 1, 2048, 1)))
     report = explain(x, x, x, mask_mod=lambda b, h, i, j: i // 128 == j // 128, gpu="h200", cudnn="9.19")
     assert "mask_mod is not supported with FP8 arrays" in report.reasons[0]

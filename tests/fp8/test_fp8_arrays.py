@@ -1,4 +1,4 @@
-"""FP8 arrays: conversion with scales, rotation, delayed scaling, views and copies. Every bit is that of numpy."""
+"""FP8 arrays: conversion with scales, rotation, delayed scaling, views and copies. Every bit equals numpy's."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from cupy_sdpa.check.formats import dtype_of
 
 
 def equal(engine, found, wanted):
-    """Check the elements and the factors of an array of an engine: those of an array of numpy."""
+    """Check that the elements and the factors of an engine's array equal numpy's."""
     assert (found.dtype, found.rotated, found.shape) == (wanted.dtype, wanted.rotated, wanted.shape)
     assert (engine.get(found.scale), engine.get(found.descale)) == (wanted.scale, wanted.descale)
     np.testing.assert_array_equal(elements(engine, found).astype(np.float32), wanted.data.astype(np.float32))
@@ -106,7 +106,7 @@ def test_scales_of_special_numbers(value, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize(("history", "rotated"), [(1, False), (2, True), (5, False)])
 def test_delayed_scaling(history, rotated, engine):
-    """The scale is that of the largest of the last arrays; an array of many blocks counts as a whole."""
+    """The scale follows from the largest of the last arrays; an array of many blocks counts as a whole."""
     rng, largest = np.random.default_rng(history), []
     scaling = fp8.DelayedScaling(engine.put(np.zeros(1)), history, rotate=rotated)
     for turn in range(12):
@@ -142,7 +142,7 @@ def test_delayed_scaling_ignores_what_is_not_finite(value, rotated, engine):
 
 @ON_A_GPU
 def test_a_captured_conversion_advances_its_history(engine):
-    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before, also that of an output."""
+    """The history is in the GPU's memory: replays of a CUDA graph use the scale of the replay before, also for an output."""
     x = engine.put(np.ones((16, 1, 2, 1), np.float16, order="F"))
     scaling = fp8.DelayedScaling(x, 1)
     scaling.quantize(x)  # compiles
@@ -166,7 +166,7 @@ def test_a_captured_conversion_advances_its_history(engine):
 
 @ENGINES
 def test_views_of_rotated_arrays(engine):
-    """They have the values of the transposed and indexed array; a part of head_dim, in any order, is refused."""
+    """They have the values of the transposed and indexed array; a part of head_dim raises, in any order of axes."""
     made = fp8.quantize(engine.put(normal((32, 3, 5, 2))), rotate=True)
     square = fp8.quantize(engine.put(normal((16, 16, 5, 2))), rotate=True)
     assert made.T.axis == 3

@@ -26,7 +26,7 @@ def stored(engine, cache, side, layer, b):
 
 
 def mean_of(engine, cache, layer, b):
-    """The mean of the values of a sequence, (Dv, Hkv, 1); all of its pages have it."""
+    """The mean of a sequence's values, (Dv, Hkv, 1); all of its pages have it."""
     table, mean = engine.get(cache.full_table), engine.get(cache.values(layer).mean)[:, :, 0]
     pages = table[: -(-int(cache.host_lengths[b]) // cache.page_size), b]
     assert (mean[:, :, pages] == mean[:, :, pages[:1]]).all()
@@ -107,7 +107,7 @@ def test_scales_that_are_given(engine):
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rotated", [False, True])
 def test_fp8_tokens(rotated, engine):
-    """The scale of the first ones is adopted, and their elements are stored as they are; others are converted to this scale."""
+    """The scale of the first ones is adopted, and their elements are stored unchanged; others are converted to this scale."""
     cache = make(engine, rotate=rotated, layers=1)
     first, second = (
         [fp8.quantize(engine.put(normal((32, 2, n, 3), "float16", n + i)), rotate=rotated and i == 0) for i in range(2)]
@@ -129,7 +129,7 @@ def test_fp8_tokens(rotated, engine):
 @ENGINES
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_step_without_tokens_sets_no_scale(rotated, engine):
-    """The scale is that of the first tokens."""
+    """The scale follows from the first tokens."""
     cache, x = make(engine, layers=1, rotate=rotated), normal((32, 2, 4, 3), "float16")
     given = engine.put(x)
     cache.append(given[:, :, :0], given[:, :, :0])
@@ -141,7 +141,7 @@ def test_a_step_without_tokens_sets_no_scale(rotated, engine):
 @ENGINES
 @pytest.mark.parametrize(("value", "packed"), [(np.nan, False), (np.inf, True)])
 def test_first_tokens_that_are_not_finite(value, packed, engine):
-    """The scale is that of the other numbers, so later tokens are not lost."""
+    """The scale follows from the other numbers, so later tokens are not lost."""
     x = normal((32, 2, 4, 3), "float16")
     x[3, 1, 2, 0] = 0
     wanted = 448 / (HEADROOM * np.abs(x).max().astype(np.float32))

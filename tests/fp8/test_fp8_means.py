@@ -75,7 +75,7 @@ def test_padding_and_rows_without_keys(engine):
 @ENGINES
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
 def test_conversions_with_a_mean(source, engine):
-    """Of many rows, of wide rows, with lengths and in other memory layouts: every bit is that of numpy."""
+    """Of many rows, of wide rows, with lengths and in other memory layouts: every bit equals numpy's."""
     for seed, shape in enumerate([(16, 1, 700, 2), (80, 3, 300, 1), (2064, 1, 3, 1)]):
         x = normal(shape, source, seed) + dtype_of(source).type(2)
         lengths = np.array([530, 257], np.int32)[: shape[3]] % (shape[2] + 1)
@@ -122,7 +122,7 @@ def test_the_scale_fits_values_with_and_without_their_mean(engine):
 @ENGINES
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_outputs_in_fp8(dtype, engine):
-    """The scale of v fits an output with the mean; ``out_scale`` and the largest output are those of the whole output."""
+    """The scale of v fits an output with the mean; ``out_scale`` and the largest output describe the whole output."""
     for values in ("1 + 0.3 n", "100 + n", "1"):
         given = arrays(values)
         truth = attention(*(x.astype(np.float64) for x in given))
@@ -148,7 +148,7 @@ def test_an_output_in_16_bits():
 
 @ENGINES
 def test_gradients_of_values_with_a_mean(engine):
-    """Those of the values without the mean: a mean changes only the output."""
+    """They equal the gradients of the values without the mean: a mean changes only the output."""
     q, k, n = arrays("n", dtype="float16")
     dout = normal((48, 4, 20, 2), "float16", 5)
     v = np.asfortranarray(n + np.float16(8))
@@ -194,7 +194,7 @@ def test_packed_sequences_have_one_mean():
 
 @ENGINES
 def test_a_cache_keeps_the_mean_of_the_first_tokens(engine):
-    """Of every sequence, also after fork, truncate, release and new tokens: random changes beside a list of the tokens."""
+    """Of every sequence, also after fork, truncate, release and new tokens: random changes compared with a list of the tokens."""
     rng = np.random.default_rng(1)
     cache = KVCache(
         32, 2, pages=40, batch=4, page_size=16, head_dim_v=48, dtype=E4M3, layers=2, numpy=not engine.on_cudnn, v_scale=1.0
@@ -250,7 +250,7 @@ def test_a_cache_keeps_the_mean_of_the_first_tokens(engine):
 
 @ENGINES
 def test_the_mean_of_few_first_tokens(engine):
-    """It is that of few tokens where their directions agree, and near 0 where they do not, so that no sequence gets worse."""
+    """It is the mean of a few tokens where their directions agree, and near 0 where they do not, so that no sequence gets worse."""
     for numbers, offset, least, most in (
         (1, 0, 0, 1e-6),
         (40, 0, 0, 0.3),

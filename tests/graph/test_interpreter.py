@@ -223,7 +223,7 @@ def test_declared_dtypes_are_rounded_to():
 
 @pytest.mark.parametrize("tile", [1 << 20, 8], indirect=True)
 def test_lengths_of_a_matmul_mask_the_padding(tile):
-    """Rows beyond m, columns beyond n and products beyond k are ignored, even NaN; in tiles too."""
+    """Rows beyond m, columns beyond n and products beyond k are ignored, even NaN; also in tiles."""
     lengths = {"m": [3, 5], "n": [2, 4], "k": [6, 1]}
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 1, 5, 6)), rng.standard_normal((2, 1, 6, 4))

@@ -37,9 +37,10 @@ ALLOWED = {
         p.backward and p.bias is not None and p.sizes[4] == 1 and not 90 <= capability < 120
     ),
 }
-#: Refusals that depend on the number of arrays with an element for each query, such as masks beside trees, and on ``max_workspace``.
+#: Refusals that depend on the number of arrays with an element for each query, such as masks with trees, and on
+#: ``max_workspace``.
 REFUSALS = re.compile(
-    r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, \d+ are allowed|are the same but got d_qk"
+    r"sq broadcasted vectors are supported|needs a workspace of \d+ bytes, and the limit is \d+|are the same but got d_qk"
 )
 
 
@@ -86,7 +87,7 @@ def test_problems_that_the_table_allows_are_planned(part, planned):
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(8))
 def test_many_problems_that_the_table_allows_are_planned(part, planner):
-    """Many more; every night their kernels are compiled, too."""
+    """Many more; every night their kernels are also compiled."""
     count = 250 if NIGHTLY else 50
     check_plans(range(1000 + count * part, 1000 + count * (part + 1)), planner.call if NIGHTLY else planner.accept)
 
@@ -104,7 +105,7 @@ def test_every_head_dim_is_planned_for_the_h200(d, causal, planned):
 
 @pytest.mark.parametrize("gpu", [pytest.param(gpu, marks=[pytest.mark.slow] * (gpu != "h200")) for gpu in gpus.REPRESENTATIVES])
 def test_derivatives_that_the_table_allows_are_planned(gpu, planned):
-    """Random problems for every described GPU: each pass has a plan, or the table refuses it."""
+    """Random problems for every described GPU: each pass has a plan, or the table rules it out."""
     version, capability, count = planned(library_version), gpus.capability(gpu), 0
     for number in range(24):
         sampler = Sampler(np.random.default_rng([number, 5]), "plan")

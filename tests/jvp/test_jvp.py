@@ -75,7 +75,7 @@ def test_it_is_the_limit_of_differences(options, letters):
 
 
 def test_the_tangent_of_a_bias_of_keys():
-    """A bias per key is a head dim: q has 1, and k the bias, in an additional row; its tangent is that of the row."""
+    """A bias per key is a head dim: q has 1, and k the bias, in an additional row; its tangent is the row's."""
     rng = np.random.default_rng(0)
     q, k, v = (np.asfortranarray(rng.standard_normal((8, h, s, 2))) for h, s in ((4, 10), (2, 12), (2, 12)))
     bias, dbias = (np.asfortranarray(rng.standard_normal((12, 1, 1, 2))) for _ in range(2))
@@ -119,7 +119,7 @@ def test_the_row_of_ones_removes_the_error_of_the_mean(d, factor):
     ids=str,
 )  # fmt: skip
 def test_head_dims_of_the_passes(options, dims, widths):
-    """Those of the products of scores and of values are no larger than necessary, and equal where kernels need it."""
+    """The head dims of both products are no larger than necessary, and equal where kernels need it."""
     (d, dv), rest = dims, (2, 32)
     if "packed" in options:
         options = {"cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 16, "max_seqlen_kv": 16}
@@ -133,7 +133,7 @@ def test_head_dims_of_the_passes(options, dims, widths):
 
 
 def test_explained(engine):
-    """All passes are in the report, with all tangents or those that are passed; a refusal ends with the remedy."""
+    """All passes are in the report, with all tangents or those that are passed; a refusal ends with the fix."""
     q, k, v = (engine.normal(0, 64, 4, 128, 1, dtype="f2") for _ in range(3))
     report = explain(q, k, v, jvp=True, causal=True)
     assert report
@@ -236,7 +236,7 @@ def test_widen_checks_options_like_the_call(options):
 
 
 def test_widened_arrays_of_another_form(engine):
-    """They are refused although their shapes are those of a call that is cached: with sinks there is no row of 1."""
+    """They raise although a call with these shapes is cached: with sinks there is no row of 1."""
     q, k, v, *tangents = normals(engine, 16, 8)
     sinks = engine.put(np.ones(2, np.float32))
     right, wrong = (widen(q, k, v, tangents[0], deterministic=True, **options) for options in ({}, {"sinks": sinks}))

@@ -28,7 +28,7 @@ def equal(engine, found, wanted, axes):
 
 @pytest.mark.parametrize("default", [False, True])
 def test_a_cache(default, letters, engine):
-    """Tokens, pages and table have the layout, also that of the block in which the cache is made; a copy keeps it."""
+    """Tokens, pages and table have the layout, also if a block around the cache's creation sets it; a copy keeps it."""
     axes = ORDERS[letters]
     q, k, v = engine.normal(0, 8, 4, 1, 3), engine.normal(1, 8, 2, 5, 3), engine.normal(2, 8, 2, 5, 3)
     own = cache_of(engine)
@@ -49,7 +49,7 @@ def test_a_cache(default, letters, engine):
 
 
 def test_packed_tokens_and_fp8(engine):
-    """Packed tokens are (T, Hkv, D); pages of an FP8 cache have the layout, too."""
+    """Packed tokens are (T, Hkv, D); pages of an FP8 cache also have the layout."""
     tokens = engine.normal(0, 8, 2, 5)
     own, cache = cache_of(engine), cache_of(engine, layout="bshd")
     own.append(tokens, tokens, seq_lens_q=[2, 2, 1])

@@ -200,7 +200,7 @@ def test_cuda_graphs_are_optional_after_a_capture(engine):
 
 
 def decoded(engine, sizes, steps, others, place):
-    """The results of one sequence of a batch: its tokens are given, those of the others are random.
+    """The results of one sequence of a batch: its tokens are given, the others' tokens are random.
 
     Args:
         engine: the engine.

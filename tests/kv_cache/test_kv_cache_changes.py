@@ -294,7 +294,7 @@ class Model:
             self.keep_path(b, before, np.flatnonzero(rng.integers(3, size=len(self.tokens[b]) - before)).tolist())
 
     def keep_path(self, b, before, path):
-        """Keep a path of the tokens of a sequence from the position ``before``."""
+        """Keep a path of a sequence's tokens from the position ``before``."""
         self.remove(b, before, path, self.cache.keep)
 
     def remove(self, b, before, path, function):
@@ -505,7 +505,7 @@ def test_a_change_that_is_interrupted(name, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["append of a new step", "append of layer 1"])
 def test_an_interrupted_append_that_sets_fp8_scales(name, engine):
-    """The scales are those of the retry."""
+    """The scales come from the retry."""
     assert check(engine, name, "float8_e4m3fn", Interrupted, KeyboardInterrupt, 29) > 1
 
 
@@ -529,7 +529,7 @@ def test_a_launch_that_fails(name, dtype, engine):
 
 @pytest.mark.parametrize("engine", ["fake"], indirect=True)
 def test_a_device_that_fails_repeatedly(engine):
-    """If restoring fails too, the next call restores first."""
+    """If restoring also fails, the next call restores first."""
     rng = np.random.default_rng(0)
     start, x = made(engine, rng), engine.put(tokens(rng, 8))
     done = copy.deepcopy(start)

@@ -103,7 +103,7 @@ def test_the_kernel_that_splits_keys_is_used_where_it_is_right(name, planner):
 OF_THE_HEAD = {
     "head": {"score_mod": lambda s, b, h, i, j: s + h},
     "array": {"score_mod": lambda s, b, h, i, j, t: s + t[h], "tensors": {"t": (HEADS,)}},
-    "array of batch entries": {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": (BATCH, HEADS)}},
+    "array of batch items": {"score_mod": lambda s, b, h, i, j, t: s + t[b, h], "tensors": {"t": (BATCH, HEADS)}},
     "one element": {"score_mod": lambda s, b, h, i, j, t: s + t, "tensors": {"t": ()}},
     "integers": {"score_mod": lambda s, b, h, i, j, t: s + t[h] % 3, "tensors": {"t": np.arange(HEADS, dtype=np.int32)}},
     "with other indices": {"score_mod": lambda s, b, h, i, j: s * 0.5 + 0.01 * j - 0.02 * i + 0.1 * h},
@@ -115,7 +115,7 @@ OF_THE_HEAD = {
 @pytest.mark.cudnn
 @pytest.mark.parametrize("gpu", ["h200", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in sorted({*GPUS} - {"h200"}))])
 def test_functions_of_the_head_are_planned(gpu, planner):
-    """Since 9.26 cuDNN refuses to add an array with stride 0 along the keys; the product of such an array and ones is planned."""
+    """Since 9.26 cuDNN cannot add an array with stride 0 along the keys; the product of such an array and ones is planned."""
     version = planner.call(library_version)
     kinds = ((1, {}), (KEYS, {"return_stats": True}), ("pages", {}), ("pages", {"deterministic": True}))
     for (name, options), (keys, more) in ((of, kind) for of in OF_THE_HEAD.items() for kind in kinds):

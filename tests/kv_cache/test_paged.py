@@ -1,4 +1,4 @@
-"""Attention with paged keys and values: the result is that of dense attention to the gathered pages.
+"""Attention with paged keys and values: the result equals dense attention to the gathered pages.
 
 Pages that no sequence owns are full of NaN, and table entries after the length are arbitrary numbers.
 """
@@ -107,7 +107,7 @@ def arguments(packed, **options):
 @pytest.mark.parametrize(("packed", "options"), [(False, {}), (True, {}), (False, {"num_splits": 2})], ids=str)
 @pytest.mark.parametrize("gpu", [{}, {"gpu": "H200", "cudnn": "9.19"}], ids=["here", "described"])
 def test_a_report_gives_the_reason_against_gradients(packed, options, gpu, engine):
-    """explain() does not raise: the reason is that of the error, and the steps are those of the forward pass."""
+    """explain() does not raise: the reason is the error's, and the steps are the forward pass's."""
     arrays, given = engine.put(arguments(packed, **options)) if not gpu else arguments(packed, **options)
     assert not engine.get(attention(*arrays, **given)).any()
     with pytest.raises(Unsupported, match=GRADIENTS):
@@ -119,7 +119,7 @@ def test_a_report_gives_the_reason_against_gradients(packed, options, gpu, engin
         assert report.engine == ("cuDNN" if gpu or engine.on_cudnn else "numpy")
         (reason,) = report.reasons
         assert re.search(GRADIENTS, reason)
-        assert f"cannot run on {report.engine} (the steps are those of the forward pass):" in str(report)
+        assert f"cannot run on {report.engine} (the steps belong to the forward pass):" in str(report)
         assert reason in report._repr_html_()
 
 

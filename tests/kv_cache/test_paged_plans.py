@@ -84,7 +84,7 @@ def test_a_report_says_whether_keys_are_split(name):
 
 
 def test_shapes_of_pages_are_those_of_arrays():
-    """The problem of shapes is that of a call with arrays: how the keys are split, and packed queries."""
+    """The problem of shapes equals the problem of a call with arrays: how the keys are split, and packed queries."""
     pages, options = (64, 2, 64, 100), {"dtype": "float16", "page_table": (16, 2)}
     q, pool = np.zeros((64, 8, 4, 2), np.float16, order="F"), np.zeros(pages, np.float16, order="F")
     table, lengths = np.zeros((16, 2), np.int32, order="F"), np.zeros(2, np.int32)

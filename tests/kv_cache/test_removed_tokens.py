@@ -106,7 +106,7 @@ class Machine:
             own.clear()
 
     def stored(self, layer, b):
-        """The keys and the values of a sequence as they are stored, in float64."""
+        """The stored keys and values of a sequence, in float64."""
         cache, get = self.cache, self.engine.get
         table, length = get(cache.full_table)[:, b], int(cache.host_lengths[b])
         pages = [table[i] for i in range(-(-length // cache.page_size))]

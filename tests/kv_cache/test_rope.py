@@ -69,7 +69,7 @@ def test_a_position_of_every_token(seed, dtype, engine):
 
 
 def test_positions_in_a_layout(engine):
-    """Beside arrays in C order positions are (B, S); also as a list, and with what a view passes for a cache."""
+    """With arrays in C order positions are (B, S); also as a list, and with what a view passes for a cache."""
     q, rope = engine.normal(0, 8, 2, 5, 3), Rope(8)
     positions = np.random.default_rng(0).integers(0, 99, (5, 3)).astype(np.int32)
     wanted = engine.get(apply_rope(q, rope, positions=engine.put(positions)))
@@ -191,7 +191,7 @@ def test_nothing_to_rotate(engine):
 
 
 def test_keys_of_a_layer_are_rotated_alike():
-    """Another rotation than that of earlier keys of the layer is refused, and nothing changes; an empty cache takes any."""
+    """A rotation that differs from the layer's earlier keys raises, and nothing changes; an empty cache takes any."""
     cache = KVCache(16, 2, pages=4, batch=1, page_size=4, dtype="float32", layers=2, numpy=True)
     x = np.ones((16, 2, 2, 1), np.float32, order="F")
     one, other = Rope(16), Rope(16, base=500_000)
@@ -219,7 +219,7 @@ TWO_PI = Decimal("6.283185307179586476925286766559005768394338798750211641949889
 )
 @pytest.mark.parametrize("position", [1, 1_000_000, 2**31 - 2])
 def test_angles_of_float64_are_exact(position, frequencies, engine):
-    """The only error besides that of float64 is the rounding of the turns per position, 2^-65."""
+    """Apart from float64's error, the only error is the rounding of the turns per position, 2^-65."""
     rope = Rope(16, frequencies=frequencies)
     x = np.zeros((16, 1, 1, 1), order="F")
     x[:8] = 1

@@ -48,7 +48,7 @@ def test_the_width_of_the_longest_list():
 
 @pytest.mark.parametrize("seed", numbers(6, quick=2))
 def test_sequences_with_gaps(seed, engine):
-    """Results and gradients of each sequence are those of the sequence alone; gaps may contain NaN."""
+    """Results and gradients of each sequence equal the sequence alone; gaps may contain NaN."""
     rng = np.random.default_rng(seed)
     batch, causal = int(rng.integers(1, 4)), bool(rng.integers(2))
     counts = {side: rng.integers(1, 12, batch) for side in ("q", "kv")}

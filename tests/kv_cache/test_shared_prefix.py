@@ -45,7 +45,7 @@ def arguments(engine, cache, sq):
 
 @pytest.mark.parametrize("sq", [1, 2])
 def test_after_a_release(sq, engine):
-    """The pages of the prefix are those of a sequence that has it; the sequences before the last one are released."""
+    """The prefix's pages are taken from a sequence that has it; the sequences before the last one are released."""
     cache = cached(engine)
     for released in (0, 1):
         cache.release(released)

@@ -32,7 +32,7 @@ def test_random_problems(names, number, engine):
 
 @pytest.mark.parametrize("form", ["parents", "device", "mask", "one"])
 def test_trees_of_some_tokens(form, engine):
-    """Every sequence has its own tree, or all have one; with seq_lens_q it is that of the newest tokens of a sequence."""
+    """Every sequence has its own tree, or all share one; with seq_lens_q it is the tree of a sequence's newest tokens."""
     options = {"tree": form, "seq_lens_q": "random", "seq_lens_kv": "random", "stats": True}
     engine.agrees(engine.case(d=16, dv=16, hq=2, hkv=2, sq=9, skv=20, b=4, options=options))
 
@@ -53,7 +53,7 @@ def test_trees_are_planned(gpu, planner):
 
 
 def test_shapes_and_reports(engine):
-    """A report shows the mask, and the problem of shapes, for plans ahead of time, is that of the arrays."""
+    """A report shows the mask, and the problem of shapes, for plans ahead of time, equals the arrays' problem."""
     q, k = engine.normal(0, 16, 4, 5, 2), engine.normal(1, 16, 2, 30, 2)
     mask = tree_mask([-1, 0, 1, 0, 3], k)
     assert "a mask function" in str(explain(q, k, k, **mask))
@@ -83,7 +83,7 @@ def test_a_layout_in_c_order(engine):
 
 @pytest.mark.parametrize("form", ["list", "array", "device", "mask", "bshd"])
 def test_depths(form, engine):
-    """The number of ancestors of each token, of parents in every form; those of the mask are beside its keys."""
+    """The number of ancestors of each token, for parents in every form; the mask's depths are on the device of its keys."""
     rng = np.random.default_rng(0)
     for tokens, batch in ((1, 1), (7, 3), (40, 2), (0, 2)):
         parents, visible = draw(rng, tokens, batch)

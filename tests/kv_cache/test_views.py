@@ -79,7 +79,7 @@ def test_prompts_of_different_lengths(packed, rotated, engine):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_views_in_a_layout(layout, engine):
-    """Packed queries have the layout thd, also if that of the cache has the heads before the tokens."""
+    """Packed queries have the layout thd, even if the cache's layout has the heads before the tokens."""
     cache, tokens, counts = made(engine, layout=layout), Sequences(engine, Rope(16)), [2, 5, 3]
     axes = [3, 1, 2, 0] if layout == "bhsd" else [3, 2, 1, 0]
     for packed in (False, True):
@@ -154,7 +154,7 @@ def test_finished_sequences_have_no_weights_if_the_lengths_are_passed(lengths, e
         assert out[..., b].any() == entropy[..., b].all() == (queries == 1)
 
 
-# Queries that are not those of the last append
+# Queries other than the last append's
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_changes_after_a_padded_append(name, ragged):
 
 
 def test_an_announced_step(ragged):
-    """The counts on the device are those of the new step, the lengths those before it."""
+    """On the device the counts belong to the new step, and the lengths are from before it."""
     cache, q = ragged
     cache.begin_step([2, 1, 0])
     with pytest.raises(RuntimeError, match=r"seq_lens_q \[2, 1, 0\] is announced.*before view\(\), or call cancel_step"):

@@ -108,7 +108,7 @@ def test_every_member_raises_if_one_ends(stage, method):
 
 
 def test_every_member_raises_if_one_fails():
-    """The exception of the member that failed is raised; the others do not wait for the timeout, and later calls raise, too."""
+    """The exception of the member that failed is raised; the others do not wait for the timeout, and later calls also raise."""
     group, messages, x = Loopback(4, timeout=600), [], ones()
 
     def member(own):
@@ -180,7 +180,7 @@ def test_a_refused_call_raises_on_every_member(options, error, words):
     def member(own):
         with pytest.raises((TypeError, ValueError)) as caught:
             context_parallel(own).attention(ones(), ones(), ones(), **(options if own.rank == 0 else {}))
-        found = f"member 0 refused the call: {error.__name__}: {words}" if own.rank else words
+        found = f"member 0 rejected the call: {error.__name__}: {words}" if own.rank else words
         assert found in str(caught.value)
         assert type(caught.value) is (ValueError if own.rank else error)
 
@@ -201,7 +201,7 @@ def test_a_refused_call_names_the_layout_once():
 
 @pytest.mark.parametrize("options", [{"layout": "foo"}, {"engine": "cudnn"}, {"return_stats": 2}, {"softcap": -1.0}], ids=str)
 def test_a_member_that_refuses_a_known_call_sends_nothing_of_the_next_one(options):
-    """The others raise, too; they would otherwise use what the member sends in its next call."""
+    """The others also raise; they would otherwise use what the member sends in its next call."""
     refused = []
 
     def member(own):

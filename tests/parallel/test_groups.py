@@ -78,7 +78,7 @@ def test_parts_begin_at_any_address(engine, options):
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("lengths", ["random", "zero"])
 def test_dropout_and_bias_of_packed_sequences(engine, lengths, members):
-    """Random numbers are those of one device; the axes of a bias are the maximum lengths, also without positions."""
+    """Random numbers equal one device's; the axes of a bias are the maximum lengths, also without positions."""
     options = {
         "packed": (lengths, "same", 0, 0, 0, "int32"),
         "dropout": (0.5, "seed", 3, 8),
@@ -295,7 +295,7 @@ def test_unshard_without_the_length_is_refused_if_it_is_needed():
             with pytest.raises(ValueError, match="different shapes or options"):
                 cp.unshard(part, axis=0)
             assert np.array_equal(cp.unshard(part, axis=0, seqlen=7), x)
-        with pytest.raises(ValueError, match=r"member 0 refused the call|axis is 1"):
+        with pytest.raises(ValueError, match=r"member 0 rejected the call|axis is 1"):
             cp.unshard(part, axis=1 if own.rank == 0 else 0)
 
     run_threads(group.members, member)
@@ -313,7 +313,7 @@ def test_validated_steps(method):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_repeated_call_is_not_parsed(size, engine):
-    """It computes with the arrays of the call, with their lengths and offsets, and enters a third of the functions of a parsed one."""
+    """It computes with the call's arrays, lengths and offsets, and enters a third as many functions as a parsed call."""
     arrays = [engine.normal(n, 16, 2, 24, 2) for n in range(6)]
     lengths = [engine.put(np.array(x, np.int32)) for x in ([24, 7], [11, 0])]
     expected = [attention(*arrays[:3], seq_lens_kv=x) for x in lengths] + [attention(*arrays[3:], seq_lens_kv=lengths[0])]
@@ -390,8 +390,8 @@ class Counted:
             sys.setprofile(profiler)
 
 
-#: The most functions of the package that a repeated call of a member enters besides those of its exchanges, and for each
-#: exchange; and the most of a whole call of two GPUs.
+#: The most functions of the package that a repeated call of a member enters outside its exchanges, and for each exchange; and
+#: the most of a whole call of two GPUs.
 OF_CALL, OF_EXCHANGE, OF_TWO_GPUS = 20, 2, 40
 #: The number of calls that are counted. At least one of them gets the addresses of an earlier one.
 TIMES = 12
@@ -438,7 +438,7 @@ def test_host_work_of_repeated_calls(size, method, fake):
 
 
 def test_host_work_of_repeated_calls_on_numpy():
-    """A group of one enters few functions besides those of the same call on one device."""
+    """A group of one enters few more functions than the same call on one device."""
     x = [np.ones((8, 1, 4, 1), np.float32, order="F") for _ in range(3)]
     cp = context_parallel()
     for _ in range(2):

@@ -69,7 +69,7 @@ def test_the_calls_of_members_are_planned(name, method, planned, fake):
 
 
 def test_the_example_runs(tmp_path):
-    """The example runs with threads and numpy arrays, and its results are those of one device."""
+    """The example runs with threads and numpy arrays, and its results equal one device's."""
     done = python(EXAMPLE, "--cpu", "3", "--length", "50", cwd=tmp_path)
     assert "method: " in done.text
     assert all(f"member {rank} of 3" in done.text for rank in range(3))
@@ -77,7 +77,7 @@ def test_the_example_runs(tmp_path):
 
 
 def test_the_example_without_a_launcher(tmp_path):
-    """Without CuPy, a GPU or a launcher one line names the remedy."""
+    """Without CuPy, a GPU or a launcher one line names the fix."""
     done = python(EXAMPLE, cwd=tmp_path)
     assert done.status == 2
     assert "--cpu 4" in done.err.splitlines()[-1]
@@ -94,7 +94,7 @@ def test_the_pictures_of_groups_are_those_of_the_layouts():
 
 @pytest.mark.slow
 def test_the_benchmark_measures_a_small_group(monkeypatch, tmp_path):
-    """The rows of the benchmark have the columns, and the results of the group are those of one device."""
+    """The rows of the benchmark have the columns, and the group's results equal one device's."""
     monkeypatch.setattr(parallel_benchmark, "ROUNDS", 1)
     path = tmp_path / "x.csv"
     assert benchmarks(["parallel", str(path), "--cpu", "--members", "2", "--only", "causal"]) == 0

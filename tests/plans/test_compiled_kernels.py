@@ -45,7 +45,7 @@ EXEMPT_GRADIENTS = EXEMPT | {
 #: What is neither passed nor confirmed by a GPU. These kernels of Blackwell split the keys; another one, which is not serialized,
 #: merges the parts, and must write the largest magnitude. Blackwell is unverified in the support table.
 UNCONFIRMED = {"b200": {"forward, FP8, bfloat16 output": {"amax_out"}, "forward, FP8, one query": {"amax_out"}}}
-#: Options that no graph for a GPU has: one is refused, and the number of chunks is read into ``split``.
+#: Options that no graph for a GPU has: one raises, and the number of chunks is read into ``split``.
 WITHOUT_GRAPHS = {"dropout_mask", "num_splits"}
 
 
@@ -58,7 +58,7 @@ def _captured(**options):
 
 
 def _problems():
-    """A problem of each kind of graph, by name: those of the support table, and more."""
+    """A problem of each kind of graph, by name: the support table's, and more."""
     shape, small = (64, 8, 64, 2), functools.partial(problem_of_sizes, 64, sq=64, skv=64)
     dump = dense_spec("rng_dump", "float32", (64, 64, 8, 2))
     whole = PROBES | {
@@ -94,8 +94,8 @@ def options_of(problem):
 def graphs_of(problem, avoided):
     """The graph of a problem with these guards, and by the name of each option the graphs without it.
 
-    There is none without an option that another one needs, such as the lengths of the queries beside those of the keys. Without
-    some options dQ is computed by another method: then there are two.
+    There is no such graph without an option that another one needs, such as query lengths with key lengths. Without some
+    options dQ is computed by another method: then there are two.
     """
 
     def graph(one, like):
@@ -113,7 +113,7 @@ def graphs_of(problem, avoided):
 
 
 def tensors_of(graph):
-    """The names of the arrays and by-value arguments of a graph, and those of its constant scalars."""
+    """The names of a graph's arrays and by-value arguments, and of its constant scalars."""
     tensors = [tensor for tensor in graph.tensors if tensor.role != "virtual"]
     constants = {tensor.name for tensor in tensors if tensor.value is not None}
     return {tensor.name for tensor in tensors} - constants, constants

@@ -84,14 +84,14 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_entry_is_deleted_with_a_warning(name, folder):
-    """Whatever the damage: the entry is not returned, it is deleted, and can be stored again."""
+    """After any damage: the entry is not returned, it is deleted, and can be stored again."""
     DiskCache(folder).put(KEY, CONTENT)
     path = file_of(folder)
     raw = path.read_bytes()
     path.write_bytes(DAMAGE[name](raw))
     assert path.read_bytes() != raw
     other = DiskCache(folder)
-    with pytest.warns(DiskCacheWarning, match="built again") as said:
+    with pytest.warns(DiskCacheWarning, match="is rebuilt") as said:
         assert other.get(KEY) is None
     assert len(said) == 1
     assert not path.exists()
@@ -203,7 +203,7 @@ def test_the_folder_is_bounded(folder):
 
 
 def test_temporary_files_of_killed_processes_are_removed(folder):
-    """Old temporary files are deleted; those of a process that is writing are not."""
+    """Old temporary files are deleted, but not the files of a process that is writing."""
     kept = DiskCache(folder)
     kept.put(KEY, CONTENT)
     old, new = folder / f".cupy_sdpa-{1:032x}.part", folder / f".cupy_sdpa-{2:032x}.part"
@@ -219,7 +219,7 @@ def test_temporary_files_of_killed_processes_are_removed(folder):
 
 
 def in_use(folder):
-    """A folder with other files whose names are similar to those of entries; returns the names."""
+    """A folder with other files whose names resemble entries; returns the names."""
     folder.mkdir(mode=0o700)
     entry = b"cupy_sdpa plan 2\n" + b"x" * 1000
     others = {
@@ -278,7 +278,7 @@ UNSAFE = {
 
 @pytest.mark.parametrize("how", UNSAFE)
 def test_a_file_that_others_may_have_written_is_not_read(how, folder, tmp_path):
-    """In a private folder, too, an entry must be a regular file of this user or root that only its owner can write to."""
+    """Even in a private folder, an entry must be a regular file of this user or root that only its owner can write to."""
     DiskCache(tmp_path / "private").put(KEY, CONTENT)
     folder.mkdir(mode=0o700)
     UNSAFE[how](file_of(folder), file_of(tmp_path / "private"))

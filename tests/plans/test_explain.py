@@ -148,7 +148,7 @@ def test_arrays_are_explained_for_another_gpu_too(kept):
 @pytest.mark.cudnn
 @pytest.mark.slow
 def test_the_messages_of_cudnn_for_every_config():
-    """If the table has no reason and cuDNN refuses, the reason of each engine is reported. (The rule for head dims is turned off.)"""
+    """If the table has no reason and cuDNN has no plan, each engine's reason is reported. (The rule for head dims is turned off.)"""
     text = explained((12, 4, 64, 2), CUPY_SDPA_GUARDS_OFF="head-dim")
     assert "cannot run on cuDNN" in text
     assert {"engine 1", "engine 2"} <= set(re.findall(r"engine \d", text))

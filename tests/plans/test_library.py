@@ -60,7 +60,7 @@ print(json.dumps(messages))
 
 
 def test_a_failure_lists_every_place(tmp_path):
-    """The places that were searched, the results, and the remedy; a file that was named is the only place."""
+    """The places that were searched, the results, and the fix; a file that was named is the only place."""
     broken = tmp_path / SONAME
     broken.write_bytes(b"not a library")
     mine = str(tmp_path / "mine.so")
@@ -94,7 +94,7 @@ print(json.dumps([library().found_via, library().version, library().is_light]))
 
 @pytest.mark.parametrize("light", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_light_wheels_are_found(light, tmp_path):
-    """In the folder of NVIDIA's wheels, of which cuda.pathfinder knows nothing; the engines of the full cuDNN are a file beside it."""
+    """In the folder of NVIDIA's wheels, of which cuda.pathfinder knows nothing; the engines of the full cuDNN are a file next to it."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         pytest.skip("no C compiler")

@@ -54,7 +54,7 @@ def build(folder, minor, *flags):
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason=f"no C compiler ({', '.join(COMPILERS)}) to build a library with")
 def test_it_is_found_where_cudnn_searches(tmp_path):
-    """A loaded library of the name, LD_LIBRARY_PATH, then cuDNN's folder or that of a wheel; what is not NVRTC is ignored. Two
+    """A loaded library of the name, LD_LIBRARY_PATH, then cuDNN's folder or a wheel's; what is not NVRTC is ignored. Two
     builds of one version have different build ids.
     """
     (tmp_path / "cudnn/lib").mkdir(parents=True)

@@ -31,7 +31,7 @@ class FakePlan(Plan):
 
 
 def use(kept, number, plan=None):
-    """The plan of a problem, which is stored if there is none."""
+    """The plan of a problem, which is stored if missing."""
     return kept.use(PROBLEMS[number], lambda: plan or FakePlan(), lambda found: found)
 
 
@@ -210,7 +210,7 @@ def in_thread(function):
 
 
 def test_sessions(fake):
-    """A context and a thread have their own plans; a new thread takes over those of an ended one."""
+    """A context and a thread have their own plans; a new thread takes over an ended thread's plans."""
     fake.cuda.Device().synchronize()
     mine = get_plan_cache()
     assert get_plan_cache() is mine

@@ -59,15 +59,15 @@ def test_deterministic_gradients_keep_within_the_memory(planner):
         assert ordered.workspace <= 20 << 20
         assert ordered.graph.by_role("scratch")
         assert ordered.engine == ORDERED.engine
-        assert any(f"{quadratic.workspace} bytes, {20 << 20} are allowed" in reason for reason in ordered.refused)
-        assert "1000 are allowed" in text
+        assert any(f"{quadratic.workspace} bytes, and the limit is {20 << 20}" in reason for reason in ordered.refused)
+        assert "the limit is 1000" in text
     for gpu in ("a100", "l40s", "b200"):
         assert "and a Hopper GPU; this is cuDNN" in planner.accept(plan_problem, asked[1], gpu)
     sums = problem((64, 2, 16, 1), dtype="float16", backward=True, deterministic=True, max_workspace=999, return_dtensors=True,
                    score_mod=lambda s, b, h, i, j, t: s + t[i, j], tensors={"t": (16, 16)})  # fmt: skip
     assert sums.ds_reductions
     text = planner.accept(plan_problem, sums, "h200")
-    assert "999 are allowed" in text
+    assert "the limit is 999" in text
     assert "Hopper" not in text
 
 
@@ -96,7 +96,7 @@ def test_max_workspace_refuses_larger_plans(planner):
     assert free.workspace > 100_000
     less = planner.accept(plan_problem, problem(**one, max_workspace=free.workspace - 1), "h200")
     assert less.workspace < free.workspace
-    assert f"needs a workspace of {free.workspace} bytes, {free.workspace - 1} are allowed" in less.refused[0]
+    assert f"needs a workspace of {free.workspace} bytes, and the limit is {free.workspace - 1}" in less.refused[0]
 
 
 @pytest.mark.cudnn
@@ -141,7 +141,7 @@ def test_captured_graphs_do_not_own_plans(planner):
 @pytest.mark.slow
 @pytest.mark.cudnn
 def test_a_refusal_keeps_every_reason(planner):
-    """Every engine refuses a head dim that is no multiple of 8; the reason of each is kept, once."""
+    """Every engine rejects a head dim that is not a multiple of 8; each reason is kept, once."""
     text = planner.call(plan_problem, problem((12, 4, 64, 2)), "h200")
     assert "multiple of 8" in text
     assert "engine 1" in text
@@ -154,7 +154,7 @@ def test_a_refusal_keeps_every_reason(planner):
 
 ONE_ROW = {"q": (128, 1, 1, 1), "kv": (128, 1, 64, 1), "backward": True}
 SINGLE_KEY = {"q": (64, 2, 16, 2), "kv": (64, 2, 1, 2), "backward": True, "tensors": {"t": ()}}
-#: Gradients that crash cuDNN: the rule that refuses them, and the same with one change that is planned.
+#: Gradients that crash cuDNN: the rule that rules them out, and the same with one change that is planned.
 CRASHES = {
     "one_row": ("backward-one-row", ONE_ROW, ONE_ROW | {"q": (128, 1, 2, 1)}),
     "difference": (
@@ -172,7 +172,7 @@ CRASHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CRASHES)
 def test_gradients_that_crash_cudnn_are_refused(name, planner):
-    """Of one row, and of a single key whose score function subtracts an array of one element; with the remedy they are planned."""
+    """Of one row, and of a single key whose score function subtracts an array of one element; with the fix they are planned."""
     rule, deadly, remedy = CRASHES[name]
     version = planner.call(library_version)
     deadly, remedy = problem(**deadly), problem(**remedy)

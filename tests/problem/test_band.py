@@ -40,7 +40,7 @@ def test_the_simplest_form_shows_the_same_keys(queries, corner):
 
 @pytest.mark.parametrize("corner", ["top_left", "bottom_right"])
 def test_the_simplest_form_holds_for_shorter_entries(corner):
-    """With sequence lengths, batch entries have any smaller numbers of queries and keys."""
+    """With sequence lengths, batch items have any smaller numbers of queries and keys."""
     for queries, keys, left, right in itertools.product((1, 2, 4), (1, 4), SIDES[:5], SIDES[:5]):
         found = band_of(queries, keys, lengths=True, window=(left, right, corner))
         wanted = (left, right, corner == "bottom_right")

@@ -144,7 +144,7 @@ def test_calls_of_a_cache_are_explained(engine):
 
 
 def test_results_that_overlap_are_refused(engine):
-    """Those of a call of several steps, also after calls that are cached."""
+    """The programs of a call of several steps, also after calls that are cached."""
     x, options = [engine.normal(n, 16, 2, 20, 1, dtype="float32") for n in range(3)], {"compute_dtype": "float16"}
     out, stats = attention(*x, return_stats=True, **options)
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_a_wrong_plan_is_named(engine):
 
 
 def test_functions_of_scores_are_approximate(fake):
-    """A GPU's tanh has a relative error of 2^-11, and the log-sum-exp that of the scores."""
+    """A GPU's tanh has a relative error of 2^-11, and the log-sum-exp has the scores' error."""
     x = [Engine("fake", fake).normal(n, 16, 2, 40, 1) for n in range(3)]
 
     def validate_wrong_stats(**options):
@@ -207,7 +207,7 @@ def test_functions_of_scores_are_approximate(fake):
 
 
 def test_sums_of_terms_that_cancel_are_right(fake):
-    """The gradient of a bias that is added at every key is near 0; rounding is that of its terms."""
+    """The gradient of a bias that is added at every key is near 0, with its terms' rounding errors."""
     engine, options = Engine("fake", fake), {"bias": ("1q11", "float32", "inf"), "return_dbias": True}
     with validated_steps():
         engine.agrees(engine.case(dtype="bfloat16", d=16, dv=16, sq=83, skv=1128, b=2, backward=True, options=options, seed=1))

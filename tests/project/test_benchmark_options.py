@@ -75,7 +75,7 @@ def test_a_mix_takes_turns():
 
 
 def test_a_mix_is_measured_after_it_is_warm():
-    """The rounds of contenders correspond; those of the warm-up do not count."""
+    """The rounds of contenders correspond; warm-up rounds do not count."""
     count = [0]
 
     def call():

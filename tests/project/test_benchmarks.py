@@ -57,7 +57,7 @@ def test_visible_pairs_are_counted(sq, skv, causal, left):
 
 
 def test_useful_operations():
-    """Two matrix products forward, five backward, over the visible pairs of all heads and batch entries."""
+    """Two matrix products forward, five backward, over the visible pairs of all heads and batch items."""
     pairs = 2 * 4 * (1 + 2 + 3 + 4 + 5 + 6)
     assert SMALL.operations("forward") == 2 * pairs * (16 + 8)
     assert SMALL.operations("backward") == 2 * pairs * (3 * 16 + 2 * 8)
@@ -261,7 +261,7 @@ WRONG = {
 
 @pytest.mark.parametrize("command", WRONG)
 def test_wrong_command_lines(command, folder):
-    """The last line names the value and the remedy; nothing is written."""
+    """The last line names the value and the fix; nothing is written."""
     files = {"text": b"no table", "bytes": b"\xda\x00", "empty": b"preset,direction,way,ms\n"}
     files["words"] = files["empty"] + b"a,b,ours,abc\n"
     for name, content in files.items():
@@ -349,7 +349,7 @@ def test_on_a_gpu():
 
 @pytest.mark.gpu
 def test_host_options_on_a_gpu():
-    """Two kinds and their closest calls of PyTorch, if it is installed; otherwise why there are none."""
+    """Two kinds and their closest calls of PyTorch if it is installed, otherwise the reason."""
     done = run("host_options x.csv --no-flex --only plain lengths")
     assert done.status == 0
     assert importlib.util.find_spec("torch") is not None or "PyTorch does not run" in done.out

@@ -53,7 +53,7 @@ def gpt():
 
 
 def test_readers_can_copy_it():
-    """At most 150 lines, and no import besides numpy, the standard library and this package."""
+    """At most 150 lines, and no import except numpy, the standard library and this package."""
     lines = PATH.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
     imports = [line for line in lines if line.startswith(("import ", "from "))]
@@ -176,7 +176,7 @@ def test_gradients_of_generation():
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-4)])
 def test_decoding_equals_a_full_pass(dtype, tolerance, model, words):
-    """Logits of prefill in chunks and of single tokens are those of one causal pass over the whole sequence."""
+    """Logits of prefill in chunks and of single tokens equal one causal pass over the whole sequence."""
     model = cast(model, dtype)
     length, batch = CHUNK + 12, 2
     tokens = np.stack([words[:length], words[300 : 300 + length]], axis=1)
@@ -232,7 +232,7 @@ def test_continuous_batching_gives_the_text_of_each_prompt_alone(temperature, en
 
 @pytest.mark.slow
 def test_captured_steps(engine, model, words):
-    """A replayed graph gives the tokens of the step without a graph, also in speculation; float16 gives those of numpy."""
+    """A replayed graph gives the tokens of the step without a graph, also in speculation; float16 gives numpy's tokens."""
     prompts, count = prompts_of(words), 10
     noise = random_noise(model, count, len(STARTS))
     results = []

@@ -43,7 +43,7 @@ LAYERS = (
     ("core/__init__",),
     ("reference", "zoo"),
 )  # fmt: skip
-#: The most names of the core that a layer imports besides those of :mod:`cupy_sdpa.extend`, to be lowered and never raised.
+#: The most names of the core that a layer imports in addition to :mod:`cupy_sdpa.extend`, to be lowered and never raised.
 INSIDE = {
     "attention_functions": 25,
     "block_masks": 26,
@@ -201,7 +201,7 @@ def test_imports_have_no_cycle():
 
 
 def test_modules_are_small():
-    """So that each can be read at once; the benchmarks, too. The constants are generated."""
+    """So that each can be read at once; also the benchmarks. The constants are generated."""
     files = [path for path in [*MODULES, *BENCHMARKS] if path.name != "constants.py"]
     assert [path for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LINES] == []
 

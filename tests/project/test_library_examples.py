@@ -44,7 +44,7 @@ def test_gradients_of_tensors(libraries, torch_attention):
 
 
 def test_only_the_requested_gradients(libraries, torch_attention):
-    """A bias that needs no gradient has none; a gradient that was expanded is copied."""
+    """A bias that needs no gradient gets none; a gradient that was expanded is copied."""
     host = random_arrays()
     tensors = [libraries.torch(x, requires_grad=True) for x in host[:3]]
     bias = libraries.torch(np.zeros((1, 1, 7, 7)))

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def imports(path):
-    """The modules that a file imports, without those of the package."""
+    """The modules that a file imports, except the package's."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -83,7 +83,7 @@ def test_public_names():
 
 @pytest.mark.parametrize("name", ["attention", "explain", "prepare", "problem"])
 def test_a_module_does_not_hide_a_function(name, tmp_path):
-    """Whatever is imported first, the name is the function, which can be pickled."""
+    """For any order of imports, the name is the function, which can be pickled."""
     code = "import cupy_sdpa.core.problem.view, cupy_sdpa.vjp, cupy_sdpa.derivatives.jvp, cupy_sdpa.store, pickle"
     done = python("-c", f"{code}; x = cupy_sdpa.{name}; print(callable(x), pickle.loads(pickle.dumps(x)) is x)", cwd=tmp_path)
     assert done.lines == ["True True"]
@@ -111,7 +111,7 @@ def test_no_machine_paths():
 
 @pytest.mark.parametrize("text", ["", "5", "[]", "{}", "[" * 100_000, '{"deviceName": 1e400}'], ids=lambda text: text[:20])
 def test_a_bad_description_of_a_gpu(text, tmp_path):
-    """Whatever the file contains, a ValueError names it."""
+    """For any contents of the file, a ValueError names it."""
     path, shape = tmp_path / "card.json", (64, 2, 32, 1)
     path.write_text(text)
     with pytest.raises(ValueError, match=r"card\.json does not describe a GPU"):

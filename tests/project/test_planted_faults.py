@@ -10,7 +10,7 @@ from command_line import ROOT
 
 
 def program(root):
-    """The module of the program of a repository."""
+    """A repository's program, as a module."""
     spec = importlib.util.spec_from_file_location("planted_faults", root / "tools" / "planted_faults.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["planted_faults"] = module

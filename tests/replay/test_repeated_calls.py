@@ -15,7 +15,7 @@ from validated_steps import validated_steps
 from cupy_sdpa import Unsupported, attention, attention_backward, get_plan_cache, prepare
 from cupy_sdpa.core.replay import replay_cache
 
-#: The functions of the package that a call enters besides those of :data:`REPLAY`, because it creates other objects.
+#: The functions of the package that a call enters in addition to :data:`REPLAY`, because it creates other objects.
 OTHER_WORK = {
     "weight sums": 7,
     "entropy": 9,
@@ -25,7 +25,7 @@ OTHER_WORK = {
     "gradients of the log-sum-exp": 15,  # a third pass
     "functions of every call": 20,
 }
-#: The rows whose arrays have other axes than those of the program.
+#: The rows whose arrays have other axes than the program's.
 VIEWED = {"layout", "no batch axis", "attention_vjp, layout", "attention_vjp, no batch axis"}
 #: The rows whose changes are in the short tier: options of every kind.
 KEYS = ("plain", "block mask", "layout", "compute_dtype", "functions of every call", "arrays of functions")
@@ -136,7 +136,7 @@ def test_captured_calls(name, engine, cache):
         graph.launch(stream)
         equal(engine, calls.host(results), want[0])
         cache.clear()
-        for length in range(3, 6):  # other plans, where those of the graph may have been
+        for length in range(3, 6):  # other plans, where the graph's plans may have been
             attention(*(engine.normal(seed, 16, 2, length, 1) for seed in range(3)))
         cache.clear()
         gc.collect()
@@ -147,7 +147,7 @@ def test_captured_calls(name, engine, cache):
                     x[...] = 0
             calls.load(1)
             graph.launch(stream)
-            # a seed that is a number is that of the capture
+            # a seed that is a number stays as captured
             equal(engine, calls.host(results), want[1])
             assert all(np.isnan(x.get()).all() for x in junk), "a graph wrote to memory of others"
         stream.synchronize()
@@ -159,7 +159,7 @@ def test_captured_calls(name, engine, cache):
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", SECOND)
 def test_calls_after_a_failure(name, engine):
-    """Memory is refused, and a launch fails: the call raises, and later calls have the right results."""
+    """An allocation or a launch fails: the call raises, and later calls have the right results."""
     calls = calls_of(engine, name, preallocated=False)
     want, submit = parsed(engine, calls, {})[0], DEVICE.submit
 

@@ -21,7 +21,7 @@ def arrays(*shape, count=3, dtype=np.float32):
 
 
 def test_a_plain_call_enters_few_functions():
-    """With any number of heads and batch entries, because small ones are computed together, and at most two for a step of its graph."""
+    """The number does not grow with heads and batch items, as small ones are computed together."""
     for heads, batch in ((1, 1), (2, 1), (8, 3)):
         x = arrays(8, heads, 4, batch)
         out, stats = attention(*x, return_stats=True)
@@ -101,7 +101,7 @@ def test_statistics_of_another_call_are_refused_in_every_call():
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "float16"}], ids=["plain", "program"])
 def test_a_text_is_no_flag_after_a_flag_of_this_text(options):
-    """``return_stats`` may be np.True_ or 1; their texts are refused, also after these calls."""
+    """``return_stats`` may be np.True_ or 1; their texts raise, also after these calls."""
     q, k, v = arrays()
     for flag in (np.True_, 1):
         assert len(attention(q, k, v, return_stats=flag, **options)) == 2
@@ -110,7 +110,7 @@ def test_a_text_is_no_flag_after_a_flag_of_this_text(options):
 
 
 def test_a_layout_that_was_named_is_named_in_every_call():
-    """A call without it is refused, as if it were the first."""
+    """A call without it raises, as if it were the first."""
     x = [np.random.default_rng(0).standard_normal((2, 12, 2, 8), np.float32).transpose(3, 2, 1, 0) for _ in range(3)]
     x = [np.ascontiguousarray(y) for y in x]  # strides that a GPU cannot read
     out = attention(*x, layout="dhsb")

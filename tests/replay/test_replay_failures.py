@@ -116,7 +116,7 @@ def test_a_failure_does_not_pause_other_calls(engine, call):
 
 @pytest.mark.parametrize(("kind", "small"), [("pool", 1 << 14), ("pool", 0), ("allocator", 1 << 14), ("allocator", 0)])
 def test_no_memory_for_a_workspace(kind, small, engine, cache, limits):
-    """The allocator's error is raised with a note on the workspace and the remedy; later the same plan gives the same bits."""
+    """The allocator's error is raised with a note on the workspace and the fix; later the same plan gives the same bits."""
     limits(SMALL_BYTES=small)
     q, k, v = (engine.normal(seed, 64, 4, 1024 if engine.name == "cupy" else 40, 2) for seed in range(3))
     out, stats = attention(q, k, v, return_stats=True)

@@ -14,7 +14,7 @@ from cupy_sdpa import attention, attention_backward, attention_vjp, explain, pro
 
 @pytest.mark.parametrize("case", one_in(6, INTEGERS), ids=str)
 def test_integers_are_exact(case, engine):
-    """Both passes with masks and scores from integers equal those of numpy's int64 arithmetic."""
+    """Both passes with masks and scores from integers agree with numpy's int64 arithmetic."""
     dtype, tolerance = ("float16", 2e-2) if engine.on_cudnn else ("float32", 1e-5)
     agrees(case, s=200, put=engine.put, dtype=dtype, tolerance=tolerance)
 
@@ -41,7 +41,7 @@ def test_int64_arrays_have_64_bits_on_the_cpu():
 
 @pytest.mark.parametrize("number", [2**63, -(2**70), 2**31, -(2**31) - 1])
 def test_integers_that_are_too_large_raise(number, engine):
-    """Those of more than 64 bits in the line of the function; those of more than 32 bits on the GPU, where floats have no limit."""
+    """Integers of more than 64 bits in the line of the function; more than 32 bits on the GPU, where floats have no limit."""
     x = engine.normal(0, 8, 1, 9, 1)
 
     def seen(b, h, q_idx, kv_idx):
@@ -78,7 +78,7 @@ def test_floor_division_of_nonnegative_integers_is_short(mask_mod, modes):
 
 
 def test_floats_use_no_integer_operations():
-    """The program of a function of the score alone contains no integers."""
+    """A function of the score alone has a program without integers."""
     asked = problem(*[(32, 1, 128, 1)] * 3, dtype="bfloat16", score_mod=zoo.softcap(20.0))
     assert not {step.kind for step in asked.settings.program.steps} & {"int", "bool"}
 
@@ -287,7 +287,7 @@ def test_clip_takes_a_number_between_traced_bounds():
 @pytest.mark.cudnn  # the key of a stored plan contains the build of the library
 @pytest.mark.slow
 def test_empty_values_have_a_log_sum_exp():
-    """Dv = 0: the output is empty, and the statistics are those of the scores, with every option that changes them."""
+    """Dv = 0: the output is empty, and the statistics follow from the scores, with every option that changes them."""
     q, k, v, _ = arrays(s=20)
     empty = np.empty((0, *v.shape[1:]), order="F")
     for options in ({}, {"causal": True}, {"sinks": np.ones(HQ, np.float32)}, {"seq_lens_kv": np.array([0, 7], np.int32)}):

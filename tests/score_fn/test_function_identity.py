@@ -144,7 +144,7 @@ CLOSURES = {
         "  return x * sys.modules['x'].alpha if 'x' in sys.modules else x * m.alpha", "m.alpha = 3.0"),
     "memorized results": (
         "g = scaled(2.0); f = functools.cache(g)", "f.cache_clear(); g.__closure__[0].cell_contents = 3.0"),
-    "vectorized function": (  # its type is that of NumPy's functions
+    "vectorized function": (  # it has the type of NumPy's functions
         "values = [2.0]; g = np.frompyfunc(lambda x: values[0] * x, 1, 1); f = lambda x: g(x)", "values[0] = 3.0"),
 }  # fmt: skip
 #: Operands above 255 need an additional instruction, which is then the target of the jump.

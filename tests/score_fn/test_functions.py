@@ -63,7 +63,7 @@ def asked(**options):
 
 
 def test_a_problem_is_keyed_by_structure():
-    """Functions with the same operations give the same problem, whatever their constants; others do not."""
+    """Functions with the same operations give the same problem, for any constants; others do not."""
     assert asked(score_mod=zoo.softcap(2.0)) is asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 30.0))
     assert asked(score_mod=zoo.softcap(2.0)) != asked(score_mod=lambda s, b, h, i, j: 30.0 * np.tanh(s / 20.0))
     one, other = (asked(score_mod=zoo.temperature, tensors={"temperature": np.ones(4, np.float32) * n}) for n in (1, 2))
@@ -97,7 +97,7 @@ PLANNED = [*dict.fromkeys([*ZOO, *LEARNED]), *INTEGERS, *CONDITIONS, *OPERATIONS
 @pytest.mark.cudnn
 @pytest.mark.parametrize("number", one_in(3, range(len(PLANNED))), ids=lambda number: str(PLANNED[number]))
 def test_a_function_is_planned(number, planned):
-    """The real cuDNN plans the gradients for the H200, also those of arrays, or the table refuses them; other GPUs and passes in
+    """The real cuDNN plans the gradients for the H200, also of arrays, or the table rules them out; other GPUs and passes in
     turn.
     """
     functions, shapes = PLANNED[number], ((64, HQ, 200, B), (64, HKV, 200, B), (64, HKV, 200, B))
@@ -142,7 +142,7 @@ def test_a_refusal_names_the_operations_and_their_lines(fake):
     ],
 )  # fmt: skip
 def test_operators_of_conditions_and_integers(function):
-    """They equal those of index arrays, with Python's and numpy's numbers on either side."""
+    """They agree with index arrays, with Python's and numpy's numbers on either side."""
     q, k, v, _ = arrays(s=7)
     mask = np.asfortranarray(np.broadcast_to(function(*np.ogrid[:7, :7]), (7, 7)).T[:, :, None, None])
     got = attention(q, k, v, mask_mod=lambda b, h, i, j: function(i, j))

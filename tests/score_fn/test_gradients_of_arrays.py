@@ -37,7 +37,7 @@ def test_gradients_match_finite_differences(functions):
     ("name", "launched"), [("bias", 1), ("added_before", 1), ("added_behind", 2), ("logarithmic", 3), ("pairs", 3)]
 )
 def test_arrays_share_a_launch_where_they_can(name, launched):
-    """An array whose derivative equals that of the product of q and k shares its subproblem; any other has its own."""
+    """An array whose derivative equals the derivative of the product of q and k shares its subproblem; any other has its own."""
     q, k, v, _ = arrays(s=30)
     report = explain(q, k, v, backward=True, return_dtensors=True, **NAMED[name].options(q=30, kv=30))
     assert len(report.launches or (report,)) == launched
@@ -57,7 +57,7 @@ def test_a_sum_beside_a_choice_has_a_factor(softcap):
 
 
 def test_every_launch_is_planned_before_the_first_runs(fake):
-    """If the second subproblem is refused, nothing has been written."""
+    """If the second subproblem cannot run, nothing has been written."""
     q, k, v, dout = map(fake.asarray, arrays("float16", s=30))
     options = NAMED["logarithmic"].options(fake, q=30, kv=30)
     out, stats = attention(q, k, v, return_stats=True, **options)

@@ -1,7 +1,7 @@
 """Functions that change: a call computes what its function computes now; a pullback, a prepared call and a captured graph
 compute what was traced when they were made.
 
-Results are compared with those of a function that never changes.
+Results are compared with a function that never changes.
 """
 
 import gc
@@ -266,7 +266,7 @@ def test_functions_and_arrays_are_released():
     gc.collect()
     assert [x() for x in watched] == [None] * 2
     before = pullback(dout)[3]["weight"]
-    weight()[...] = 2  # elements are data: the gradients are those of the present elements
+    weight()[...] = 2  # elements are data: the gradients follow the present elements
     q *= 2
     assert before.shape == pullback(dout)[3]["weight"].shape
     del pullback
@@ -275,7 +275,7 @@ def test_functions_and_arrays_are_released():
 
 
 def test_an_error_of_a_pullback_has_the_users_line():
-    """A length that differs from that of its axis is noted with the line that reads the array."""
+    """A length that differs from its axis is noted with the line that reads the array."""
     x = np.ones((8, 2, 24, 1), order="F")
 
     def function(s, b, h, i, j, t):
@@ -299,7 +299,7 @@ def captured(size):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_reads_without_an_effect_in_a_group(method):
-    """Both passes of a group equal those of one device."""
+    """Both passes of a group equal one device's."""
     q, k, v, dout = (np.asfortranarray(np.random.default_rng(n).standard_normal((16, 2, 24, 1))) for n in range(4))
     options = {"score_mod": folded, "tensors": captured(24)}
     out, own_pullback = attention_vjp(q, k, v, **options)
@@ -322,7 +322,7 @@ def documents(b, h, q_idx, kv_idx):
 
 @pytest.mark.slow
 def test_reads_without_an_effect_and_a_block_mask(engine):
-    """Both passes equal those of a call with the mask function."""
+    """Both passes equal a call with the mask function."""
     size = 260
     q, k, v, dout = arrays(engine, size=size)
     options = {"score_mod": folded, "tensors": captured(size)}

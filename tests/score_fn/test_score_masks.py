@@ -88,7 +88,7 @@ OF_SCORE = {
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", OF_SCORE)
 def test_a_condition_on_the_score_reads_the_score_that_the_function_receives(name, softcap, engine):
-    """Output, log-sum-exp and gradients are those of the dense formula, also of fully masked rows and with a softcap."""
+    """Output, log-sum-exp and gradients agree with the dense formula, also for fully masked rows and with a softcap."""
     function = Functions(name, OF_SCORE[name])
     if engine.on_cudnn:
         agrees(function, 20, 16, softcap, engine.put, "float16", 1e-2)
@@ -129,7 +129,7 @@ LOW = {
 
 @pytest.mark.parametrize("name", LOW)
 def test_a_score_is_not_masked_because_it_is_low(name, engine):
-    """Only a term masks, whatever the score is: output, log-sum-exp and the gradients of v."""
+    """Only a term masks, for any score: output, log-sum-exp and the gradients of v."""
     q, k, v = low_scores(engine)
     function, equal = LOW[name]
     zeros = engine.put({"t": np.zeros(20, np.float32)})

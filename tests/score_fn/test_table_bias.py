@@ -44,7 +44,7 @@ def test_the_gradient_is_that_of_differences():
 
 
 def test_the_axes_of_another_layout():
-    """The transpose of the bias is that of layout="bhsd"."""
+    """The transpose of the bias is the bias with layout="bhsd"."""
     q, k, v = (np.random.default_rng(n).standard_normal((B, H, SQ, D)) for n in range(3))
     bias, _ = zoo.t5_bias(np.random.default_rng(3).standard_normal((32, H)), SQ, SQ, bidirectional=False)
     out = attention(q, k, v, bias=bias.T, layout="bhsd", causal=True)
@@ -55,7 +55,7 @@ def test_the_axes_of_another_layout():
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (32, 256), (64, 128), (8, 20)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_buckets_of_t5(bidirectional, buckets, max_distance):
-    """They are those of the formula with logarithms in float32, as implementations of T5 compute it."""
+    """They agree with the formula with logarithms in float32, as implementations of T5 compute it."""
     distance = np.arange(-1000, 1001)
     side = buckets // 2 if bidirectional else buckets
     exact = side // 2

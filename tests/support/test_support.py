@@ -1,4 +1,4 @@
-"""The support table: every rule has a case on each side, and its message contains the remedy."""
+"""The support table: every rule has a case on each side, and its message contains the fix."""
 
 import functools
 import os
@@ -105,7 +105,7 @@ def less_a_number(skv=1, sq=16, backward=True, score_mod=lambda s, b, h, i, j, t
 SIDES = {
     "fp8-gpu": ((in_fp8(), 91900, 89, r"float8_e4m3fn; .* 8\.9 does not .*pass float16"), (in_fp8(), 91900, 90)),
     "fp8-head-dim": ((in_fp8(144), 91900, 120, r"144 and 144; .* up to 128 .* 12\.0"), (in_fp8(144), 91900, 90)),
-    "fp8-wide-values": ((in_fp8(128, dv=144), 91900, 90, r"128 and that of v 144; .* pad q and k with zeros to 144"),
+    "fp8-wide-values": ((in_fp8(128, dv=144), 91900, 90, r"128 and of v 144; .* pad q and k with zeros to 144"),
         (in_fp8(144, dv=256), 91900, 90)),
     "fp8-output": ((in_fp8(out_dtype="bfloat16"), 91900, 90, r"out_dtype is bfloat16; .* its method dequantize"),
         (in_fp8(out_dtype="bfloat16"), 91900, 100)),
@@ -160,7 +160,7 @@ SIDES = {
         (asked(sinks=True, deterministic=True, backward=True), 91900, 90)),
 }  # fmt: skip
 
-#: The same for rules that do not refuse.
+#: The same for rules that raise no error.
 DOUBTS = {
     "packed-gradients": ((packed(backward=True), 91900, 80, r"packed .* compute capability 8\.0"),
         (packed(backward=True), 91900, 90)),
@@ -193,7 +193,7 @@ def test_what_was_never_run_is_unverified_and_not_refused(rule):
 
 @pytest.mark.parametrize("rule", SIDES)
 def test_a_rule_refuses_violations(rule):
-    """The reason is that rule's, with the values and the remedy; just on the other side of the limit every rule is satisfied."""
+    """The reason is that rule's, with the values and the fix; just on the other side of the limit every rule is satisfied."""
     problem, cudnn, capability, words = SIDES[rule][0]
     reasons = [reason for reason in why_not(problem, cudnn, capability) if reason.rule == rule]
     assert reasons
@@ -202,7 +202,7 @@ def test_a_rule_refuses_violations(rule):
     assert why_not(*SIDES[rule][1]) == []
 
 
-#: A problem, a version and a GPU, and whether they are refused: limits of gradients of each generation.
+#: A problem, a version and a GPU, and whether they raise: limits of gradients of each generation.
 LIMITED = [
     *(
         (backward(d=d, dv=dv), cudnn, capability, refused)
@@ -316,7 +316,7 @@ def test_reports_on_another_version_have_its_workarounds(bug):
 
 
 def test_entries_are_complete():
-    """A bug has existing guards or a remedy; guards of arrays do not depend on version and GPU."""
+    """A bug has existing guards or a fix; guards of arrays do not depend on version and GPU."""
     for bug in BUGS:
         assert bug.guards <= GUARDS.keys()
         assert bool(bug.guards) != bool(bug.remedy), bug.name
@@ -372,7 +372,7 @@ def effects(bug, problem, cudnn, capability):
 
 @pytest.mark.parametrize("bug", AFFECTED)
 def test_bugs_are_handled_exactly_where_they_occur(bug):
-    """Exactly the affected versions, GPUs and problems are refused or guarded."""
+    """Exactly the affected versions, GPUs and problems raise or are guarded."""
     meets, with_it, without, others = AFFECTED[bug]
     assert all(effects(bug, meets, *where) for where in with_it)
     assert not any(effects(bug, meets, *where) for where in without)
@@ -380,10 +380,10 @@ def test_bugs_are_handled_exactly_where_they_occur(bug):
 
 
 def test_a_refusal_for_a_bug_says_what_and_where():
-    """The message contains the condition, the effect, the version, the remedy and the report."""
+    """The message contains the condition, the effect, the version, the fix and the report."""
     (reason,) = why_not(backward(hq=1, hkv=1, sq=1, b=1), 92800, 90)
     for words in (
-        "one query, one head and one batch entry",
+        "one query, one head and one batch item",
         "segmentation fault",
         "9.28.0",
         "pass the batch twice",
@@ -393,7 +393,7 @@ def test_a_refusal_for_a_bug_says_what_and_where():
 
 
 def test_strides_of_axes_of_length_1_are_ignored():
-    """Whatever numpy, CuPy and DLPack use as the stride of such an axis: one problem, one plan."""
+    """For any stride that numpy, CuPy and DLPack use for such an axis: one problem, one plan."""
     x = np.empty((64, 4, 16, 1), np.float16, order="F")
     odd = np.lib.stride_tricks.as_strided(x, x.shape, (2, 128, 512, 7))
     problems = [cupy_sdpa.problem(q, x, x) for q in (x, odd)]
@@ -498,7 +498,7 @@ def test_the_table_is_what_cudnn_accepts(accepting):
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", gpus.REPRESENTATIVES)
 def test_the_table_matches_cudnn(gpu, monkeypatch):
-    """The kernels of every problem are compiled for one of the GPUs, or the table refuses it; at night for every GPU."""
+    """The kernels of every problem are compiled for one of the GPUs, or the table rules it out; at night for every GPU."""
     monkeypatch.setattr(gpus, "REPRESENTATIVES", (gpu,))
     first = 0 if NIGHTLY else [*ENGINES].index(gpu)
     compiled = dict([*PROBES.items()][first :: 1 if NIGHTLY else len(ENGINES)])

@@ -18,7 +18,7 @@ from .libraries import check_one_library, library_of
 
 #: The arguments that are int32.
 INT32 = frozenset(INTEGERS)
-#: What to pass in place of an object that is no array, by the names of arguments.
+#: What to pass instead of an object that is not an array, by argument name.
 _REMEDIES = {
     "stats": "return_stats=True returns new statistics",
     "alibi_slopes": "cupy_sdpa.alibi_slopes(Hq) returns the usual ones; cupy.asarray copies them to the GPU",
@@ -49,7 +49,7 @@ class NoArray:
 
 
 def tensor_name(name: str) -> str:
-    """The name of an array in ``tensors=`` among the arrays of a call."""
+    """Return the name of an array in ``tensors=`` among the arrays of a call."""
     return f"tensors[{name!r}]"
 
 
@@ -57,7 +57,7 @@ def read_array(name: str, array: Any) -> Any:
     """Check that an argument is an array of numpy or CuPy, or a view, and return it; lists of lengths become int32 arrays.
 
     Raises:
-        TypeError: it is none; the message says how to convert it.
+        TypeError: it is not an array; the message says how to convert it.
     """
     if isinstance(array, View):
         return array
@@ -84,13 +84,13 @@ def read_array(name: str, array: Any) -> Any:
             )
         remedy = _REMEDIES.get(name, "")
         if name in INT32 and isinstance(array, numbers.Integral):
-            remedy = f"pass a number for each batch entry, such as numpy.full(B, {array}, 'int32')"
+            remedy = f"pass a number for each batch item, such as numpy.full(B, {array}, 'int32')"
         if isinstance(array, tuple) and array and all(isinstance(n, int) for n in array):
             remedy = "shapes are for cupy_sdpa.problem(q, k, v, dtype=)"
         if callable(array):
             remedy = "it is a function: call it, and pass the result"
         raise TypeError(
-            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of one "
+            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of a single "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
     return array
@@ -103,7 +103,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
     result is whether the arrays are CuPy's. A seed or an offset that is an integer is not an array.
 
     Raises:
-        TypeError: q, k or v is None, an array is none, or arrays of several libraries are mixed.
+        TypeError: q, k or v is None, an argument is not an array, or arrays of several libraries are mixed.
         ValueError: arrays are on different devices.
     """
     passed = {**arrays, **{name: options[name] for name in OPTION_ARRAYS if options.get(name) is not None}}
@@ -116,7 +116,7 @@ def read_arrays(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[
 
 
 def _is_integer(name: str, value: Any) -> bool:
-    """Whether a seed or an offset is an integer; False for arrays and None."""
+    """True if a seed or an offset is an integer; False for arrays and None."""
     if isinstance(value, (bool, np.bool_, str)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
     ):
@@ -131,7 +131,7 @@ def _is_integer(name: str, value: Any) -> bool:
 def as_int32(name: str, array: Any) -> Any:
     """Lengths, offsets or a page table on the CPU as int32: of a list or a tuple of integers, or of an int64 array.
 
-    Anything else is returned unchanged, to be refused later; offsets of int64 too, which calls take.
+    Anything else is returned unchanged and raises an error later; so are int64 offsets, which calls accept.
     """
     listed = isinstance(array, (list, tuple))
     if not listed and (type(array) is not np.ndarray or array.dtype != np.int64 or name.startswith("cu_seqlens")):
@@ -146,17 +146,17 @@ def as_int32(name: str, array: Any) -> Any:
         raise TypeError(f"{name} is {in_words(array)} of {found.dtype}; it must contain integers")
     limits = np.iinfo(np.int32)
     if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
-        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must have 32 bits")
+        raise ValueError(f"{name} has values from {found.min()} to {found.max()}; they must fit into 32 bits")
     return found.astype(np.int32)
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
-    """What a problem depends on, if the array or view is its array of this name."""
+    """Return what a problem depends on, if the array or view is its array of this name."""
     return (array if isinstance(array, View) else View.of(name, array)).spec(name)
 
 
 def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
-    """Whether the arrays of a call are CuPy's, all on one device.
+    """True if the arrays of a call are CuPy's, all on one device.
 
     Raises:
         TypeError: arrays of numpy and CuPy are mixed.
@@ -171,7 +171,7 @@ def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
         on_host, on_gpu = (next(name for name, device in different if (device is None) is host) for host in (True, False))
         listed = ", ".join(f"{name} is {_library(arrays[name], device)}" for name, device in different)
         raise TypeError(
-            f"arrays are mixed: {listed}. Move them to one side with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
+            f"arrays are mixed: {listed}. Move them to one device with cupy.asarray({on_host}) or cupy.asnumpy({on_gpu})"
         )
     listed = ", ".join(f"{name} on device {device}" for name, device in different)
     raise ValueError(
@@ -180,14 +180,14 @@ def arrays_on_gpu(arrays: Mapping[str, Any]) -> bool:
 
 
 def _library(array: Any, device: int | None) -> str:
-    """What an array is, for messages; integers may have been passed as a list."""
+    """Return what an array is, for messages; integers may have been passed as a list."""
     if device is not None:
         return "a CuPy array"
     return "a numpy array or a list" if getattr(array, "dtype", None) == np.int32 else "a numpy array"
 
 
 def share_elements(a: Any, b: Any) -> bool:
-    """Whether two arrays of one engine have an element in common; views of missing arrays have none."""
+    """True if two arrays of one engine have an element in common; False for views of missing arrays."""
     if isinstance(a, View) or isinstance(b, View) or not a.size or not b.size:
         return False
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -87,11 +87,11 @@ def check_order(arrays: Mapping[str, Any], layout: str | None = None) -> None:
     ]  # fmt: skip
     if not _is_backward(*own) and any(_is_backward(*order) for order in itertools.permutations(own)):
         given = ", ".join(f"{name} {shape}" for name, shape in zip(_OF_BACKWARD, shapes, strict=True))
-        raise ValueError(f"the arrays are in another order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
+        raise ValueError(f"the arrays are in the wrong order; pass ({', '.join(_OF_BACKWARD)}). Passed: {given}")
 
 
 def _is_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, stats: Any) -> bool:
-    """Whether shapes are those of the arrays of a backward pass."""
+    """True if the shapes fit a backward pass."""
     if not len(q) == len(k) == len(v) in (3, 4) or q[0] != k[0] or k[1:] != v[1:] or k[3:] != q[3:]:
         return False
     return bool(dout == out == (v[0], *q[1:]) and stats == row_stats_shape(q) and (q[1] == 0 if not k[1] else q[1] % k[1] == 0))
@@ -104,12 +104,12 @@ def _read(
     deterministic: Any,
     return_dtensors: Any = False,
 ) -> BoundProblem:
-    """Validate the arguments of either pass; the order of the checks decides which error is raised first."""
+    """Validate the arguments of either pass. The order of the checks decides which error is raised first."""
     deterministic = read_flag("deterministic", deterministic)
     check_option_names(options)
     passed, tensors, on_gpu = read_arrays(arrays, options)
     if options.get("layout") is None and not has_callers_axes() and not isinstance(passed["q"], View):
-        for name in ("q", "k", "v"):  # before shapes are compared, whose axes would be those of another layout
+        for name in ("q", "k", "v"):  # before shapes are compared, because axes of another layout would not match
             layouts.check_strides_of(name, passed[name])
     head_dim, *_ = passed["q"].shape or (0,)
     options = read_options(options, head_dim)
@@ -132,12 +132,12 @@ def _read(
             "causal='bottom_right', where the last query attends to all keys of its sequence, or 'top_left', where query i "
             "attends to keys 0 to i"
         )
-    if not isinstance(passed["q"], View):  # the arrays of a step of a program are right by construction
+    if not isinstance(passed["q"], View):  # the arrays of a program's step are right by construction
         check_factors(problem, passed)
         if not on_gpu:
             check_lengths(problem, passed)
         results = [spec.name for spec in problem.results if spec.name in passed]
-        check_separate(results, tensors | passed)  # those of tensors by the caller's names
+        check_separate(results, tensors | passed)  # arrays in tensors by the caller's names
     bucket = _rounding(options, problem)
     if options.batch_invariant:
         check_batch_invariant(problem, on_cudnn=on_gpu)
@@ -146,7 +146,7 @@ def _read(
 
 
 def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool) -> dict[str, Fill]:
-    """The seed and offset to create, if random numbers are drawn; reshapes arrays of one element and removes unused ones."""
+    """Return the seed and offset to create, if random numbers are drawn; reshape one-element arrays, drop unused ones."""
     fills = {}
     for name in SEEDS:
         if not drawn:
@@ -159,11 +159,11 @@ def _read_seeds(arrays: dict[str, Any], seeds: Mapping[str, Any], *, drawn: bool
 
 
 def _missing_lengths(specs: Mapping[str, TensorSpec]) -> dict[str, Fill]:
-    """The missing lengths if only those of q or only those of k are passed: the full length for every batch entry."""
+    """Return the missing lengths if only q's or only k's are passed: the full length for every batch item."""
     passed = [name for name in LENGTHS if name in specs]
     q, k = specs["q"].shape, specs["k"].shape
     if len(passed) != 1 or any(name in specs for name in CU_SEQLENS) or not len(q) == len(k) == 4:
-        return {}  # other shapes are refused later
+        return {}  # other shapes raise an error later
     if "page_table" in specs and "seq_lens_kv" not in specs:
         return {}
     (missing,) = set(LENGTHS) - set(passed)
@@ -178,7 +178,7 @@ def _define_problem(
     outputs: RequestedOutputs,
     return_dtensors: Any,
 ) -> tuple[Problem, user_functions.Functions, user_functions.Gradients | None]:
-    """The problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
+    """Return the problem of the arguments, the traced functions, and the requested gradients of ``tensors``."""
     problem, functions = make_problem(tuple(specs.values()), settings, outputs), user_functions.NO_FUNCTIONS
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
@@ -237,8 +237,8 @@ def check_offsets(name: str, starts: Any, total: int) -> None:
     """Check the values of the offsets of packed sequences on the CPU; raises ValueError."""
     if starts[0] < 0 or starts[-1] > total or (np.diff(starts) < 0).any():
         raise ValueError(
-            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: of lengths "
-            "they are np.cumsum([0, *lengths])"
+            f"{name} is {starts.tolist()}; offsets must rise from 0 or more to at most {total}, the total: if you have "
+            "lengths, pass np.cumsum([0, *lengths])"
         )
 
 
@@ -266,7 +266,7 @@ def _check_page_table(problem: Problem, arrays: Mapping[str, Any]) -> None:
             )
 
 
-# Shapes in place of arrays
+# Shapes instead of arrays
 
 
 def read_shapes(
@@ -282,7 +282,7 @@ def read_shapes(
     deterministic: bool = False,
     **requests: Any,
 ) -> Problem:
-    """The problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read.
+    """Return the problem that a GPU runs for arrays, or for dense arrays of shapes in Fortran order; no element is read.
 
     ``requests`` are the flags that request gradients (:data:`.arrays.REQUESTS`).
     """
@@ -302,7 +302,7 @@ def read_shapes(
 def views_of_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *, dtype: Any = None
 ) -> tuple[dict[str, View], dict[str, Any]]:
-    """The views of arrays on a GPU, or of dense arrays of shapes: q, k and v, and the options with views in place of arrays."""
+    """Return views on a GPU for arrays or shapes (as dense arrays): q, k and v, and the options with views for arrays."""
     user_functions.check_tensors(options)
 
     def view(spec: TensorSpec) -> View:
@@ -317,8 +317,8 @@ def views_of_shapes(
 
 
 def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, TensorSpec]:
-    """The specs of the options' arrays, for which shapes or True are passed."""
-    _, heads, *_ = *q.shape, 1, 1  # too few dimensions are refused later
+    """Return the specs of the options' arrays, for which shapes or True are passed."""
+    _, heads, *_ = *q.shape, 1, 1  # too few dimensions raise an error later
     of_row = {"float": q.dtype, "float32 or wider": "float32"}
     specs: dict[str, TensorSpec] = {}
     for name in OPTION_ARRAYS:
@@ -341,7 +341,7 @@ def _specs_of_options(options: Mapping[str, Any], q: TensorSpec) -> dict[str, Te
 
 
 def _spec_of_shape(name: str, x: Any, dtype: Any) -> TensorSpec:
-    """The spec of an array or a view, or of a dense array of a shape."""
+    """Return the spec of an array or a view, or of a dense array of a shape."""
     if isinstance(x, (View, np.ndarray, InterpretedArray)) or cupy_runtime.is_array(x):
         return spec_of(name, x)
     if not isinstance(x, (tuple, list)) or not all(isinstance(n, numbers.Integral) for n in x):

@@ -11,7 +11,7 @@ from . import layouts
 
 
 class Axes:
-    """The caller's axes: those of the option ``layout``, and no batch axis if q has none."""
+    """The caller's axes, from the option ``layout``, and without a batch axis if q has no batch axis."""
 
     def __init__(self, q: Any, options: Mapping[str, Any]) -> None:
         self._named: str | None = options.get("layout")
@@ -23,24 +23,24 @@ class Axes:
         self._shapes = layouts.shapes_of({"q": q}, options)
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which errors show the caller's axes."""
+        """Return a context in which errors show the caller's axes."""
         return layouts.of_caller(self._named, self._shapes, unbatched=self._is_unbatched)
 
     def array(self, name: str, array: Any) -> Any:
-        """An array of the call with the package's axes."""
+        """Return an array of the call with the package's axes."""
         self._shapes |= layouts.shapes_of({name: array}, {})
         if self._is_unbatched:
             array = layouts.with_batch(name, array, self._layout)
         return array if self._layout is None else layouts.to_own(name, array, self._layout)
 
     def option(self, name: str, value: Any) -> Any:
-        """The value of an option with the package's axes."""
+        """Return the value of an option with the package's axes."""
         if self._is_unbatched and name in SCORE_INPUTS:
             value = layouts.with_batch(name, value, self._layout)
         return value if self._layout is None else layouts.option_to_own(name, value, self._layout)
 
     def result(self, name: str, array: Any) -> Any:
-        """A result with the caller's axes."""
+        """Return a result with the caller's axes."""
         if self._layout is not None:
             array = layouts.from_own(name, array, self._layout, self._bias_axes if name == "dbias" else None)
         if self._is_unbatched:

@@ -1,4 +1,4 @@
-"""A problem bound to arrays and to scalars that are passed by value; and the plan of a problem on a GPU."""
+"""A problem bound to arrays and by-value scalars; and the plan of a problem on a GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 
 T = TypeVar("T")
 
-#: Plans at INFO (built, loaded, refused), the steps of calls at DEBUG. Its child ``cupy_sdpa.cudnn`` has cuDNN's own log.
+#: Logs plans at INFO (built, loaded, refused) and the steps of calls at DEBUG. Its child ``cupy_sdpa.cudnn`` has cuDNN's own
+#: log.
 logger = logging.getLogger("cupy_sdpa")
 
 
-#: What the statistics that a backward pass gets are: those of all keys of the call ("whole"), also where out and dout have the
-#: rows of the gradient of the log-sum-exp ("appended"), of these and other keys ("part"), or of other roundings of q and k
-#: ("other"). On the CPU they are checked accordingly.
+#: What the log-sum-exp of a backward pass covers: all keys of the call ("whole"), also with the rows of its gradient in out and
+#: dout ("appended"); these keys and others ("part"); or q and k with other roundings ("other"). The CPU checks it accordingly.
 GivenStats = Literal["whole", "appended", "part", "other"]
 
 
@@ -38,8 +38,8 @@ class LaunchRecord(NamedTuple):
 
     Attributes:
         plans: the plans of its launches.
-        memory_bytes: the memory that it needed besides its arrays, its results and the inputs that were created.
-        plan_only: whether nothing ran besides one plan, whose workspace is this memory.
+        memory_bytes: the memory that it needed in addition to its arrays, its results and the inputs that were created.
+        plan_only: whether only one plan ran, whose workspace is this memory.
     """
 
     plans: tuple[Plan, ...]
@@ -57,7 +57,7 @@ class Fill(NamedTuple):
 
 @dataclass
 class BoundProblem:
-    """A problem and what it is computed on: the arrays of a call, or the views of a step of a program.
+    """A problem and what it is computed on: a call's arrays, or the views of a program's step.
 
     :func:`.read_forward` and :func:`.read_backward` validate the arguments and return it. A builder adds its steps.
 
@@ -71,7 +71,7 @@ class BoundProblem:
         gradients: which gradients of ``tensors`` are requested.
         fills: inputs that the caller did not pass, by name; they are created when the call runs. If ``seq_lens_q`` is one of
             them, no query is padding.
-        given_stats: what the statistics of a backward pass are.
+        given_stats: what the log-sum-exp of a backward pass covers.
     """
 
     problem: Problem
@@ -97,7 +97,7 @@ class BoundProblem:
 
 
 def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
-    """Why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
+    """Return why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
     from ..cudnn.library import library
 
     return why_not(problem, library().version, cupy_runtime.capability(device))

@@ -17,7 +17,7 @@ CONVERTED = ("float32", "float64")
 
 
 def read_compute_dtype(value: Any, q: Any) -> str | None:
-    """The dtype to compute in; None if nothing is converted."""
+    """Return the dtype to compute in; None if nothing is converted."""
     if value is None:
         return None
     try:
@@ -31,7 +31,7 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
             f"{fp8 if 'fp8' in name or 'float8' in name else ''}"
         )
     if not hasattr(q, "dtype"):
-        return name  # the call refuses q
+        return name  # the call raises an error about q
     dtype = dtype_name(q.dtype) if isinstance(q.dtype, np.dtype) else str(q.dtype)
     if dtype == name:
         return None
@@ -46,7 +46,8 @@ def read_compute_dtype(value: Any, q: Any) -> str | None:
 def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Sequence[str] = ()) -> None:
     """Check the arrays of a call that are converted: those with a head dim; the log-sum-exp, masks and biases are not.
 
-    ``dtype`` is that of dout, dq, dk and dv, if the others are converted already; ``results`` are the arrays that are written.
+    ``dtype`` is the dtype of dout, dq, dk and dv, if the other arrays are already converted; ``results`` are the arrays that
+    are written.
     """
     own = arrays["q"].dtype if dtype is None else dtype
     for name, x in arrays.items():
@@ -60,7 +61,7 @@ def check_converted(arrays: Mapping[str, Any], dtype: Any = None, results: Seque
 
 
 def cast(array: Any, dtype: Any, new: Callable[[Any, tuple[int, ...], Any], Any]) -> Any:
-    """A copy with another dtype, dense in Fortran order; one kernel on the GPU.
+    """Return a copy with another dtype, dense in Fortran order; one kernel on the GPU.
 
     Values beyond the range of the dtype become infinite, as on the GPU. ``new`` creates the array: ``cupy_runtime.temporary``
     within a call, else ``new_result``.

@@ -21,14 +21,14 @@ from .axes import Axes
 from .libraries import library_of
 from .sharing import Sharing
 
-#: Types of arrays that need no conversion without options: those of numpy and CuPy. They are added when they occur.
+#: Types of arrays that need no conversion without options: numpy's and CuPy's. They are added when they occur.
 OWN_TYPES: set[type] = {np.ndarray}
-#: The names of the results of the forward pass, in the order in which they are returned.
+#: The names of the forward pass's results, in the order in which they are returned.
 OUTPUTS = ("out", "stats", "max", "sum_exp")
 
 
 def needs_conversion(q: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a call converts its arrays."""
+    """True if a call converts its arrays."""
     if type(q) not in OWN_TYPES:
         if library_of(q) is not None:
             return True
@@ -74,7 +74,7 @@ class Conversion:
             return tuple(self.back(results, returned, arrays))
 
     def converted(self, arrays: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-        """The arrays with the package's axes, by name; those of the ``results`` are written."""
+        """Return the arrays with the package's axes, by name; the call writes to the arrays named in ``results``."""
         converted = {}
         for name, array in arrays.items():
             if array is not None and name in results:
@@ -83,7 +83,7 @@ class Conversion:
         return converted
 
     def back(self, results: Sequence[str], returned: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
-        """The results that a function returned, in the caller's axes and library; those after ``results`` unchanged."""
+        """Return a function's results in the caller's axes and library; return results after ``results`` unchanged."""
         pairs = zip(results, returned, strict=False)
         return [*(self._back(name, array, arrays.get(name)) for name, array in pairs), *returned[len(results) :]]
 
@@ -94,13 +94,13 @@ class Conversion:
             yield
 
     def _back(self, name: str, array: Any, target: Any) -> Any:
-        """A result in the caller's form; if the caller passed an array for it, that array."""
+        """Return a result in the caller's form; if the caller passed an array for it, that array."""
         if isinstance(array, dict):
             return {key: self._sharing.returned(value) for key, value in array.items()}
         return self._sharing.returned(self._axes.result(name, array)) if target is None else target
 
     def _option(self, name: str, value: Any) -> Any:
-        """An option with the package's axes."""
+        """Return an option with the package's axes."""
         if value is None:
             return None
         if name == "tensors" and isinstance(value, Mapping):
@@ -121,6 +121,6 @@ def convert(
 
 
 def gradient_names(requests: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the gradients in the order in which they are returned, from the flags that request them."""
+    """Return the names of the gradients in the order in which they are returned, from the flags that request them."""
     of_scale = ("dscale",) if requests.get("return_dscale") else ()
     return (*(row.name for row in GRADIENTS if not row.request or requests[row.request]), *of_scale, "dtensors")

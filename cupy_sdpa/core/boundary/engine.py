@@ -1,7 +1,7 @@
 """The option ``engine``: the engine of a call, which by default follows from the type of its arrays.
 
 ``"numpy"`` and ``"cudnn"`` confirm the engines of numpy and of CuPy arrays. ``"cupy"`` computes with CuPy's own operations: its
-arrays become :class:`.InterpretedArray`, and their type selects this engine from there on.
+arrays become :class:`.InterpretedArray`, and from there their type selects this engine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray, on_host
 from .argument import INT32, arrays_on_gpu
 
-#: The values of the option besides None, and the arrays that each engine computes with.
+#: The values of the option except None, and the arrays that each engine computes with.
 ENGINES = {"numpy": "numpy", "cudnn": "CuPy", "cupy": "CuPy"}
 
 
 def read_engine(engine: Any, array: Any) -> str | None:
-    """The option; None for the engine of the arrays."""
+    """Return the option; None for the engine of the arrays."""
     if engine is None:
         return None
     if not isinstance(engine, str) or engine not in ENGINES:
@@ -47,7 +47,7 @@ def read_engine(engine: Any, array: Any) -> str | None:
 
 
 def refuse_fp8(options: Mapping[str, Any]) -> None:
-    """Refuse ``engine="cupy"`` of a call in FP8."""
+    """Raise an error for ``engine="cupy"`` in an FP8 call."""
     if isinstance(engine := options.get("engine"), str) and engine == "cupy":
         raise Unsupported(
             "engine is 'cupy', which does not compute in FP8: CuPy has no FP8 dtype. Pass the values of FP8 arrays, their "
@@ -56,7 +56,7 @@ def refuse_fp8(options: Mapping[str, Any]) -> None:
 
 
 def interpreted(name: str, array: Any, device: int) -> Any:
-    """An argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
+    """Return an argument of a call with ``engine="cupy"``; integers that the host needs, such as lengths, are copied there."""
     is_numpy = isinstance(array, np.ndarray)
     if not is_numpy and not cupy_runtime.is_array(array):
         return array

@@ -35,9 +35,9 @@ from .argument import as_int32, spec_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: The layouts that calls take. The first two are that of this package, dense and packed.
+#: The layouts that calls take. The first two are this package's layout, dense and packed.
 LAYOUTS = get_args(Layout)
-#: The arrays with a head dim, ``outs[0]`` and others too. With a group also those of other arrays that have the axes of q.
+#: The arrays with a head dim, including ``outs[0]`` and the others; for a group also other arrays with the axes of q.
 VECTORS = frozenset((*ARRAYS_WITH_HEAD_DIM, "outs", "mean"))
 #: The options with more than one axis.
 _OPTIONS = (*SCORE_INPUTS, "page_table")
@@ -73,7 +73,7 @@ def in_default(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def takes_default(function: Callable[P, T]) -> Callable[P, T]:
-    """A function with ``layout=``, whose default is that of :func:`cupy_sdpa.layout.default`."""
+    """Return a function whose ``layout=`` defaults to the layout of :func:`cupy_sdpa.layout.default`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,7 +91,7 @@ def refuse_default(name: str) -> NoReturn:
 
 
 def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose axes :func:`cupy_sdpa.layout.default` does not change: calls inside it have no default."""
+    """Return a function whose axes :func:`cupy_sdpa.layout.default` does not change: calls inside it have no default."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,7 +104,7 @@ def has_own_axes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
-    """Whether q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
+    """True if q is an array without a batch axis: it has three axes, and no option is of packed sequences or pages."""
     if getattr(q, "ndim", 0) != 3 or options.get("layout") in ("thd", "dht") or is_named():  # it was added to others
         return False
     for name in _OF_BATCHES:  # noqa: SIM110 - any() enters a function for each
@@ -114,7 +114,7 @@ def is_unbatched(q: Any, options: Mapping[str, Any]) -> bool:
 
 
 def with_batch(name: str, array: Any, layout: str | None) -> Any:
-    """An array of a call without batch axes with a batch axis of length 1; masks and biases may have one."""
+    """Return an array of a call without batch axes with a batch axis of length 1; masks and biases may have one."""
     axes = 3 if name in VECTORS else 2
     if name in SCORE_INPUTS:
         return array[..., None] if layout is None and getattr(array, "ndim", 0) == 3 else array
@@ -130,7 +130,7 @@ def with_batch(name: str, array: Any, layout: str | None) -> Any:
 
 
 def without_batch(name: str, array: Any, layout: str | None) -> Any:
-    """A result of a call without batch axes, without its batch axis."""
+    """Return a result of a call without batch axes, without its batch axis."""
     if name not in (*VECTORS, *ROW_STATS):
         return array
     return array[(slice(None),) * _batch_axis(name, layout, array.ndim - 1) + (0,)]
@@ -143,13 +143,13 @@ def _batch_axis(name: str, layout: str | None, axes: int) -> int:
 
 
 def other_layout(options: Mapping[str, Any]) -> str | None:
-    """The option ``layout`` if it is in C order; None if it is that of this package, so that nothing is permuted."""
+    """Return the option ``layout`` if it is in C order; None for this package's layout, so that nothing is permuted."""
     layout: str | None = options.get("layout")
     return None if layout is None or layout[0] == "d" else layout
 
 
 def to_own(name: str, array: Any, layout: str) -> Any:
-    """An array or a shape of a layout in C order in that of this package; anything else, which is refused later, unchanged."""
+    """Return an array or a shape of a C-order layout in this package's layout; anything else unchanged, to raise later."""
     is_shape = isinstance(array, (tuple, list)) and all(isinstance(n, numbers.Integral) for n in array)
     shape = tuple(array) if is_shape else getattr(array, "shape", None)
     if shape is None:
@@ -161,7 +161,7 @@ def to_own(name: str, array: Any, layout: str) -> Any:
 
 
 def from_own(name: str, array: Any, layout: str, axes: int | None = None) -> Any:
-    """A result in the caller's layout, one in C order: a view. ``axes`` is the number of axes of the bias for its gradient."""
+    """Return a view of a result in the caller's C-order layout. ``axes`` is the rank of the bias, for its gradient."""
     if name in VECTORS:
         # pages of keys are bshd
         return array.transpose(order(_own(array.ndim), layout if len(layout) == array.ndim else "bshd"))
@@ -180,14 +180,14 @@ def in_own_layout(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> tupl
 
 
 def option_to_own(name: str, value: Any, layout: str) -> Any:
-    """An option in the layout of this package."""
+    """Return an option in the layout of this package."""
     if name == "page_table" and isinstance(value, (list, tuple)) and not all(isinstance(n, numbers.Integral) for n in value):
         value = as_int32(name, value)  # rows of pages; a shape is a tuple of integers
     return to_own(name, value, layout) if name in _OPTIONS and value is not None else value
 
 
 def shapes_of(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays of a call, also of its options."""
+    """Return the shapes of a call's arrays, including its options' arrays."""
     return {name: tuple(x.shape) for name, x in {**options, **arrays}.items() if hasattr(x, "shape")}
 
 
@@ -224,19 +224,19 @@ def of_caller(layout: str | None, shapes: Mapping[str, tuple[int, ...]], *, unba
 #: Where an array in C order may come from on a GPU: numpy keeps the order of the operands.
 _OF_OPERATORS = ". CuPy's operators, as in 2 * q, return arrays in C order"
 #: The end of the message of an array on the CPU with the strides of another layout.
-_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and takes any strides"
+_CONFIRM = ", or, on the CPU, pass layout={!r}, which confirms these axes and accepts any strides"
 
 
 def _vector_obstacle(spec: TensorSpec, on_gpu: bool, written: bool) -> str:
-    """Why an array with a head dim is probably in another layout; empty if it is not. A GPU refuses a head dim of 1 itself."""
+    """Return why an array with a head dim is probably in another layout, or ""; a GPU itself rejects a head dim of 1."""
     return stride_obstacle(spec, written=written) or ("" if on_gpu else order_obstacle(spec, written=written))
 
 
 def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None:
-    """Check that arrays whose ``layout`` is not named are not in another one, as far as their strides show it.
+    """Check that arrays without ``layout=`` are not in another layout, as far as their strides show it.
 
-    A GPU needs these strides, and refuses most other arrays where it plans; the rest, and those of the CPU, would be read with
-    the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
+    A GPU needs these strides, and planning rejects most other arrays; the remaining arrays, and arrays on the CPU, would be
+    read with the wrong axes. Masks, page tables and ``tensors`` may have any strides on both engines.
     """
     if layout is not None or is_named():
         return
@@ -255,7 +255,7 @@ def check_strides(problem: Problem, layout: str | None, *, on_gpu: bool) -> None
 def check_strides_of(name: str, array: Any, *, required: bool = False, written: bool = False, remedy: str = "") -> None:
     """:func:`check_strides` of an array with a head dim that a call copies before it is parsed; other objects are not checked.
 
-    ``required``: the call needs these strides, also if a layout is named. ``written``: the array is a result. ``remedy`` is the
+    ``required``: the call needs these strides even if a layout is named. ``written``: the array is a result. ``remedy`` is the
     end of the message, by default what a call on the CPU takes.
     """
     on_gpu = device_of(array) is not None
@@ -272,7 +272,7 @@ def check_strides_of(name: str, array: Any, *, required: bool = False, written: 
 def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
     """Axes in the layout of this package in the order of the caller's array, if ``unbatched`` without the batch axis."""
     places: Sequence[int] = range(len(axes))
-    if len(letters_of(name)) == 1:  # any other shape is a mistake, shown as it is
+    if len(letters_of(name)) == 1:  # any other shape is a mistake, shown unchanged
         return tuple(axes)
     if layout and name not in VECTORS:
         places = places[::-1]
@@ -282,7 +282,7 @@ def _axes_from_own(layout: str | None, unbatched: bool, name: str, axes: Sequenc
 
 
 def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> Any:
-    """An array or a shape with its axes in reverse order; masks and biases with less than four axes get axes of length 1."""
+    """Return an array or a shape with reversed axes; masks and biases with fewer than four axes get axes of length 1."""
     missing = max(4 - len(shape), 0) if name in SCORE_INPUTS else 0
     if is_shape:
         return shape[::-1] + (1,) * missing
@@ -291,7 +291,7 @@ def _reversed(name: str, array: Any, shape: tuple[int, ...], is_shape: bool) -> 
 
 
 def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
-    """The letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
+    """Return the letters of the axes of an array with a head dim; pages of keys have the axes ``bshd`` with packed queries."""
     if layout == "thd" and name in ("k", "v", "mean") and len(shape) == 4:
         return "bshd"
     if len(shape) != len(layout):
@@ -303,5 +303,5 @@ def _letters(name: str, layout: str, shape: tuple[int, ...]) -> str:
 
 
 def _own(axes: int) -> str:
-    """The layout of this package with a number of axes."""
+    """Return the layout of this package with a number of axes."""
     return "dht" if axes == 3 else "dhsb"

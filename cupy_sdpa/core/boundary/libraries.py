@@ -38,7 +38,7 @@ class Library(NamedTuple):
 
 
 def library_of(array: Any) -> Library | None:
-    """The library of an array; None for arrays of numpy and CuPy, and for other objects."""
+    """Return the library of an array; None for arrays of numpy and CuPy, and for other objects."""
     kind = type(array)
     if kind not in _libraries:
         _libraries[kind] = _library(kind)
@@ -50,13 +50,13 @@ _libraries: dict[type, Library | None] = {}
 
 
 def _library(kind: type) -> Library | None:
-    """The library of a type that has not occurred yet; the layers that know libraries are not imported for our own types."""
+    """Return the library of a new type; the layers that know libraries are not imported for our own types."""
     root = kind.__module__.partition(".")[0]
     return None if root in ("numpy", "cupy", "builtins", "ml_dtypes", "cupy_sdpa") else library_of_type(kind)
 
 
 def kind_of(array: Any) -> str:
-    """The library of an array for messages; empty for other objects."""
+    """Return the library of an array for messages; empty for other objects."""
     if isinstance(array, np.ndarray) or cupy_runtime.is_array(array):
         return "numpy" if isinstance(array, np.ndarray) else "CuPy"
     library = library_of(array)
@@ -72,7 +72,7 @@ def check_one_library(arrays: Mapping[str, Any]) -> None:
 
 
 def mixed_libraries(own: str, name: str, other: str) -> TypeError:
-    """The error of a call whose q is an array of one library, and another argument of a second one."""
+    """Return the error of a call whose q is an array of one library, and another argument of a second one."""
     return TypeError(f"arrays are mixed: q is an array of {own} and {name} of {other}; pass arrays of one library")
 
 
@@ -93,7 +93,7 @@ def on_stream_of(library: Library, device: int) -> Iterator[None]:
 
 
 def sharing_stream(library: Library, array: Any) -> Any:
-    """A context in which arrays are shared: CuPy's current stream is that of the library on the device of one of its arrays."""
+    """Return a context that shares arrays: CuPy uses the library's current stream on the device of one of its arrays."""
     if library.stream is None or not is_on_gpu(array):
         return contextlib.nullcontext()
     _, device = array.__dlpack_device__()
@@ -101,7 +101,7 @@ def sharing_stream(library: Library, array: Any) -> Any:
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether an array of another library is in the memory of a GPU."""
+    """True if an array of another library is in the memory of a GPU."""
     if not hasattr(array, "__dlpack_device__"):
         return hasattr(array, "__cuda_array_interface__")
     kind, _ = array.__dlpack_device__()
@@ -124,7 +124,7 @@ class _Stream:
 
 
 def _as_cupy_stream(cuda: Any, address: int) -> Any:
-    """A context in which a stream is CuPy's current one."""
+    """Return a context in which a stream is CuPy's current one."""
     if cuda.get_current_stream().ptr == address:
         return contextlib.nullcontext()
     if address == 0:

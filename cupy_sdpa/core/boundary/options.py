@@ -16,22 +16,23 @@ from .layouts import check_layout, in_default, refuse_default
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: What to write in place of options of other libraries.
+#: What to write instead of other libraries' options.
 _ANSWERS = {
     "pass alibi_slopes=, float32 (Hq,); cupy_sdpa.alibi_slopes(Hq) returns the usual ones": "alibi has_alibi use_alibi",
-    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "pass seq_lens_kv=, the length of each sequence; or mask=, bool, where True attends: with a layout in C order "
     "(B, Hq, Sq, Skv), else (Skv, Sq, Hq, B)": "attention_mask",
-    "pass seq_lens_kv=, the length of each batch entry; or mask=, bool, where True attends: with a layout in C order "
+    "pass seq_lens_kv=, the length of each sequence; or mask=, bool, where True attends: with a layout in C order "
     "(B, 1, 1, Skv), else (Skv, 1, 1, B)": "key_padding_mask",
-    "pass mask=, bool, where True attends; of packed sequences (max_seqlen_kv, max_seqlen_q, Hq, B), one for each sequence":
+    "pass mask=, bool, where True attends; for packed sequences (max_seqlen_kv, max_seqlen_q, Hq, B), one for each sequence":
         "custom_mask packed_custom_mask",
-    "pass mask=, bool, where True attends: the padding before the first key of each batch entry is masked; or packed "
-    "sequences with offsets of cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
+    "pass mask=, bool, where True attends, to mask the padding before the first key of each sequence; or packed "
+    "sequences with offsets from cupy_sdpa.cu_seqlens_with_gaps": "leftpad_k",
     "pass bias=: a (B, Hq, Sq, Skv) array unchanged with a layout in C order, else its transpose, such as attn_bias.T":
         "attn_bias bias_mod core_attention_bias position_bias qk_bias rpb",
     "pass mask= (bool, True attends) or bias= (float, added to the scores): PyTorch's (B, Hq, Sq, Skv) array unchanged with a "
     "layout in C order, else attn_mask.T": "attn_mask",
-    "pass causal=True, or causal='bottom_right' if the last query attends to all keys; padding is seq_lens_q= and seq_lens_kv=":
+    "pass causal=True, or causal='bottom_right' if the last query attends to all keys; for padding pass seq_lens_q= and "
+    "seq_lens_kv=":
         "attn_mask_type causal_mask is_causal mask_type use_causal_mask",
     "pass softcap=": "attn_logit_softcapping cap logit_cap logits_soft_cap soft_cap tanh_cap",
     "pass scale=": "attn_scale scale_factor scaling scaling_factor sm_scale softmax_scale",
@@ -42,7 +43,7 @@ _ANSWERS = {
     "pass seq_lens_q=": "counts query_lens query_seq_lengths seq_len_q seqused_q",
     "pass seq_lens_kv=":
         "cache_seqlens context_lens key_value_seq_lengths kv_len kv_lens kv_seq_len kv_seq_lens seq_len_kv seqused_k",
-    "pass seq_lens_q= and seq_lens_kv=, the lengths of each batch entry": "actual_seq_lengths lengths seq_len seq_lens seqlens",
+    "pass seq_lens_q= and seq_lens_kv=, the length of each sequence": "actual_seq_lengths lengths seq_len seq_lens seqlens",
     "pass cu_seqlens_q= and cu_seqlens_kv=, with max_seqlen_q= and max_seqlen_kv=": "cu_seqlens",
     "pass cu_seqlens_q=": "qo_indptr",
     "pass cu_seqlens_kv=": "cu_seqlens_k kv_indptr",
@@ -58,14 +59,14 @@ _ANSWERS = {
         "bottom_right bottom_right_causal bottom_right_diagonal",
     "pass return_stats='max_sumexp', which also returns the largest score of each row": "return_max_logit",
     "pass window=(left, right): a sliding window of n keys is window=(n - 1, 0)": "sliding_window",
-    "pass dropout_p= and seed=; a function of the weights is fdrop= of cupy_sdpa.nnlib.dot_product_attention": "fdrop",
+    "pass dropout_p= and seed=; cupy_sdpa.nnlib.dot_product_attention takes a function of the weights as fdrop=": "fdrop",
     "pass dropout_p= and seed=":
         "attention_dropout dropout dropout_prob dropout_rate dropout_rng dropout_seed p_dropout rng_state",
     "omit dropout_p= and seed= where nothing is dropped": "is_training training",
     "pass sinks=, float32 (Hq,)": "learnable_sink s_aux softmax_offset softmax_type",
     "no option is needed: k and v may have fewer heads than q": "enable_gqa num_kv_heads num_gqa_groups num_key_value_heads",
-    "no option is needed: axis 1 of q, k and v is heads, or the axis h of layout=": "num_attention_heads num_heads",
-    "no option is needed: axis 1 of q, k and v is heads; arrays (features, len, batch) are for "
+    "no option is needed: the heads are axis 1 of q, k and v, or the axis h of layout=": "num_attention_heads num_heads",
+    "no option is needed: axis 1 of q, k and v is heads; for arrays (features, len, batch) use "
     "cupy_sdpa.nnlib.dot_product_attention, which takes nheads=": "nheads",
     "pass layout=": "head_first input_layout kv_layout qkv_format qkv_layout tensor_layout",
     "pass return_stats=True":
@@ -75,18 +76,19 @@ _ANSWERS = {
         "alpha need_weights output_attentions return_attention_scores",
     "pass q, k and v by position, or as q=, k= and v=": "key key_layer query query_layer value value_layer",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv kv_layer qkv qkv_layer",
-    "the dtype is that of q; pass compute_dtype= for float32 arrays": "dtype precision",
+    "the dtype is q's; for float32 arrays pass compute_dtype=": "dtype precision",
     "no option is needed: scores and the softmax are float32, and float64 for float64 arrays": "logits_dtype softmax_dtype",
     "no option is needed: the page size is axis 2 of k and v, or axis 1 with layout='bshd'": "page_size",
-    "the size of pages is axis 2 of k and v, or axis 1 with layout='bshd'; that of a block mask is block_size= of "
+    "the page size is axis 2 of k and v, or axis 1 with layout='bshd'; for the blocks of a mask pass block= to "
     "cupy_sdpa.block_mask": "block_size",
-    "pass arrays of cupy_sdpa.fp8.quantize, which have their factors":
+    "pass arrays of cupy_sdpa.fp8.quantize, which carry their factors":
         "k_descale k_scale kv_cache_sf q_descale q_scale v_descale v_scale",
-    "the functions read arrays of tensors=": "aux_tensors",
+    "functions read the arrays in tensors=": "aux_tensors",
     "pass block_mask=": "block_sparse_tensors",
     "pass score_mod=, a function f(score, b, h, q_idx, kv_idx)": "score_fn score_function score_modifier",
     "pass mask_mod=, a function f(b, h, q_idx, kv_idx) -> condition": "mask_fn mask_function",
-    "pass bias= (float, added to the scores); other kinds are functions: score_mod=": "bias_type core_attention_bias_type",
+    "pass bias= (float, added to the scores); for other changes pass a function as score_mod=":
+        "bias_type core_attention_bias_type",
     "multiply the output of each head: out * head_mask[:, None, None]": "head_mask layer_head_mask",
     "masked scores are -inf: no value is needed": "mask_value",
     "apply rotary embeddings to q and k before the call, with cupy_sdpa.apply_rope":
@@ -95,14 +97,14 @@ _ANSWERS = {
         "inference_params k_cache kv_cache paged_kv_cache past_key_value past_key_values v_cache",
     "remove it: the kernel is chosen by cuDNN":
         "attn_implementation backend implementation math_mode pack_gqa use_fp16_qk_reduction",
-    "remove it: the backward pass stores no weights, and results are written whole": "checkpoint_core_attention fast_zero_fill",
+    "remove it: the backward pass stores no weights, and writes whole results": "checkpoint_core_attention fast_zero_fill",
 }  # fmt: skip
 #: The answers by the names of the options.
 OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
 
 
 def other_names(answers: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Raise TypeError in calls with parameters of other libraries: what to write, by the names in its place."""
+    """Raise TypeError in calls with other libraries' parameters, with what to write instead of them."""
     known = {name: answer for answer, names in answers.items() for name in names.split()}
 
     def decorate(function: Function) -> Function:
@@ -124,8 +126,8 @@ class _Annotation(str):
     __repr__ = str.__str__
 
 
-#: The line of a docstring that names the options, and the beginning of that which names the flags of gradients; from Python
-#: 3.13 on their indentation is not that of the source.
+#: The line of a docstring that names the options, and the beginning of the line that names the gradient flags; Python 3.13 and
+#: newer strip their indentation.
 _EVERY_OPTION = re.compile(r"^( +)options: every option; :doc:`/options` defines each\.\n", re.M)
 _REQUESTS = re.compile(r"^( +)requests:", re.M)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -138,11 +140,11 @@ def takes_options(*, name: str = "", gradients: bool = False) -> Callable[[Funct
 def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = False) -> Any:
     """Give a function with ``**options`` a signature that lists the options that it takes, for ``help`` and completion.
 
-    The table of options says which. ``name`` is the function's name there, by default its own. With ``gradients`` it also takes
-    the flags that request gradients.
+    The table of options says which. ``name`` is the function's name in the table, by default its own. With ``gradients`` the
+    function also takes the flags that request gradients.
 
-    A call that does not fit the signature raises an error with a remedy. A function with ``*positional`` raises it itself, with
-    :func:`special_call`; others are wrapped, which takes 0.2 us per call.
+    A call that does not fit the signature raises an error that names the fix. A function with ``*positional`` raises it itself,
+    with :func:`special_call`; others are wrapped, which takes 0.2 us per call.
     """
     if function is None:
         return functools.partial(takes_options, name=name, gradients=gradients)
@@ -169,7 +171,7 @@ def takes_options(function: Any = None, /, *, name: str = "", gradients: bool = 
 
 
 def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable[..., Any]:
-    """The function; a call that does not fit its signature raises an error with a remedy, if there is one."""
+    """Return the function; a call that does not fit its signature raises an error that names the fix, if there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -187,12 +189,12 @@ def _with_remedies(function: Callable[..., Any], takes_layout: bool) -> Callable
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that may be passed by position."""
+    """Return the parameters that may be passed by position."""
     return [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def special_call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A call in :func:`cupy_sdpa.layout.default`, or one that lacks an array or has too many, which raises TypeError.
+    """Make a call in :func:`cupy_sdpa.layout.default`, or raise TypeError for missing arrays or too many.
 
     ``arguments`` are the ``locals()`` of the function, with ``*positional`` and ``**options``, at the beginning.
     """
@@ -210,13 +212,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_arguments(function: Callable[..., Any], others: Sequence[Any], options: Iterable[str]) -> None:
-    """Raise the error of a call with unknown options or too many arguments, in place of that of Python."""
+    """Raise our own error, not Python's, for a call with unknown options or too many arguments."""
     check_spelling(options)
     if others:
         names = [p.name for p in _positional(function)]
         raise TypeError(
-            f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} are; options are keywords: "
-            "a bool array, True where the query attends, is mask=, and an array that is added to the scores is bias="
+            f"{len(names) + len(others)} arguments are passed by position; only {_listed(names)} can be; pass options by name: "
+            "a bool array, True where the query attends, as mask=, and an array that is added to the scores as bias="
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The options of a call after they were read: what the parts of a call take, so that nothing is read again."""
+"""A call's options after reading; the call's parts take them, so that nothing is read again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..problem.bucket import read_bucket
 from .options import check_names, read_settings
 from .user_functions import FUNCTIONS, check_tensors
 
-#: The options that remain as they are: arrays, seeds, functions and the arrays that these read.
+#: The options that are kept unchanged: arrays, seeds, functions and the arrays that functions read.
 _INPUTS = (*OPTION_ARRAYS, *FUNCTIONS, "tensors")
 
 
 @dataclass(frozen=True)
 class ReadOptions(Mapping[str, Any]):
-    """A mapping of the options that are arrays or functions, and what the others mean.
+    """A mapping of the options that are arrays or functions, with the meaning of all other options.
 
     ``options | changes`` replaces inputs, and fields of the settings.
 
     Attributes:
         inputs: the arrays, seeds, functions and ``tensors`` that are passed.
         settings: what determines a plan; not deterministic, and without the program of functions.
-        scalars: the numbers that are passed by value.
+        scalars: the scalars, which are passed by value.
         round_up: how ``bucket`` rounds a length up; None for exact lengths.
         batch_invariant: whether bits must not depend on the batch.
-        causal, bucket, layout: as they were passed, for messages and for what depends on how they were written.
+        causal, bucket, layout: as passed, for messages and for decisions that depend on how they were written.
     """
 
     inputs: Mapping[str, Any]
@@ -58,19 +58,19 @@ class ReadOptions(Mapping[str, Any]):
         return dataclasses.replace(self, inputs=inputs, settings=self.settings._replace(**settings))
 
     def without(self, *names: str) -> ReadOptions:
-        """The options without some inputs."""
+        """Return the options without some inputs."""
         return dataclasses.replace(self, inputs={name: value for name, value in self.inputs.items() if name not in names})
 
 
 def check_option_names(options: Mapping[str, Any]) -> None:
-    """Check that every option exists, and that ``tensors`` has names; options that were read are right."""
+    """Check that every option exists, and that ``tensors`` has names; skip options that were already read."""
     if not isinstance(options, ReadOptions):
         check_names(options)
         check_tensors(options)
 
 
 def read_options(options: Mapping[str, Any], head_dim: int) -> ReadOptions:
-    """Read the options of a call with a head dim, whose names and ``tensors`` were checked; those that were read are returned.
+    """Read options whose names and ``tensors`` were checked; return options that were already read unchanged.
 
     Raises:
         TypeError, ValueError: an option is invalid.

@@ -13,10 +13,10 @@ from .libraries import Library, kind_of, library_of, mixed_libraries, on_stream_
 
 
 class Sharing:
-    """How the arrays of a call are shared; with ``engine="cupy"``, CuPy arrays become those of the interpreter.
+    """How the arrays of a call are shared; with ``engine="cupy"``, CuPy arrays become arrays of the interpreter.
 
     Attributes:
-        keeps_arrays: whether the arrays are those that the caller passed, or views of them.
+        keeps_arrays: whether the arrays are the caller's own, or views of them.
     """
 
     def __init__(self, q: Any, engine: Any) -> None:
@@ -30,11 +30,11 @@ class Sharing:
         self.keeps_arrays = self._library is None and self._engine != "cupy"
 
     def stream_of(self, q: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the options are shared: CuPy's current stream is that of q's library."""
+        """Return a context that shares the options: CuPy uses the current stream of q's library."""
         return contextlib.nullcontext() if self._library is None else sharing_stream(self._library, q)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which work is enqueued on the caller's stream, on q's device."""
+        """Return a context in which work is enqueued on the caller's stream, on q's device."""
         if self._library is not None and self._device is not None:
             return on_stream_of(self._library, self._device)
         if self._engine == "cupy":
@@ -43,7 +43,7 @@ class Sharing:
         return contextlib.nullcontext()
 
     def shared(self, name: str, array: Any) -> Any:
-        """An array in the form that the engine needs; anything else is returned unchanged."""
+        """Return an array in the form that the engine needs; anything else is returned unchanged."""
         array = self._in_numpy_or_cupy(name, array)
         return interpreted(name, array, self._device) if self._engine == "cupy" and self._device is not None else array
 
@@ -53,11 +53,11 @@ class Sharing:
             raise TypeError(f"{name} is an array of {self._library.name}, which cannot be written to: omit {name}")
 
     def returned(self, array: Any) -> Any:
-        """A result as an array of the caller's library."""
+        """Return a result as an array of the caller's library."""
         return plain(array) if self._library is None else self._library.returned(plain(array))
 
     def _in_numpy_or_cupy(self, name: str, array: Any) -> Any:
-        """An array of the caller's library as a numpy or CuPy array."""
+        """Return an array of the caller's library as a numpy or CuPy array."""
         kind = kind_of(array)
         if self._library is None:
             if library_of(array) is not None:

@@ -1,4 +1,4 @@
-"""Score and mask functions of a call: validate, trace, and turn the arrays that they read into captured arrays."""
+"""A call's score and mask functions: validate and trace them, and turn the arrays that they read into captured arrays."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Functions(NamedTuple):
     identities: tuple[Hashable | None, ...] = ()
 
 
-#: Those of a call without functions.
+#: The identities of a call without functions.
 NO_FUNCTIONS = Functions()
 
 
 def has_functions(options: Mapping[str, Any]) -> bool:
-    """Whether a call has a score function or a mask function."""
+    """True if a call has a score function or a mask function."""
     return options.get("score_mod") is not None or options.get("mask_mod") is not None
 
 
 def function_identities(options: Mapping[str, Any]) -> tuple[Hashable | None, ...]:
-    """The identities of the functions of a call, see :mod:`.core.score_fn.identity`."""
+    """Return the identities of a call's functions, see :mod:`.core.score_fn.identity`."""
     return tuple(identity(options.get(name)) for name in FUNCTIONS)
 
 
@@ -68,7 +68,7 @@ _MAX_RECORDED = 1024
 
 
 def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as they are now, for a later call: with recorded functions, and with copies of ``tensors`` and of lists.
+    """Return a snapshot of the options for a later call: with recorded functions, and copies of ``tensors`` and of lists.
 
     Functions that were recorded before are recognized by their identities, as in a repeated call.
     """
@@ -84,7 +84,7 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         kept["tensors"] = tensors
         tensors = Conversion(q, {"tensors": tensors}).options["tensors"] if needs_conversion(q, {}) else tensors
         if not all(isinstance(getattr(array, "dtype", None), np.dtype) for array in tensors.values()):
-            return kept  # the call refuses other arrays
+            return kept  # the call raises an error for other arrays
     identities = function_identities(options)
     key = (identities, *((name, array.shape, array.dtype) for name, array in tensors.items()))
     found = _recorded.get(key)
@@ -98,12 +98,12 @@ def kept_options(q: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple, also the lists in it; anything else is returned unchanged."""
+    """Return a list, with nested lists, as a tuple; return anything else unchanged."""
     return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_tensors(options: Mapping[str, Any]) -> None:
-    """Check that ``tensors`` is a mapping with string keys, and that there is a function that can read it."""
+    """Check that ``tensors`` is a mapping with string keys, and that a function can read it."""
     tensors = options.get("tensors")
     if tensors is not None and not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is {in_words(tensors)}; it must be a mapping of names to arrays")
@@ -125,7 +125,7 @@ def check_scalars(scalars: Mapping[str, Any]) -> None:
 
 
 def trace_functions(options: Mapping[str, Any], problem: Problem) -> Functions:
-    """Call the functions of a call with traced values."""
+    """Trace a call's functions: call them with traced values."""
     _, _, hq, _, sq, skv, b = problem.sizes
     tensors = dict(options.get("tensors") or {})
     for name, array in tensors.items():
@@ -161,7 +161,7 @@ class Gradients:
     captured: Mapping[str, Access]
 
     def names_in(self, problem: Problem) -> tuple[str, ...]:
-        """The captured arrays that are views of these arrays and that the score depends on."""
+        """Return the captured arrays that are views of these arrays and that the score depends on."""
         differentiable = score_derivatives(problem)
         return tuple(name for name, access in self.captured.items() if access.name in self.specs and name in differentiable)
 
@@ -171,7 +171,7 @@ class Gradients:
         return [gradient_name(name) for name in self.specs]
 
     def as_last(self, results: list[Any]) -> list[Any]:
-        """A call's results, of which the last are the gradients, with the gradients as a dictionary."""
+        """Return a call's results with the gradients, which are the last results, as one dictionary."""
         count = len(results) - len(self.specs)
         return [*results[:count], dict(zip(self.specs, results[count:], strict=True))]
 
@@ -180,12 +180,12 @@ class Gradients:
 
 
 def gradient_name(name: str) -> str:
-    """The name of the gradient of an array in ``tensors=`` among the arrays of a call."""
+    """Return the name that the gradient of an array in ``tensors=`` has among a call's arrays."""
     return f"dtensors[{name!r}]"
 
 
 def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None, functions: Functions) -> Gradients | None:
-    """The gradients that ``return_dtensors`` requests; None for no gradients."""
+    """Return the gradients that ``return_dtensors`` requests; None for no gradients."""
     if return_dtensors is None or return_dtensors is False:
         return None
     if return_dtensors is not True and not isinstance(return_dtensors, (str, list, tuple, set, frozenset)):
@@ -208,7 +208,7 @@ def requested_gradients(return_dtensors: Any, tensors: Mapping[str, Any] | None,
 
 
 def with_score_axes(array: Any, access: Access) -> Any:
-    """A view of an array with the axes of the scores; missing axes have length 1."""
+    """Return a view of an array with the axes of the scores; missing axes have length 1."""
     part = array[(*(slice(None) if isinstance(axis, str) else axis for axis in access.axes), ...)]
     names = [axis for axis in access.axes if isinstance(axis, str)]
     ordered = part.transpose([names.index(name) for name in _ORDER if name in names])

@@ -28,7 +28,7 @@ from .constants import (
 )
 from .library import library
 
-#: The C type of an attribute's elements; that of the others, which are enums, is int.
+#: The C type of an attribute's elements; all other attributes are enums of type int.
 _C_TYPES: dict[AttributeType, Any] = {
     AttributeType.INT64: c_int64,
     AttributeType.INT32: c_int32,
@@ -83,7 +83,7 @@ class Descriptor:
 
     @classmethod
     def finalized(cls, kind: str, doing: str, **attributes: Any) -> Descriptor:
-        """A finalized descriptor; attributes that are None are not set, and ``doing`` describes the step in error messages."""
+        """Return a finalized descriptor; attributes of None are not set, and ``doing`` names the step in error messages."""
         made = cls(kind)
         try:
             for name, value in attributes.items():
@@ -120,11 +120,11 @@ class Descriptor:
         return list(array)[:length]
 
     def count(self, name: str, kind: AttributeType) -> int:
-        """The number of elements of an attribute."""
+        """Return the number of elements of an attribute."""
         return self._read(name, kind, 0, None)
 
     def get_text(self, name: str) -> str:
-        """A CHAR attribute, without its terminating NUL."""
+        """Return a CHAR attribute, without its terminating NUL."""
         size = self.count(name, AttributeType.CHAR)
         array = (c_char * size)()
         self._read(name, AttributeType.CHAR, size, array)

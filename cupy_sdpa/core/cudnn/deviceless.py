@@ -22,7 +22,7 @@ _SOURCE = Path(__file__).with_name("stub_libcuda.c")
 
 
 def read_description() -> str:
-    """The description of the current GPU, as JSON; creates a CUDA context if none exists. CudnnError without a GPU."""
+    """Return the description of the current GPU, as JSON; creates a CUDA context if none exists. CudnnError without a GPU."""
     with Descriptor.finalized("DEVICEPROP", "describe the GPU", HANDLE=Handle().pointer) as device:
         return device.get_text("JSON_REPRESENTATION")
 

@@ -93,7 +93,7 @@ class Library:
         return f"<cuDNN {version_text(self.version)} at {self.path}>"
 
     def last_error(self) -> list[str]:
-        """The causes of cuDNN's latest failures in this thread; the call clears cuDNN's error text."""
+        """Return the causes of cuDNN's latest failures in this thread; the call clears cuDNN's error text."""
         text = ctypes.create_string_buffer(1 << 17)
         self.cudnnGetLastErrorString(text, len(text))
         return causes_in(text.value.decode(errors="replace"))
@@ -129,7 +129,7 @@ _REASON = re.compile(r"\w+: CUDNN_STATUS_\w+; Reason: (.*?)\s*(?=\w+: CUDNN_STAT
 
 
 def causes_in(text: str) -> list[str]:
-    """The causes in cuDNN's error text, which contains a stack of inner calls for every engine tried.
+    """Return the causes in cuDNN's error text, which contains a stack of inner calls for every engine tried.
 
     The first reason in a stack is the cause. The others name the functions that propagated it.
 
@@ -150,7 +150,7 @@ def causes_in(text: str) -> list[str]:
 
 
 def path_of(function: Any) -> str:
-    """The path of the file that a function was loaded from."""
+    """Return the path of the file that a function was loaded from."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes, dladdr.restype = [c_void_p, POINTER(_DlInfo)], c_int
     info = _DlInfo()
@@ -165,7 +165,7 @@ _PRECOMPILED_LIBRARY = "libcudnn_engines_precompiled.so.9"
 
 
 def build_id(path: Path) -> str:
-    """A digest of the headers and notes of an ELF file. The notes include the linker's build id."""
+    """Return a digest of the headers and notes of an ELF file. The notes include the linker's build id."""
     with path.open("rb") as file:
         header = file.read(64)
         (table,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
@@ -181,7 +181,7 @@ def build_id(path: Path) -> str:
 
 
 def _already_loaded() -> ctypes.CDLL | None:
-    """The libcudnn that another package (PyTorch, JAX) has loaded. A second one would have the same soname."""
+    """Return the libcudnn that another package (PyTorch, JAX) has loaded. A second one would have the same soname."""
     try:
         return ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # Windows has no RTLD_NOLOAD
@@ -195,7 +195,7 @@ def _from_pathfinder() -> ctypes.CDLL:
 
 
 def _from_light_wheel() -> ctypes.CDLL:
-    """The cuDNN of NVIDIA's wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``, which cuda.pathfinder does not know."""
+    """Return the cuDNN of NVIDIA's wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``, which cuda.pathfinder does not know."""
     places = [Path(folder) / "nvidia" / "cudnn_jit" / "lib" / SONAME for folder in sys.path]
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -235,7 +235,7 @@ _PLACES: tuple[tuple[str, str, Callable[[], ctypes.CDLL]], ...] = (
 
 
 def _not_found(outcomes: Mapping[str, str | Exception]) -> CudnnError:
-    """The error that lists every place searched, with its outcome."""
+    """Return the error that lists every place searched, with its outcome."""
     lines = []
     for place, outcome in outcomes.items():
         text = f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome
@@ -262,11 +262,12 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 
 
 def library() -> Library:
-    """The cuDNN of this process, loaded on first use.
+    """Return the cuDNN of this process, loaded on first use.
 
     If ``CUPY_SDPA_CUDNN`` is set, this file is loaded and no other place is searched. Otherwise a libcudnn that the process has
     already loaded is used, or else the one that ``cuda.pathfinder`` finds: in NVIDIA's wheels, in a conda environment, on the
-    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``; or else that of the wheels ``nvidia-cudnn-jit-cu12`` and ``-cu13``.
+    loader's path, or in ``CUDNN_PATH`` or ``CUDA_PATH``; otherwise the library of the wheels ``nvidia-cudnn-jit-cu12`` and
+    ``-cu13``.
 
     Raises:
         CudnnError: cuDNN is not found; the message lists every place searched.

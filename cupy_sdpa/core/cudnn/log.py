@@ -1,8 +1,8 @@
 """Route cuDNN's own log to the logger ``cupy_sdpa.cudnn``, if that has a level of its own.
 
-The level selects cuDNN's messages: ERROR, WARNING (why engines are refused) or DEBUG (every function that is called). It is
-read whenever a plan is built or loaded. Without a level cuDNN's log is left alone: the environment variables
-``CUDNN_LOGLEVEL_DBG`` and ``CUDNN_LOGDEST_DBG`` control it.
+The level selects cuDNN's messages: ERROR, WARNING (why engines are rejected) or DEBUG (every function call). It is read
+whenever a plan is built or loaded. Without a level cuDNN's log is left alone: the environment variables ``CUDNN_LOGLEVEL_DBG``
+and ``CUDNN_LOGDEST_DBG`` control it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 
 
 def mask_of_level() -> int:
-    """The mask of severities that the logger asks for, as ``cudnnSetCallback`` takes it; 0 if it has no level of its own."""
+    """Return the logger's severities as the mask for ``cudnnSetCallback``; 0 if the logger has no level of its own."""
     if logger.level == logging.NOTSET:
         return 0
     return sum(1 << severity for severity, level in _LEVELS.items() if logger.isEnabledFor(level))
 
 
 def lines_at(address: int) -> list[str]:
-    """The lines of a message, without those of the time and the process, which records of loggers have."""
+    """Return the lines of a message without time and process, which log records already have."""
     lines = []
     while line := ctypes.string_at(address):
         address += len(line) + 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .library import build_id, library, path_of
 
-#: The folders in cuDNN's own search path (RUNPATH), relative to cuDNN: its own, and those of the wheels for CUDA 12 and 13.
+#: The folders in cuDNN's own search path (RUNPATH), relative to cuDNN: its own, and the folders of the CUDA 12 and 13 wheels.
 _FOLDERS = (".", "../../cuda_nvrtc/lib", "../../cu13/lib")
 
 
@@ -32,7 +32,7 @@ class Nvrtc(NamedTuple):
 
 @functools.cache
 def nvrtc() -> Nvrtc:
-    """The NVRTC that cuDNN uses in this process; loaded on the first call.
+    """Return the NVRTC that cuDNN uses in this process; loaded on the first call.
 
     cuDNN opens ``libnvrtc.so.N``, where N is the major CUDA version that it was built with. The loader returns the library of
     this name that the process has already loaded (by CuPy, PyTorch or cuda.pathfinder). Otherwise it searches
@@ -56,8 +56,8 @@ def nvrtc() -> Nvrtc:
 
 
 def _candidates(soname: str) -> Iterator[tuple[str, int]]:
-    """The arguments of dlopen, name and mode, for every place in the loader's order."""
-    if hasattr(os, "RTLD_NOLOAD"):  # Windows has none
+    """Yield the arguments of dlopen, name and mode, for every place in the loader's order."""
+    if hasattr(os, "RTLD_NOLOAD"):  # Windows has no such file
         yield soname, os.RTLD_NOLOAD
     folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     cudnn = Path(library().path).parent

@@ -75,7 +75,7 @@ class DiskCache:
             yield
 
     def get(self, key: str) -> bytes | None:
-        """The entry of a key; None if there is no entry, or if it cannot be trusted."""
+        """Return the entry of a key; None if there is no entry, or if it cannot be trusted."""
         with self._lock:
             content = self._memory.get(key)
             if content is not None:
@@ -130,7 +130,7 @@ class DiskCache:
             path.unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
-        """The files of the entries in the folder."""
+        """Return the files of the entries in the folder."""
         return [path for path, _ in self._entries()]
 
     @property
@@ -212,7 +212,7 @@ class DiskCache:
 
     def _discard(self, key: str, reason: str) -> None:
         place = self.folder or "memory"
-        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is built again: {reason}", DiskCacheWarning, stacklevel=2)
+        warnings.warn(f"the plan {key}{_SUFFIX} in {place} is rebuilt: {reason}", DiskCacheWarning, stacklevel=2)
         if self.folder and _is_entry(path := self.folder / f"{key}{_SUFFIX}"):
             with contextlib.suppress(OSError):  # a read-only folder
                 path.unlink(missing_ok=True)
@@ -225,7 +225,7 @@ class DiskCache:
 
 
 def _head(key: str, content: bytes) -> bytes:
-    """The bytes before the content: the format, the key, and a checksum of key and content. Their number is constant."""
+    """Return the bytes before the content: the format, the key, and a checksum of key and content. Their number is constant."""
     return _FORMAT + key.encode() + b"\n" + hashlib.sha256(key.encode() + content).hexdigest().encode() + b"\n"
 
 
@@ -246,7 +246,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read_trusted(folder: Path, path: Path) -> bytes:
-    """The bytes of an entry, none if it is too large; OSError if it is not an entry that only this user or root can write."""
+    """Return an entry's bytes, or b"" if it is too large; OSError unless only this user or root can write it."""
     descriptor = os.open(path, os.O_RDONLY | _SAFE)
     try:
         _check_trust(folder.stat())
@@ -267,7 +267,7 @@ def _read_trusted(folder: Path, path: Path) -> bytes:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
-    """The regular files of a folder whose names match a pattern, sorted by name."""
+    """Return the regular files of a folder whose names match a pattern, sorted by name."""
     files = []
     with contextlib.suppress(OSError):
         for name in filter(pattern.fullmatch, os.listdir(folder)):
@@ -279,7 +279,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, os.stat_r
 
 
 def _is_entry(path: Path) -> bool:
-    """Whether a file is an entry by its name and first bytes. A file truncated within these bytes also counts as an entry."""
+    """True if a file is an entry by its name and first bytes. A file truncated within these bytes also counts as an entry."""
     if not _ENTRY.fullmatch(path.name):
         return False
     try:
@@ -299,7 +299,7 @@ def _new_part(folder: Path) -> tuple[int, Path]:
 
 
 def folder() -> Path | None:
-    """The folder set by the environment variable, or else the default one; None if the disk cache is turned off."""
+    """Return the folder set by the environment variable, or else the default one; None if the disk cache is turned off."""
     directory = os.environ.get(DIRECTORY)
     if directory == "0":
         return None
@@ -316,7 +316,7 @@ _lock = threading.Lock()
 
 
 def current() -> DiskCache:
-    """The disk cache of this process; a new one if the environment variable names a different folder than before."""
+    """Return the disk cache of this process; a new one if the environment variable names a different folder than before."""
     global _current
     directory = folder()
     with _lock:

@@ -36,7 +36,7 @@ class EngineSearch:
     """A search for engine configs of a graph that can be finalized and do not exceed the workspace limit.
 
     ``device`` is the description of a GPU that need not be installed, finalized; else None. The search appends to ``refused``
-    the reasons of the configs that are refused.
+    the reasons against the configs that were rejected.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineSearch:
         self._handle, self._device = target.cudnn_handle, device
 
     def first(self, config: EngineConfig | None = None) -> Candidate:
-        """The plan of ``config``; by default that of the first proposed config that is supported.
+        """Return the plan of ``config``; by default the plan of the first proposed config that is supported.
 
         Raises:
             Unsupported: no config is supported; the message contains every reason.
@@ -66,7 +66,7 @@ class EngineSearch:
         raise Unsupported(f"cuDNN {version_text(library().version)} has no engine for this graph{where}:\n{reasons}")
 
     def proposed(self) -> Iterator[Candidate]:
-        """The plans of all supported configs that the heuristics propose, in order."""
+        """Yield the plans of all supported configs that the heuristics propose, in order."""
         for mode in (HeurMode.A, HeurMode.FALLBACK):
             library().last_error()  # clear the error text
             with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ class EngineSearch:
                         yield candidate
 
     def _configured(self, config: EngineConfig) -> Candidate | None:
-        """The plan of a config; None if it is not supported."""
+        """Return the plan of a config; None if it is not supported."""
         with contextlib.ExitStack() as stack:
 
             def made(kind: str, doing: str, **attributes: Any) -> Descriptor:
@@ -103,7 +103,7 @@ class EngineSearch:
             return self._try(descriptor)
 
     def _heuristic_configs(self, mode: HeurMode, stack: contextlib.ExitStack) -> Sequence[Descriptor]:
-        """The configs that heuristics propose, most promising first; ``stack`` closes them."""
+        """Return the configs that heuristics propose, most promising first; ``stack`` closes them."""
         given = {"OPERATION_GRAPH": self.lowered.descriptor, "MODE": mode, "DEVICEPROP": self._device}
         with Descriptor.finalized("ENGINEHEUR", "query heuristics", **given) as heuristics:
             count = heuristics.count("RESULTS", AttributeType.BACKEND_DESCRIPTOR)
@@ -145,7 +145,7 @@ class EngineSearch:
         """Raise Unsupported if an execution needs more memory than the limit, given the bytes of cuDNN's part."""
         total = Scratch(self.graph).total_bytes(workspace_bytes)
         if self.limit is not None and total > self.limit:
-            raise Unsupported(f"it needs a workspace of {total} bytes, {self.limit} are allowed")
+            raise Unsupported(f"it needs a workspace of {total} bytes, and the limit is {self.limit}")
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def engine_search(
 
 
 def described_device(target: Target, stack: contextlib.ExitStack) -> Descriptor | None:
-    """The descriptor of a described GPU, which ``stack`` closes; None for the GPU of this process."""
+    """Return the descriptor of a described GPU, which ``stack`` closes; None for the GPU of this process."""
     if target.description is None:
         return None
     of = {"JSON_REPRESENTATION": target.description.encode()}
@@ -167,18 +167,18 @@ def described_device(target: Target, stack: contextlib.ExitStack) -> Descriptor 
 
 
 def graph_retention() -> dict[str, Any]:
-    """The attribute of a plan that prevents captured CUDA graphs from keeping it alive.
+    """Return the attribute of a plan that prevents captured CUDA graphs from keeping it alive.
 
-    From 9.28 on cuDNN by default adds an object to every captured graph that owns the plan. A launch of such a graph takes 2 to
-    6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
+    By default, cuDNN 9.28 and newer add an object to every captured graph that owns the plan. A launch of such a graph takes 2
+    to 6 us longer (H200; docs/cudnn.md). It is not needed: plans outlive the graphs that contain their kernels.
     """
     return {"CUDA_GRAPH_RETENTION": CudaGraphRetention.NONE} if library().version >= GRAPH_RETENTION_SINCE else {}
 
 
 def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
-    """Whether an engine config runs the split-K kernel, which distributes the keys of a single query over many blocks.
+    """True if an engine config runs the split-K kernel, which distributes the keys of a single query over many blocks.
 
-    This is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 from 9.23 on.
+    The kernel is engine 1 with KERNEL_CFG 33 to 35 up to cuDNN 9.22, and with STREAM_K 1 since 9.23.
 
     >>> splits_keys(1, {"KERNEL_CFG": 35}), splits_keys(1, {"KERNEL_CFG": 2, "STREAM_K": 1}), splits_keys(2, {"KERNEL_CFG": 7})
     (True, True, False)
@@ -189,13 +189,13 @@ def splits_keys(engine: int, knobs: Mapping[str, int]) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether cuDNN could not allocate memory. In that case no other engine is chosen, and no refusal is cached."""
+    """True if cuDNN could not allocate memory. In that case no other engine is chosen, and no refusal is cached."""
     statuses = (Status.INTERNAL_ERROR_HOST_ALLOCATION_FAILED, Status.INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
     return isinstance(error, CudnnError) and error.status in statuses
 
 
 def knobs_of(text: str) -> Knobs:
-    """The knobs of a serialized plan; -1 lets the engine choose.
+    """Return the knobs of a serialized plan; -1 lets the engine choose.
 
     >>> knobs_of('{"engine": {"engineId": 2, "knobChoices": {"CUDNN_KNOB_TYPE_TILE_M": 3}}}')
     (('TILE_M', 3),)
@@ -205,7 +205,7 @@ def knobs_of(text: str) -> Knobs:
 
 
 def _number_and_notes(config: Descriptor) -> tuple[int, tuple[str, ...]]:
-    """The number of a config's engine, and the engine's numerical notes."""
+    """Return the number of a config's engine, and the engine's numerical notes."""
     with Descriptor("ENGINE") as engine:
         config.fill("ENGINE", [engine])
         notes = engine.get("NUMERICAL_NOTE", AttributeType.NUMERICAL_NOTE, count=16)

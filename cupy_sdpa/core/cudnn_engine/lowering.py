@@ -38,7 +38,7 @@ _ALIGNMENT = {"int32": 4, "int64": 8}
 class OperationGraph:
     """A finalized cuDNN operation graph, and cuDNN's id of every tensor that an execution binds, by name.
 
-    The handle is that of the plan; None for a described GPU. Arrays in memory are never bool or of 8-bit integers, head_dim is
+    The handle is the plan's; None for a described GPU. Arrays in memory are never bool or of 8-bit integers, head_dim is
     contiguous, and no step selects from a by-value scalar: such graphs crash cuDNN (measured with 9.19 and 9.28).
 
     Raises:
@@ -63,7 +63,7 @@ class OperationGraph:
         self._stack.close()
 
     def make(self, kind: str, attributes: dict[str, Any], doing: str, handle: int | None = None) -> Descriptor:
-        """Create and finalize a descriptor that is destroyed with the graph; attributes that are None are not set."""
+        """Create and finalize a descriptor that is destroyed with the graph; attributes of None are not set."""
         return self._stack.enter_context(Descriptor.finalized(kind, doing, HANDLE=handle, **attributes))
 
     def operation(self, kind: str, attributes: dict[str, Any], doing: str) -> None:
@@ -72,7 +72,7 @@ class OperationGraph:
         self._operations.append(self.make(f"OPERATION_{kind}", attributes, f"finalize the operation {doing}"))
 
     def tensor(self, tensor: Tensor) -> Descriptor:
-        """The descriptor of a tensor, created on first use."""
+        """Return the descriptor of a tensor, created on first use."""
         if tensor.name not in self._tensors:
             ragged = None if tensor.ragged is None else self.tensor(tensor.ragged)
             uid = len(self._tensors) + 1

@@ -18,7 +18,7 @@ from ..problem.tensor_spec import ITEMSIZE
 from ..runtime import memory
 from ..version import version_text
 
-#: Alignment of scratch tensors in the workspace, in bytes; that of CuPy's allocations.
+#: Alignment of scratch tensors in the workspace, in bytes; the same as for CuPy's allocations.
 ALIGNMENT = 256
 
 
@@ -71,7 +71,7 @@ class Facts:
     refused: tuple[str, ...]
 
     def content(self, text: str) -> bytes:
-        """The entry in the disk cache: a line of JSON with these properties, then the plan as cuDNN serializes it."""
+        """Return the entry in the disk cache: a line of JSON with these properties, then the plan as cuDNN serializes it."""
         return json.dumps({name: getattr(self, name) for name in _CHECKS}).encode() + b"\n" + text.encode()
 
 
@@ -85,7 +85,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def facts_of(content: bytes) -> tuple[Facts, bytes]:
-    """The facts and the serialized plan of an entry in the disk cache.
+    """Return the facts and the serialized plan of an entry in the disk cache.
 
     Raises:
         ValueError: the facts are not JSON, not exactly the expected ones, or one has a wrong type or value.
@@ -159,7 +159,7 @@ class PlanInfo(Facts):
         return "\n".join([", ".join(f"{name} {value}" for name, value in self.facts()), *self.reasons()])
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """The properties as pairs of name and text."""
+        """Yield the properties as pairs of name and text."""
         yield "cuDNN", version_text(self.cudnn)
         yield "engine", str(self.engine)
         yield "knobs", knobs_text(self.knobs) or "none"
@@ -169,12 +169,12 @@ class PlanInfo(Facts):
         yield "size", size_text(self.size)
 
     def reasons(self) -> list[str]:
-        """One line for each engine config that was refused before this one."""
+        """Return one line for each engine config that was refused before this one."""
         return [f"refused: {reason}" for reason in self.refused]
 
 
 def size_text(size: int) -> str:
-    """A number of bytes in readable units.
+    """Return a number of bytes in readable units.
 
     >>> size_text(256), size_text(75140), size_text(3 << 30)
     ('256 bytes', '73.4 KiB', '3.0 GiB')
@@ -192,11 +192,11 @@ class Scratch:
         self._sizes = {t.name: _align(t.size * ITEMSIZE[t.dtype]) for t in graph.by_role("scratch")}
 
     def total_bytes(self, workspace_bytes: int) -> int:
-        """Bytes of the whole workspace, given those of cuDNN's own part."""
+        """Bytes of the whole workspace, given the bytes of cuDNN's own part."""
         return _align(workspace_bytes) + sum(self._sizes.values()) if self._sizes else workspace_bytes
 
     def offsets(self, workspace_bytes: int) -> dict[str, int]:
-        """The offset of every scratch tensor, given the bytes of cuDNN's own part."""
+        """Return the offset of every scratch tensor, given the bytes of cuDNN's own part."""
         return dict(zip(self._sizes, itertools.accumulate(self._sizes.values(), initial=_align(workspace_bytes)), strict=False))
 
 

@@ -134,12 +134,12 @@ class PlanCache:
             return list(self._entries)
 
     def get(self, problem: Problem) -> Plan | str | None:
-        """The entry of a problem, or None; not counted as a look-up."""
+        """Return the entry of a problem, or None; not counted as a look-up."""
         with self.lock:
             return self._entries.get(problem)
 
     def use(self, problem: Problem, build: Callable[[], Plan], run: Callable[[Plan], T]) -> T:
-        """Call ``run`` with the plan of a problem; if there is none, ``build`` it first.
+        """Call ``run`` with the plan of a problem; ``build`` it first if necessary.
 
         The lock is held during ``run`` but not during ``build``. If another thread stores a plan in the meantime, its plan is
         used. Raises Unsupported if ``build`` raised it, in this call or an earlier one.

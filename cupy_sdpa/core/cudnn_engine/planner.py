@@ -72,8 +72,8 @@ def load_or_build(
 ) -> Plan:
     """Load the plan of a graph from the disk cache, or build it and store it there.
 
-    Without a ``config`` it is the first of cuDNN's heuristics that is supported; the other arguments are those of
-    :func:`plan_for` and :class:`.engines.EngineSearch`.
+    Without a ``config`` it is the first supported one of cuDNN's heuristics; the other arguments are as for :func:`plan_for`
+    and :class:`.engines.EngineSearch`.
     """
     disk_cache = disk_cache or current()
     key = disk_cache_key(graph, target, config, limit)
@@ -116,7 +116,7 @@ def load(content: bytes, graph: Graph, target: Target) -> Plan:
 
 
 def disk_cache_key(graph: Graph, target: Target, config: EngineConfig | None, limit: int | None) -> str:
-    """The key of a plan in the disk cache: a digest of everything that the plan depends on.
+    """Return the key of a plan in the disk cache: a digest of everything that the plan depends on.
 
     The digest covers the structure and the layouts of the graph. It also covers the version and the build of NVRTC, which
     compiles the plan's kernel and is updated independently of cuDNN, or the fact that NVRTC is missing. With a limit it covers

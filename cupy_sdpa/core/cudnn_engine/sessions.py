@@ -47,7 +47,7 @@ _all: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def existing_session(context: int) -> Session | None:
-    """The session that :func:`session` returns; None if the current thread has no session yet."""
+    """Return the session that :func:`session` returns; None if the current thread has no session yet."""
     try:  # every repeated call runs this: a try block takes no time unless it raises
         found: Session = _thread.by_context[context]
     except (AttributeError, KeyError):
@@ -56,7 +56,7 @@ def existing_session(context: int) -> Session | None:
 
 
 def session(context: int) -> Session:
-    """The current thread's session in the current CUDA context; created or taken over from an ended thread on first use.
+    """Return the current thread's session in the current CUDA context; created or taken over from an ended thread on first use.
 
     The id of a context (:func:`.core.runtime.driver.context_id`) is never reused.
     """
@@ -75,7 +75,7 @@ def session(context: int) -> Session:
 
 
 def plan_caches() -> list[PlanCache]:
-    """The plan caches of all threads, also of those that have ended."""
+    """Return the plan caches of all threads, also of those that have ended."""
     return [session.cache for session in list(_all)]
 
 

@@ -9,7 +9,7 @@ from .nodes import Graph
 
 
 def graph_of(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
-    """The graph of a problem: the one that the interpreter evaluates, or with ``guards`` the first that cuDNN plans."""
+    """Return the graph of a problem: the one that the interpreter evaluates, or with ``guards`` the first that cuDNN plans."""
     if not problem.backward:
         return forward(problem, guards)
     return backward(problem, writes_dq_directly(problem), guards)

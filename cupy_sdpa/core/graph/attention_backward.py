@@ -17,7 +17,7 @@ from .scores import ScoreFunction, Scores, partial_tiles
 
 @functools.lru_cache(maxsize=1024)
 def backward(problem: Problem, direct: bool = False, guards: frozenset[str] = frozenset()) -> Graph:
-    """The gradients of the forward pass from its output and its log-sum-exp, of a problem that needs a single launch.
+    """Return the graph of the gradients, from the output and the log-sum-exp, for a problem that needs a single launch.
 
     ``D = rowsum(dO ∘ O)``, ``P = exp(S − L)``, ``dV = Pᵀ dO``, ``dS = P ∘ (dO Vᵀ − D)``, ``dK = dSᵀ Q`` and ``dQ = dS K``. With
     ``direct`` dQ is the result of the matmul. Otherwise it is accumulated in float32 scratch memory, in arbitrary order, which
@@ -156,7 +156,7 @@ class _Backward:
 
 
 def _mask_lengths_first(problem: Problem) -> bool:
-    """Whether to mask beyond the lengths before L is subtracted, which is 2 % faster for packed sequences (H200, 9.19).
+    """True to mask beyond the lengths before L is subtracted, which is 2 % faster for packed sequences (H200, 9.19).
 
     The NaN of ``-inf − -inf`` must not remain. With only a causal mask it does not remain: a row without a key in its sequence
     has no key beyond it either, and the causal mask is applied later.

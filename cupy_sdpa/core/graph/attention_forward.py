@@ -57,7 +57,7 @@ def forward(problem: Problem, guards: frozenset[str] = frozenset()) -> Graph:
 
 
 def _store_fp8(g: Builder, operands: Operands, o: Tensor, out: Tensor) -> None:
-    """The output of FP8 arrays: divided by the scale of P, multiplied by those of v and out; and its largest magnitude.
+    """Add the output of FP8 arrays, divided by P's scale and multiplied by v's and out's, and its largest magnitude.
 
     cuDNN requires all of these steps; the largest magnitude is taken before ``scale_out``.
     """
@@ -106,5 +106,5 @@ class Dropout:
 
 
 def compute_dtype(problem: Problem) -> str:
-    """The dtype of intermediate results."""
+    """Return the dtype of intermediate results."""
     return row_stats_dtype(problem.dtype)

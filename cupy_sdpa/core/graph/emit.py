@@ -65,16 +65,16 @@ class Emitter:
         return self._virtual(root)
 
     def on(self, scores: Tensor, prefix: str) -> Emitter:
-        """An emitter of the same steps with the indices taken from other scores: cuDNN recognizes masks only as a chain."""
+        """Return an emitter of the same steps that takes indices from other scores: cuDNN recognizes masks only as a chain."""
         return Emitter(self.g, self.writer, scores, self.inputs, prefix)
 
     def derivative(self, root: int, of: str = "") -> int:
-        """The step that is the derivative of ``root`` with respect to the score, or to the array named ``of``."""
+        """Return the step that is the derivative of ``root`` with respect to the score, or to the array named ``of``."""
         (number,) = gradients(self.writer, root, [self.writer.leaf("captured", of) if of else self.writer.leaf("score")])
         return self.writer.constant(0.0) if number is None else number
 
     def selects(self, root: int) -> bool:
-        """Whether a step is computed from a choice between two values."""
+        """True if a step is computed from a choice between two values."""
         return any(self.writer.steps[number].mode == "binary_select" for number in self.writer.reachable(root))
 
     def times(self, derivative: int, ds: Tensor, *, finite: bool, always: bool = False) -> Tensor:
@@ -179,15 +179,15 @@ class Emitter:
         return mode, x, b
 
     def _unbounded(self, root: int) -> bool:
-        """Whether a step may be infinite although the arrays are finite."""
+        """True if a step may be infinite although the arrays are finite."""
         return any(self.writer.steps[number].mode in UNBOUNDED for number in self.writer.reachable(root))
 
     def _fits_float32(self, numbers: tuple[int, ...]) -> bool:
-        """Whether integers are sums and differences of indices, below 2**24."""
+        """True if integers are sums and differences of indices, below 2**24."""
         return all(self.writer.steps[number].mode in _SMALL for number in self.writer.reachable(*numbers))
 
     def _is_scalar(self, number: int) -> bool:
-        """Whether a step is a scalar; if so, the scalar is emitted."""
+        """True if a step is a scalar; if so, the scalar is emitted."""
         step = self.writer.steps[number]
         if step.mode not in ("number", "constant"):
             return False
@@ -195,7 +195,7 @@ class Emitter:
         return True
 
     def _virtual(self, number: int) -> Tensor:
-        """The virtual tensor of a step."""
+        """Return the virtual tensor of a step."""
         return self._load(self.tensors[number])
 
     def _load(self, tensor: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Emitter:
         return self._pointwise("add", tensor, self.g.scalar(f"0 {dtype}", dtype, value=0.0))
 
     def _index(self, axis: str) -> Tensor:
-        """The index of every element of the scores along an axis, int32."""
+        """Return the index of every element of the scores along an axis, int32."""
         return self._pointwise("gen_index", self.scores, dtype="int32", axis=AXES.index(axis))
 
     def _pointwise(self, mode: str, *operands: Tensor, dtype: str | None = None, axis: int | None = None) -> Tensor:
@@ -243,5 +243,5 @@ def _is_virtual(tensor: Tensor) -> bool:
 
 
 def is_repeated(tensor: Tensor) -> bool:
-    """Whether an array is repeated along the keys by stride 0; cuDNN refuses to add such an array (9.26 to 9.28)."""
+    """True if an array is repeated along the keys by stride 0; cuDNN cannot add such an array (9.26 to 9.28)."""
     return tensor.role in ("input", "constant") and tensor.strides[3] == 0

@@ -31,7 +31,7 @@ class Tensor:
         strides: in elements, in the order of ``shape``.
         axes: the axes of the caller's array, ``array.transpose(axes)``; -1 is a new axis of length 1.
         value: the value of a scalar that is the same in every call; None if it is an argument of the call.
-        ragged: ``(B+1, 1, 1, 1)``, the offset of each sequence, in elements; ``shape`` is that of the longest. Default None.
+        ragged: ``(B+1, 1, 1, 1)``, the offset of each sequence, in elements; ``shape`` is the longest sequence's. Default None.
         elements: the number of elements of ragged scratch memory. It is not part of a plan.
         step: the difference between consecutive integers of a constant.
     """
@@ -88,10 +88,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Matmul(Node):
-    """``out = a b`` for each batch entry and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
+    """``out = a b`` for each batch item and head. Each head of a ``b`` with fewer heads serves a group of heads of ``a``.
 
-    ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are the numbers of rows of ``a``, of columns of ``b`` and of products per sum of
-    each batch entry; None for all. Elements beyond them are not read, and the result there is 0.
+    ``m``, ``n`` and ``k`` ``(B, 1, 1, 1)`` are each batch item's number of rows of ``a``, columns of ``b`` and products per
+    sum; None for all. Elements beyond them are not read, and the result there is 0.
     """
 
     a: Tensor
@@ -120,7 +120,7 @@ class Softmax(Node):
 
     ``sink`` ``(1, H, 1, 1)`` is an additional column, included in m and l but not in ``out``. For a row of -inf, out is 0 and
     stats is -inf. ``stats`` is virtual if the problem does not return it; ``max`` (m) and ``sum_exp`` (l) replace
-    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch entry; rows beyond that have no sink.
+    it. ``rows`` ``(B, 1, 1, 1)`` is the number of rows of each batch item; rows beyond that have no sink.
     With ``scale`` out is FP8, ``round(scale * exp(x - m)) / l``: kernels divide by l after the matmul that reads ``out``.
     """
 
@@ -172,7 +172,7 @@ class Transpose(Node):
 
 @dataclass(frozen=True)
 class PagedLoad(Node):
-    """The keys or values of every batch entry, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
+    """The keys or values of every batch item, gathered from pages: row ``j`` is row ``j % n`` of page ``table[j // n]``.
 
     ``pages`` is ``(pages, H, n, D)`` with n rows per page, ``table`` is ``(B, 1, P, 1)`` and ``lengths`` ``(B, 1, 1, 1)``.
     ``out`` is ``(B, H, n P, D)``, and ``(B, H, D, n P)`` if ``transposed``. Table entries after the length are not read.
@@ -193,7 +193,7 @@ class Graph:
         nodes: the steps.
         compute_dtype: the dtype of intermediate results, ``float32`` or ``float64``.
         no_split: whether to exclude cuDNN's kernel that splits the keys.
-        notes: what an engine derived from the graph; no part of it.
+        notes: what an engine derived from the graph; not part of it.
     """
 
     nodes: tuple[Node, ...]
@@ -207,14 +207,14 @@ class Graph:
         return (*dict.fromkeys([t for node in self.nodes for t in (*node.inputs, *node.outputs)]),)
 
     def by_role(self, *roles: Role) -> tuple[Tensor, ...]:
-        """The tensors with these roles, in the order of first use."""
+        """Return the tensors with these roles, in the order of first use."""
         return (*[t for t in self.tensors if t.role in roles],)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The printed form: one line per input, then one line per step."""
+        """Yield the printed form: one line per input, then one line per step."""
         width = max(len(node.formula) for node in self.nodes)
         shapes = {t: f"{'x'.join(map(str, t.shape)):>20} {t.dtype}" for t in self.tensors}
         for t in self.by_role("input", "constant"):
@@ -225,28 +225,28 @@ class Graph:
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor whose last dimension is contiguous."""
+    """Return the strides, in elements, of a dense tensor whose last dimension is contiguous."""
     return (math.prod(shape[1:]), shape[2] * shape[3], shape[3], 1)
 
 
 @dataclass
 class Builder:
-    """Builds a graph step by step; the steps are those of the nodes."""
+    """Builds a graph step by step, with a method for each node."""
 
     compute_dtype: str = "float32"
     nodes: list[Node] = field(default_factory=list)
     _names: set[str] = field(default_factory=set, repr=False)
 
     def graph(self, *, no_split: bool = False) -> Graph:
-        """The graph of the steps so far."""
+        """Return the graph of the steps so far."""
         return Graph(tuple(self.nodes), self.compute_dtype, no_split)
 
     def scalar(self, name: str, dtype: str = "float32", value: float | None = None) -> Tensor:
-        """A by-value scalar: an argument of the call, or the same ``value`` in every call."""
+        """Return a by-value scalar: an argument of the call, or the same ``value`` in every call."""
         return Tensor(name, (1, 1, 1, 1), dtype, "scalar", (1, 1, 1, 1), value=value)
 
     def virtual(self, name: str, shape: Shape, dtype: str | None = None) -> Tensor:
-        """An intermediate result inside the kernel, row-major, by default in the compute dtype."""
+        """Return an intermediate result inside the kernel, row-major, by default in the compute dtype."""
         return Tensor(name, shape, dtype or self.compute_dtype, "virtual", row_major(shape))
 
     def add(self, node: Node) -> Tensor:
@@ -287,7 +287,7 @@ class Builder:
         return self.add(Softmax(formula, self.virtual(out, x.shape, dtype), x, stats, **others))
 
     def reduction(self, formula: str, x: Tensor, out: Tensor, *, negative: bool = False, amax: bool = False) -> Tensor:
-        """The sum over the dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
+        """Add the sum over dimensions where ``out`` has length 1, or over groups of heads if ``out`` is ``(B, Hb, M, N)``."""
         return self.add(Reduction(formula, out, x, negative, amax))
 
     def transpose(self, formula: str, x: Tensor, out: str, dtype: str | None = None) -> Tensor:
@@ -300,7 +300,7 @@ class Builder:
     def paged_load(
         self, formula: str, pages: Tensor, table: Tensor, lengths: Tensor, out: str, *, transposed: bool = False
     ) -> Tensor:
-        """The rows of the pages that a table lists; see :class:`PagedLoad`."""
+        """Return the rows of the pages that a table lists; see :class:`PagedLoad`."""
         (_, h, n, d), (b, _, width, _) = pages.shape, table.shape
         rows = self.virtual(out, (b, h, n * width, d), pages.dtype)
         rows = replace(rows, shape=(b, h, d, n * width), strides=(*rows.strides[:2], 1, d)) if transposed else rows

@@ -32,7 +32,7 @@ SCORE_AXES = (3, 2, 1, 0)
 
 
 def operand(spec: TensorSpec, axes: tuple[int, ...], role: Role) -> Tensor:
-    """The tensor of a caller's array, with its axes permuted."""
+    """Return the tensor of a caller's array, with its axes permuted."""
     itemsize = ITEMSIZE[spec.dtype]
     b, h, rows, columns = [spec.shape[axis] if axis >= 0 else 1 for axis in axes]
     strides = [spec.strides[axis] // itemsize if axis >= 0 else 1 for axis in axes]
@@ -53,7 +53,7 @@ class Operands:
         self.results = {spec.name for spec in problem.results}
 
     def __call__(self, name: str, axes: tuple[int, ...] = QKV_AXES) -> Tensor:
-        """An array of the problem: q, k, v, out, the row statistics, or one of their gradients; or the pages of k or v."""
+        """Return an array of the problem: q, k, v, out, the row statistics, one of their gradients, or the pages of k or v."""
         spec = self.specs[name]
         packed = self.problem.packed and not (self.problem.paged and name in KEY_ARRAYS)
         if packed:
@@ -64,11 +64,11 @@ class Operands:
         return self._padded(tensor) if self.problem.settings.padded and name not in ROW_STATS else tensor
 
     def optional(self, name: str, axes: tuple[int, ...]) -> Tensor | None:
-        """The input of an option; None if the problem does not have it."""
+        """Return the input of an option; None if the problem does not have it."""
         return operand(self.specs[name], axes, "input") if name in self.specs else None
 
     def factor(self, name: str) -> Tensor:
-        """A factor of FP8 arrays, ``(1, 1, 1, 1)``, or their largest output."""
+        """Return a factor of FP8 arrays, ``(1, 1, 1, 1)``, or their largest output."""
         return operand(self.specs[name], BATCH_AXES, "output" if name in self.results else "input")
 
     def row_stats(self, name: str) -> Tensor | None:
@@ -76,18 +76,18 @@ class Operands:
         return self(name, STATS_AXES) if name in self.specs else None
 
     def weight_input(self, name: str) -> Tensor | None:
-        """An input of the scores, of each head or with the axes of the scores; None if the problem does not have it."""
+        """Return an input of the scores, of each head or with the axes of the scores; None if the problem does not have it."""
         if letters_of(name) != ("Hq",):
             return self.score_input(name)
         tensor = self.optional(name, HEAD_AXES)
         return self._broadcast(tensor, keys=True) if tensor and self.full_keys else tensor
 
     def score_input(self, name: str) -> Tensor | None:
-        """An input with the axes of the scores; None if the problem does not have it.
+        """Return an input with the axes of the scores; None if the problem does not have it.
 
         An array with a single row is broadcast along the queries by stride 0, unless it also has a single column. cuDNN reads
         a single row wrongly in the backward pass (measured with 9.19: wrong gradients, an illegal instruction). If there is
-        only one key, a single element is broadcast, too: cuDNN reads the elements of another batch entry (9.19 and 9.28).
+        only one key, a single element is also broadcast: cuDNN reads the elements of another batch item (9.19 and 9.28).
         """
         tensor = self.optional(name, SCORE_AXES)
         if tensor is None:
@@ -98,11 +98,11 @@ class Operands:
         )
 
     def index_input(self, name: str, heads: int, strides: tuple[int, ...]) -> Tensor | None:
-        """The index of every key, or of every head, as a constant array ``(1, heads, 1, Skv)``; None without ``full_keys``."""
+        """Return each key's or each head's index as a constant array ``(1, heads, 1, Skv)``; None without ``full_keys``."""
         return Tensor(name, (1, heads, 1, self.skv), "int32", "constant", strides) if self.full_keys else None
 
     def lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of queries and keys of each batch entry, ``(B, 1, 1, 1)``; None if they are equal for all entries."""
+        """Return each batch item's numbers of queries and keys, ``(B, 1, 1, 1)``; None if all batch items are equal."""
         if not self.problem.ragged:
             return None, None
         shape = (self.batch, 1, 1, 1)
@@ -112,7 +112,7 @@ class Operands:
         return queries, keys
 
     def diagonal(self) -> Tensor | None:
-        """The key on the diagonal of every query; None unless ALiBi needs it and it differs between batch entries."""
+        """Return the key on the diagonal of every query; None unless ALiBi needs it and it differs between batch items."""
         if not has_ragged_diagonal(self.problem):
             return None
         if self.sq == 1:  # one element per key, because of "one-query-positions" in the table of known bugs
@@ -136,13 +136,13 @@ class Operands:
         return replace(tensor, shape=(b, h, rows, columns), strides=(b_stride, h_stride, row_stride, column_stride))
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """A tensor of a padded batch: a dense one with the offset of every batch entry."""
+        """Return a tensor of a padded batch: a dense one with the offset of every batch item."""
         step = tensor.strides[0]
         offsets = Tensor(f"b × {step}", (self.batch + 1, 1, 1, 1), "int64", "constant", (1, 1, 1, 1), step=step)
         return replace(tensor, ragged=offsets)
 
     def _ragged(self, tensor: Tensor, stride: int, like: str = "", elements: int = 0) -> Tensor:
-        """A tensor of packed sequences: its shape is that of the longest sequence."""
+        """Return a tensor of packed sequences, with the longest sequence's shape."""
         name = ragged_offset_name(like or tensor.name, stride)
         offsets = Tensor(name, (self.batch + 1, 1, 1, 1), "int64", "input", (1, 1, 1, 1), BATCH_AXES)
         longest = self.skv if name.startswith("cu_seqlens_kv") else self.sq

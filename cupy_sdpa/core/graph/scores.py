@@ -22,7 +22,7 @@ from .operands import Operands
 
 #: The modes with which a score function may mask a score.
 _MAY_MASK = (UNBOUNDED - {"score"}) | {"binary_select", "captured"}
-#: The dtypes with numbers below ``MASKED_SCORE``; float16 has none.
+#: The dtypes with numbers below ``MASKED_SCORE``; float16 does not reach it.
 _WIDE = ("bfloat16", "float32", "float64")
 
 
@@ -38,7 +38,7 @@ class Scores:
     """Emits the steps of the scores.
 
     Attributes:
-        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch entry; None if they are equal for all entries.
+        queries, keys: ``(B, 1, 1, 1)`` int32, the lengths of each batch item; None if they are equal for all entries.
     """
 
     def __init__(self, g: Builder, operands: Operands) -> None:
@@ -146,7 +146,7 @@ class Scores:
         return self._where(s, self.g.pointwise("kept = masked = 0", "cmp_eq", masked, zero, out="kept"))
 
     def _diagonal(self, tracer: FunctionTracer, s: Tensor, row: Value) -> Value:
-        """The key p on the diagonal of the query ``row``."""
+        """Return the key p on the diagonal of the query ``row``."""
         if self.diagonal:
             return Value(tracer, tracer.writer.leaf("captured", "diagonal", "int"))
         if self.band and self.band.bottom_right:
@@ -154,7 +154,7 @@ class Scores:
         return row
 
     def _inputs(self) -> dict[str, Tensor]:
-        """The arrays that the function of the scores reads, by the names of its leaves."""
+        """Return the arrays that the function of the scores reads, by the names of its leaves."""
         operands = self.operands
         inputs = {
             "diagonal": self.diagonal,
@@ -213,13 +213,13 @@ class Scores:
         return self.g.pointwise(formula, mode, index, number, out=formula, dtype="int32")
 
     def _index(self, like: Tensor, name: str, axis: int) -> Tensor:
-        """The index of every element of ``like`` along an axis, int32."""
+        """Return the index of every element of ``like`` along an axis, int32."""
         kind = {2: "query", 3: "key"}[axis]
         return self.g.pointwise(f"{name} = position of the {kind}", "gen_index", like, out=name, dtype="int32", axis=axis)
 
 
 def partial_tiles(problem: Problem) -> frozenset[str]:
-    """The axes, keys and queries, on which a score function may need a mask beyond the last element.
+    """Return the axes, keys and queries, on which a score function may need a mask beyond the last element.
 
     The tiles of cuDNN's kernels extend beyond it. cuDNN masks there before the score function, and -s turns -inf into inf
     (measured with 9.19: NaN). Lengths that are a multiple of 128 consist of whole tiles.

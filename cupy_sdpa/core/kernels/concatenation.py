@@ -110,7 +110,7 @@ def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
 
 @cuda_kernel
 def _concatenate_kernel(size: int, itemsize: int) -> str:
-    """The kernel of :func:`concatenate`; a thread copies ``size`` bytes at a time, and ``blockIdx.y`` is the part."""
+    """Return the kernel of :func:`concatenate`; a thread copies ``size`` bytes at a time, and ``blockIdx.y`` is the part."""
     count = size // itemsize
     kind = {2: "unsigned short", 4: "unsigned"}[itemsize]
     return f"""{_PARTS}
@@ -141,11 +141,11 @@ def address(array: Any, start: int) -> Address:
 
 
 def strides_of_rows(array: Any) -> tuple[int, int, int]:
-    """The strides along tokens, heads and batch of one number for each row: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
+    """Return the strides along tokens, heads and batch of one number for each row: ``(Sq, Hq, B)``, or packed ``(Hq, Tq)``."""
     first, second, *batch = array.strides
     return (first, second, batch[0]) if batch else (second, first, 0)
 
 
 def alignment_of(array: Address) -> int:
-    """The bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
+    """Return the bits that are set in the address of a row, wherever it is: a multiple of 16 if every row is aligned."""
     return array.address | array.h | array.s | array.b

@@ -28,7 +28,7 @@ class Sources(NamedTuple):
     """The copies of which each block of :data:`BLOCK` rows of a result is made.
 
     Attributes:
-        offsets, parts: int32; block t, which is (block, group of heads, batch entry) with the first fastest, is made of the
+        offsets, parts: int32; block t, which is (block, group of heads, batch item) with the first fastest, is made of the
             copies ``parts[offsets[t] : offsets[t + 1]]``.
         groups: the number of groups of heads.
     """
@@ -136,7 +136,7 @@ def sum_blocks(sources: Sources, copies: Any, out: Any) -> None:
 
 
 def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Any]]:
-    """The heads, the rows and the batch entry of each block of an array ``(D, H, S, B)``, and the numbers of its copies."""
+    """Yield each block's heads, rows and batch item of an array ``(D, H, S, B)``, and the numbers of its copies."""
     _, heads, rows, batch = out.shape
     blocks, per_group = -(-rows // BLOCK), heads // sources.groups
     for t, (b, g, i) in enumerate(np.ndindex(batch, sources.groups, blocks)):
@@ -145,7 +145,7 @@ def _blocks_of(sources: Sources, out: Any) -> Iterator[tuple[tuple[slice, slice,
 
 
 def _blocks_on_cpu(groups: Sequence[Parts], out: Any) -> Iterator[tuple[tuple[slice, slice, slice], Sequence[Parts]]]:
-    """The blocks of a result, each with its parts: a single block of all rows unless the last group has sources."""
+    """Yield the blocks of a result, each with its parts: a single block of all rows unless the last group has sources."""
     *of_all, (copies, scores, _, sources) = groups
     if sources is None:
         yield (slice(None), slice(None), slice(None)), groups
@@ -243,7 +243,7 @@ def _merge_on_gpu(
 
 
 def _is_aligned(array: Any, vector: int) -> bool:
-    """Whether a thread can access ``vector`` consecutive elements along Dv at once, up to 16 bytes in one instruction."""
+    """True if a thread can access ``vector`` consecutive elements along Dv at once, up to 16 bytes in one instruction."""
     width, *lengths = array.shape
     unit, *strides = array.strides
     size = min(vector * array.itemsize, 16)
@@ -253,7 +253,7 @@ def _is_aligned(array: Any, vector: int) -> bool:
 
 @cuda_kernel
 def _merge_kernel(dtype: str, out_dtype: str, vector: int, carried: bool, listed: bool, weighted: bool) -> str:
-    """The kernel of :func:`merge` and :func:`sum_blocks`. ``threadIdx`` is (column, row, slot): a column is a vector of
+    """Return the kernel of :func:`merge` and :func:`sum_blocks`. ``threadIdx`` is (column, row, slot): a column is a vector of
     elements along Dv, and the slots of a row share its parts.
 
     Each thread keeps the highest log-sum-exp of its parts, and the sums relative to it. The first slot then adds the sums of

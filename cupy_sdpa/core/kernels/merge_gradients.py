@@ -84,7 +84,7 @@ _ARGUMENTS = Struct(
 
 
 def _place(array: Any) -> Address:
-    """An array ``(D, H, S, B)`` or ``(S, H, B)``, or None, as the kernel reads it."""
+    """Return an array ``(D, H, S, B)`` or ``(S, H, B)``, or None, as the kernel reads it."""
     if array is None or array.ndim == 4:
         return address(array, 0)
     tokens, heads, batch = strides_of_rows(array)
@@ -93,7 +93,7 @@ def _place(array: Any) -> Address:
 
 @cuda_kernel
 def _kernel(dtype: str) -> str:
-    """The kernel of :func:`merge_gradients`; the threads of a warp have channels of a row, ``blockIdx.y`` is the part."""
+    """Return the kernel of :func:`merge_gradients`; a warp's threads have channels of a row, ``blockIdx.y`` the part."""
     of = TYPES[dtype]
     return f"""{of.header}{_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_merge_gradients(const Arguments a) {{

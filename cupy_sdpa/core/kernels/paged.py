@@ -1,4 +1,4 @@
-"""CUDA kernels beside attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
+"""CUDA kernels around attention with paged keys: page tables, chunks of the keys, and attention over the boundary keys.
 
 cuDNN's kernels for several queries load a whole tile of keys: the pages of all its table entries, and page 0 after the end of
 the table. They multiply the values after the length by 0. So the table must consist of whole tiles, and every entry after the
@@ -39,7 +39,7 @@ class Keys(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch entry.
+    """The arrays of a split problem that :func:`split` writes; R rows and E entries, C for each batch item.
 
     Attributes:
         rows: ``(D, Sq, Hq, E)``, the queries, repeated for every chunk.
@@ -95,18 +95,18 @@ _QUERIES = Struct("Queries", "q q_head q_query q_batch queries heads lengths lef
 
 
 def _table(table: Any, lengths: Any, page: int) -> tuple[Any, ...]:
-    """The values of :data:`_TABLE`."""
+    """Return the values of :data:`_TABLE`."""
     return table, table.strides[0] // 4, table.strides[1] // 4, table.shape[0], page, lengths
 
 
 def _queries(q: Any, keys: Keys) -> tuple[Any, ...]:
-    """The values of :data:`_QUERIES`."""
+    """Return the values of :data:`_QUERIES`."""
     left, right, bottom_right = keys.band or Band()
     bounds = (-1 if bound is None else bound for bound in (left, right))
     return q, *q.strides[1:], q.shape[2], q.shape[1], keys.lengths_q, *bounds, bottom_right
 
 
-#: Device functions for table entries (after the length, that of the first page) and for the keys of queries.
+#: Device functions for table entries (after the length, the first page's entry) and for the keys of queries.
 _DEVICE_CODE = """
     __device__ long long least(long long a, long long b) { return a < b ? a : b; }
     __device__ long long most(long long a, long long b) { return a > b ? a : b; }
@@ -155,7 +155,7 @@ def padded_table(out: Any, table: Any, lengths: Any, page: int) -> None:
 
 @cuda_kernel
 def _padded_table_kernel() -> str:
-    """The kernel of :func:`padded_table`."""
+    """Return the kernel of :func:`padded_table`."""
     return f"""{_QUERIES} {_PADDED}{_DEVICE_CODE}
         extern "C" __global__ void cupy_sdpa_padded_table(const Padded x) {{
             const long long b = blockIdx.y, length = length_of(x.table, b), step = (long long)gridDim.x * blockDim.x;
@@ -175,7 +175,7 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
     Args:
         table, lengths: the page table ``(P, B)`` and the lengths, int32 ``(B,)``.
         prefix: the length of the prefix.
-        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if there is none.
+        shared: int32 ``(N, 1)``, written: the first pages of the first sequence that has the prefix; 0 if no sequence has it.
         shared_length: int32 ``(1,)``, written: the length of the prefix, or 0.
         rest: int32 ``(B,)``, written: the lengths after the prefix.
     """
@@ -193,7 +193,7 @@ def divide(table: Any, lengths: Any, prefix: int, shared: Any, shared_length: An
 
 @cuda_kernel
 def _divide_kernel() -> str:
-    """The kernel of :func:`divide`."""
+    """Return the kernel of :func:`divide`."""
     return f"""{_PREFIX}
         extern "C" __global__ void cupy_sdpa_divide(const Prefix x) {{
             const int* const lengths = (const int*)x.lengths;
@@ -265,8 +265,10 @@ def split(
 
 @cuda_kernel
 def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
-    """The kernel of :func:`split`. The first blocks write the chunks, and copy in units of bytes. Each warp of the other blocks
-    computes attention over the boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
+    """Return the kernel of :func:`split`.
+
+    The first blocks write the chunks, copying units of bytes. In the other blocks, each warp computes attention over the
+    boundary keys of one query of one head, if the keys have a band (``dv`` is not 0).
     """
     kind, units = UNITS[unit], d * TYPES[dtype].itemsize // unit
     boundary = """if (blockIdx.x >= x.split_blocks) {
@@ -310,7 +312,7 @@ def _split_kernel(unit: int, dtype: str, d: int, dv: int) -> str:
 
 
 def _boundary_keys_code(dtype: str, d: int, dv: int) -> str:
-    """The device function that computes attention over the boundary keys of one query of one head with a warp: a thread
+    """Return the device function that computes attention over the boundary keys of one query of one head with a warp: a thread
     computes the score of one key at a time, and then some columns of the output.
     """
     kind, columns = TYPES[dtype], -(-dv // 32)

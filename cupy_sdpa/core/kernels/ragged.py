@@ -1,6 +1,6 @@
 """Kernels that run before and after attention: they compute offsets, clear padding, and convert row statistics.
 
-Functions that the steps of programs run take arrays of numpy or CuPy; the numpy code is beside the CUDA kernel.
+Functions that run as steps take numpy or CuPy arrays; the numpy code is next to the CUDA kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Lengths(NamedTuple):
     """The lengths of the sequences of queries, or of keys.
 
     Attributes:
-        array: int32 ``(B,)``, the length of each batch entry; for packed sequences the cumulative lengths, int32 or int64
+        array: int32 ``(B,)``, the length of each batch item; for packed sequences the cumulative lengths, int32 or int64
             ``(B+1,)``.
         max_length: the largest length; longer sequences are truncated.
         total: the number of positions of a packed array; unused for dense arrays.
@@ -53,10 +53,10 @@ class ClearedResult(NamedTuple):
 
     Attributes:
         array: ``(D, H, S, B)`` or packed ``(D, H, T)``; row statistics ``(S, H, B)`` or packed ``(H, T)``.
-        of_keys: whether its positions are those of keys.
+        of_keys: whether its positions are key positions.
         per_row: whether it is a row statistic.
         fill_value: 0, or -inf in float32.
-        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch entries without keys; or None.
+        sinks: float32 ``(Hq,)``, written instead of ``fill_value`` to the rows of batch items without keys; or None.
     """
 
     array: Any
@@ -69,11 +69,11 @@ class ClearedResult(NamedTuple):
 def prepare_sequences(queries: Lengths, keys: Lengths, offsets: Sequence[Offsets], results: Sequence[ClearedResult]) -> None:
     """Compute lengths and offsets of packed sequences, and clear the padding of results; one launch, no synchronization.
 
-    cuDNN 9.19 writes nothing to a batch entry without queries, nor to one without keys. This function clears the results of
+    cuDNN 9.19 writes nothing to a batch item without queries, nor to one without keys. This function clears the results of
     such entries, positions beyond the length of an entry, and in packed results the positions before the first and after the
     last sequence. It writes to no other position. A packed sequence is truncated at ``max_length`` and at the end of the array.
-    The written offsets never decrease and stay inside the array, whatever the cumulative lengths are: an offset below an
-    earlier one becomes the earlier one, because cuDNN accesses other memory if offsets decrease.
+    The written offsets never decrease and stay inside the array for any cumulative lengths: an offset below an earlier one
+    becomes the earlier one, because cuDNN accesses other memory if offsets decrease.
 
     Args:
         queries, keys: the lengths of the queries and of the keys.
@@ -136,7 +136,7 @@ _ARGUMENTS = Struct(
 
 
 def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
-    """The values of :data:`_RESULT`."""
+    """Return the values of :data:`_RESULT`."""
     array, strides = result.array, [stride // 4 for stride in result.array.strides]
     head, position = ((0, 1) if packed else (1, 0)) if result.per_row else (1, 2)
     columns = 1 if result.per_row else array.shape[0] * array.itemsize // 4
@@ -147,7 +147,7 @@ def _result(result: ClearedResult, packed: bool) -> tuple[Any, ...]:
 
 @cuda_kernel
 def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
-    """The kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch entry."""
+    """Return the kernel of :func:`prepare_sequences`; blocks with one ``blockIdx.y`` work on one batch item."""
     return f"""{_ARGUMENTS}
         __device__ long long clamped(long long x, long long highest) {{ return x < 0 ? 0 : x < highest ? x : highest; }}
         __device__ long long at(const Sequences& s, long long i) {{
@@ -221,7 +221,7 @@ def _prepare_sequences_kernel(packed: tuple[bool, bool]) -> str:
 
 
 def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
-    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch entry, even if these are NaN.
+    """Copy an array ``(D, H, S, B)`` to a dense one, with zeros beyond the length of every batch item, even if these are NaN.
 
     On the GPU D is a multiple of 8 elements of 2 bytes, so a position of a sequence is a multiple of 16 bytes.
     """
@@ -243,7 +243,7 @@ def zero_padded(copy: Any, array: Any, lengths: Any) -> None:
 
 @cuda_kernel
 def _zero_padded_kernel() -> str:
-    """The kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
+    """Return the kernel of :func:`zero_padded`; a thread copies 16 bytes at a time."""
     return """extern "C" __global__ void cupy_sdpa_zero_padded(
             const uint4* from, uint4* to, const int* lengths, long long pitch, long long width, long long position) {
             const long long b = blockIdx.y, end = lengths[b] * position, step = (long long)gridDim.x * blockDim.x;
@@ -270,7 +270,7 @@ def replace_infinite(bias: Any) -> None:
 
 
 def at_least_one(copy: Any, lengths: Any) -> None:
-    """Copy lengths, with 1 in place of 0."""
+    """Copy lengths, with 1 instead of 0."""
     cupy_runtime.array_module(lengths).maximum(lengths, 1, out=copy)
 
 
@@ -284,7 +284,7 @@ def log_sum_exp(top: Any, total: Any, stats: Any) -> None:
 
 
 def diagonal(made: Any, step: int, lengths_q: Any, lengths_kv: Any) -> None:
-    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch entry into an int32 array ``(rows, B)``."""
+    """Write ``step i + lengths_kv - lengths_q`` for every row i and batch item into an int32 array ``(rows, B)``."""
     rows, _ = made.shape
     if not cupy_runtime.is_array(made):
         made[...] = step * np.arange(rows, dtype=np.int32)[:, None] + (lengths_kv - lengths_q)
@@ -319,7 +319,7 @@ def sum_over_scores(source: Any, target: Any) -> None:
 
 @cuda_kernel
 def _sum_kernel(dtype: str, out_dtype: str) -> str:
-    """The kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
+    """Return the kernel of :func:`sum_over_scores`. A warp computes 32 sums of different keys, or one sum over all keys."""
     source, target = TYPES[dtype], TYPES[out_dtype]
     return f"""{"".join(sorted({source.header, target.header}))}
         {_SUM}

@@ -20,7 +20,7 @@ _MEANS = Struct(
 
 
 def row_means(target: Any, stats: Any, products: Any, dout: Any, means: Any, mean_index: int, scale: float) -> None:
-    """Write the mean of the derivatives of the scores of each row, which is the derivative of the log-sum-exp; one launch.
+    """Write each row's mean score derivative, which is the derivative of the log-sum-exp; one launch.
 
     It is ``scale rowsum(dout ∘ products)``, the mean that the backward pass subtracts, plus the element ``mean_index`` of
     ``means``, the mean that it does not subtract; 0 where the log-sum-exp is -inf.
@@ -60,7 +60,7 @@ _WARPS = 8
 
 @cuda_kernel
 def _row_means_kernel(dtype: str) -> str:
-    """The kernel of :func:`row_means`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
+    """Return the kernel of :func:`row_means`; the threads of a warp have channels of a row, ``threadIdx.y`` counts rows."""
     of = TYPES[dtype]
     return f"""{of.header}{_MEANS}
         extern "C" __global__ void cupy_sdpa_row_means(const Means a, float scale) {{

@@ -45,7 +45,7 @@ def scale_heads(target: Any, source: Any, scale: Any) -> None:
 
 @cuda_kernel
 def _kernel(dtype: str) -> str:
-    """The kernel of :func:`scale_heads`; ``threadIdx.y`` counts rows."""
+    """Return the kernel of :func:`scale_heads`; ``threadIdx.y`` counts rows."""
     of = TYPES[dtype]
     return f"""{of.header}{_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_scale_heads(const Arguments a) {{

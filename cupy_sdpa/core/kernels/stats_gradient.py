@@ -24,7 +24,7 @@ _THREADS, _MAX_BLOCKS = 256, 1 << 16
 
 
 def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
-    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout, and -1 into those of out; one launch.
+    """Write dL, the gradient of the log-sum-exp, into the last two rows of dout, and -1 into the same rows of out; one launch.
 
     The first of them is dL in the dtype of dout, the second what this rounding lost. Both are 0 where L is -inf.
 
@@ -56,7 +56,7 @@ def append_stats_gradient(dout: Any, out: Any, dstats: Any, stats: Any) -> None:
 
 @cuda_kernel
 def _append_kernel(dtype: str) -> str:
-    """The kernel of :func:`append_stats_gradient`; a thread writes both numbers of a row."""
+    """Return the kernel of :func:`append_stats_gradient`; a thread writes both numbers of a row."""
     of = TYPES[dtype]
     return f"""{of.header}{_ARGUMENTS}
         extern "C" __global__ void cupy_sdpa_append_stats_gradient(const Arguments a) {{

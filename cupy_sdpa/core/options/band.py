@@ -10,7 +10,7 @@ from .values import is_one_of
 
 
 class Band(NamedTuple):
-    """The keys that a query attends to: those at most ``left`` before and ``right`` after the diagonal; None is unbounded.
+    """The keys that a query attends to: at most ``left`` before and ``right`` after the diagonal; None is unbounded.
 
     Query i is on the diagonal with key i (top-left alignment), or with key ``i + Skv - Sq`` (bottom-right alignment).
     """
@@ -20,10 +20,9 @@ class Band(NamedTuple):
     bottom_right: bool = False
 
     def simplified(self, queries: int, keys: int, *, lengths: bool, needs_diagonal: bool = False) -> Band | None:
-        """The simplest band with the same mask for some lengths; None if every query attends to every key.
+        """Return the simplest band with the same mask for some lengths; None if every query attends to every key.
 
-        ``lengths``: batch entries have lengths of their own. ``needs_diagonal``: an option measures positions
-        from the diagonal.
+        ``lengths``: batch items have their own lengths. ``needs_diagonal``: an option measures positions from the diagonal.
 
         >>> Band(right=0, bottom_right=True).simplified(1, 100, lengths=False)  # one query, which attends to every key
         >>> Band(left=5, right=500, bottom_right=True).simplified(100, 100, lengths=False)
@@ -40,7 +39,7 @@ class Band(NamedTuple):
         return Band(left, right, bottom_right)
 
     def intersected(self, other: Band | None) -> Band:
-        """The keys of both bands, which have the same diagonal; None is no other band.
+        """Return the keys of both bands, which have the same diagonal; None is no other band.
 
         >>> Band(left=5, right=3).intersected(Band(right=0))
         Band(left=5, right=0, bottom_right=False)
@@ -52,7 +51,7 @@ class Band(NamedTuple):
         return Band(left, right, self.bottom_right)
 
     def moved(self, shift: int) -> Band:
-        """The band whose diagonal is ``shift`` keys before this one, with the same mask.
+        """Return the band whose diagonal is ``shift`` keys before this one, with the same mask.
 
         >>> Band(left=5, right=0).moved(2)
         Band(left=3, right=2, bottom_right=False)

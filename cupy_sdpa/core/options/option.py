@@ -74,7 +74,7 @@ class Option:
         name: the keyword.
         group: a key of :data:`.table.GROUPS`.
         default: the value of a call without it.
-        axes, dtype: those of an array, as in :class:`.core.problem.arrays.ArrayRow`; empty for other options.
+        axes, dtype: an array's axes and dtype, as in :class:`.core.problem.arrays.ArrayRow`; empty for other options.
         read: reads the value from the options of a call. None: the array is all there is to read, another option reads it, or
             it does not take part in the problem.
         part: the attribute of a problem that tells of it; ``settings.`` and a field if it is read into the settings. Default:
@@ -114,7 +114,7 @@ class Option:
 
     @functools.cached_property
     def setting(self) -> str:
-        """The field of the settings that it is read into; empty if there is none."""
+        """The field of the settings that it is read into; empty if it has no field."""
         return self.part.partition("settings.")[2]
 
     @property
@@ -135,6 +135,6 @@ class Option:
         return operator.attrgetter(path) if path else lambda problem: None
 
     def is_passed(self, value: Any) -> bool:
-        """True if a value is not that of a call without the option."""
+        """True if a value differs from the option's default."""
         without = self.default is not None and is_one_of(value, (self.default,))
         return value is not None and value is not False and not without

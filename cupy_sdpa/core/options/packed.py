@@ -15,8 +15,8 @@ def read_queries(options: Mapping[str, Any]) -> int | None:
     length = optional_count("max_seqlen_q", _WHAT)(options)
     if length is not None and options.get("cu_seqlens_q") is None and options.get("seq_lens_q") is None:
         raise ValueError(
-            f"max_seqlen_q is {length}, and cu_seqlens_q and seq_lens_q are None: max_seqlen_q is for packed sequences, and "
-            "the maximum of seq_lens_q; omit it, or pass one of these"
+            f"max_seqlen_q is {length}, and cu_seqlens_q and seq_lens_q are None: max_seqlen_q is the maximum of one of them; "
+            "omit it, or pass cu_seqlens_q or seq_lens_q"
         )
     return length
 

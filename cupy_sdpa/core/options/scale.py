@@ -19,7 +19,7 @@ def read_scale(scale: Any, head_dim: int) -> float:
         "also take an array (Hq,), a scale for each head; for other calls multiply q by it, and pass scale=1",
     )  # fmt: skip
     value = as_float(scale)
-    if not abs(value) <= LARGEST:  # true of NaN too
+    if not abs(value) <= LARGEST:  # also true for NaN
         raise ValueError(f"scale is {value}; it must be finite in float32. None is 1/sqrt(head_dim) = {default:.6g}")
     return value
 

@@ -1,8 +1,8 @@
 """The options of every call: one row each, in the order of the signatures.
 
-Defaults, signatures, the reading of settings and scalars, the rows of arrays, the score function of a graph, the descriptions
-of problems, and the calls that refuse an option follow from the rows. :class:`Options` repeats the names for type checkers, and
-a test compares them.
+The rows determine defaults, signatures, how settings and scalars are read, the rows of arrays, the score function of a graph,
+the descriptions of problems, and which calls reject an option. :class:`Options` repeats the names for type checkers; a test
+compares them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .band import Band
 from .option import CpuOnly, Option, ScoreInputs
 from .values import optional_count
 
-#: Which gradients of ``tensors`` are requested: all, none, or those of the given names.
+#: Which gradients of ``tensors`` are requested: all, none, or the gradients of the given names.
 DTensors = bool | str | Sequence[str]
 
 
 class Options(TypedDict, total=False):
-    """The options that every call takes besides its arrays; :func:`cupy_sdpa.attention` documents them."""
+    """The options that every call takes in addition to its arrays; :func:`cupy_sdpa.attention` documents them."""
 
     scale: float | Array | None
     causal: bool | Literal["top_left", "bottom_right"] | None
@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
 
 
 class GradientOptions(Options, total=False):
-    """The options, and the flags that request gradients besides those of q, k and v."""
+    """The options, and the flags that request more gradients than dq, dk and dv."""
 
     return_dbias: bool
     return_dsinks: bool
@@ -81,9 +81,9 @@ class Split(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a plan depends on besides arrays: what options are read into, and how a program computes the problem.
+    """What a plan depends on in addition to arrays: the values of options, and how a program computes the problem.
 
-    The values of the scale and the softcap are passed by value with every call, and are not part of the problem.
+    The scale and the softcap are passed by value with every call; their values are not part of the problem.
 
     Attributes:
         band: the causal mask or the window, or None.
@@ -91,14 +91,14 @@ class Settings(NamedTuple):
         softcap: whether scores are capped.
         dropout: the probability of dropping a weight.
         max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
-        deterministic: whether results must be bitwise reproducible; in the forward pass only set for a single query.
+        deterministic: whether results must be bitwise reproducible; in the forward pass set for a single query only.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
         program: the traced score and mask functions, or None.
         gradient_of: the captured array with respect to which a subproblem differentiates the scores; empty for the scores.
         num_splits: the number of chunks into which paged keys are split; None for the default.
         split: how the keys of this problem were split, if it is a split problem (:mod:`.core.problem.split`).
-        padded: whether the arrays of a batch with lengths are passed to cuDNN as sequences at constant ragged offsets. It does
-            not read their padding then (:mod:`.core.support.padding`).
+        padded: whether arrays with lengths are passed to cuDNN as sequences at constant ragged offsets, so that it does not
+            read their padding (:mod:`.core.support.padding`).
     """
 
     band: Band | None = None
@@ -119,20 +119,20 @@ class Settings(NamedTuple):
 #: The settings of a call without options.
 DEFAULT_SETTINGS = Settings()
 
-#: The groups of options in the help of a function, and what it says of them.
+#: The groups of options in the help of a function, with their text.
 GROUPS = {
     "masks": "masks. Default: every query attends to every key.",
-    "lengths": "int32 ``(B,)``, the lengths of padded sequences.",
+    "lengths": "int32 ``(B,)``, the length of each padded sequence.",
     "packed": "packed sequences, ``(B+1,)``; q is then ``(D, Hq, Tq)``.",
-    "pages": "paged keys and values, int32 ``(P, B)``, as of :class:`cupy_sdpa.KVCache`.",
+    "pages": "paged keys and values, int32 ``(P, B)``; see :class:`cupy_sdpa.KVCache`.",
     "scores": "change the scores, in the order of :doc:`/options`. The scale, ``1/sqrt(D)`` by default, may be ``(Hq,)``.",
     "sinks": "arrays that ``score_mod`` and ``mask_mod`` read; the score of a key without a value, ``(Hq,)``.",
     "dropout": "dropout. Default 0.",
-    "batch": "refuse the call if the bits of a sequence may depend on the rest of the batch. Default False.",
-    "plans": "how calls are planned.",
-    "arrays": 'axes, precision and engine. Default: ``"dhsb"``, q\'s dtype, and that of the arrays.',
+    "batch": "raise Unsupported if the bits of a sequence may depend on the rest of the batch. Default False.",
+    "plans": "control how calls are planned.",
+    "arrays": 'axes, precision and engine. Default: ``"dhsb"``, q\'s dtype, the engine of the arrays.',
 }
-#: The functions that take few options; the rows name them in ``taken``.
+#: The functions that take only a few options; the rows name them in ``taken``.
 OF_FEW_OPTIONS = ("shared_prefix_attention", "widen")
 _PREFIX, _WIDEN = OF_FEW_OPTIONS
 #: The functions that split a call into calls on parts of the sequences; ``ContextParallel`` stands for its methods.
@@ -146,11 +146,11 @@ def _refused(names: str, instead: str) -> dict[str, str]:
 _SUMS = "weight_sums weight_sums_problems weight_entropy"
 _NO_PAGES = _refused("attention_backward attention_vjp attention_jvp jvp_problems", "gather the pages into dense k and v")
 _GROUPS = "ContextParallel"
-_NOT_DROPPED = _refused(_SUMS, "weights are those before dropout: omit it, with seed= and offset=")
+_NOT_DROPPED = _refused(_SUMS, "weights are taken before dropout: omit it, seed= and offset=")
 _NO_PARTS = "the call is split into parts of the sequences, and what a part of this option is was not defined: omit it"
 _OTHER_MEAN = _refused(
     "weight_entropy",
-    "the mean score follows from the output with k as values only if scores are scale * q k: omit it. Pass masks as mask= or "
+    "the output with k as values gives the mean score only if scores are scale * q k: omit it. Pass masks as mask= or "
     "mask_mod=",
 )
 
@@ -166,7 +166,7 @@ _ROWS = (
         "bias", "scores", parts="sliced", axes="Skv Sq Hq B", dtype="float", phrase="a bias", weights=True,
         refused=_refused(
             "weight_sums weight_sums_problems",
-            "the sum with the log-sum-exp of the queries would have the size Sq x Skv; pass it as a score function of tensors=",
+            "adding the log-sum-exp to it would take an array of size Sq x Skv; pass it as a score function of tensors=",
         ) | _OTHER_MEAN,
     ),
     Option("seq_lens_q", "lengths", parts="sliced", axes="B", dtype="int32"),
@@ -219,7 +219,7 @@ _ROWS = (
     ),
     Option(
         "batch_invariant", "batch", default=False,
-        refused=_refused(_SUMS, "compute every sequence in a call of its own") | _refused("fp8.attention", "")
+        refused=_refused(_SUMS, "compute each sequence in its own call") | _refused("fp8.attention", "")
         | _refused(_GROUPS, "the parts of sequences were not measured: use cupy_sdpa.attention"),
     ),
     Option(

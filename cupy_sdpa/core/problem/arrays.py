@@ -1,4 +1,4 @@
-"""The arrays of a call: one table of their axes, dtypes and roles, from which checks, layouts, slices and results follow.
+"""A table of a call's arrays, with their axes, dtypes and roles: checks, layouts, slices and results follow from it.
 
 The rows of options come from :data:`.core.options.table.OPTIONS`.
 
@@ -29,7 +29,7 @@ class ArrayRow:
     Attributes:
         name: the name of the argument or the result.
         axes: the letters of its axes, separated by spaces; ``1`` for a single number.
-        dtype: a numpy dtype; ``"q"``, ``"k"``, ``"v"``, ``"bias"`` and ``"sinks"`` are that of another array;
+        dtype: a numpy dtype; ``"q"``, ``"k"``, ``"v"``, ``"bias"`` and ``"sinks"`` stand for that array's dtype;
             ``"statistics"`` is float32, and float64 for float64 arrays; ``"float32 or wider"`` is float32, for float64 arrays
             also float64; ``"float"`` is any float dtype of q.
         role: see :data:`Role`.
@@ -61,7 +61,7 @@ class ArrayRow:
         return (*(letter for letter in self.letters if letter not in ("Sq", "Skv", "B")), total)
 
     def legend(self, *, packed: bool = False) -> str:
-        """The axes for messages and documentation.
+        """Return the axes for messages and documentation.
 
         >>> ARRAYS["stats"].legend(), ARRAYS["stats"].legend(packed=True), ARRAYS["seed"].legend()
         ('(Sq, Hq, B)', '(Hq, Tq)', 'one number')
@@ -95,7 +95,7 @@ _ROWS = (
     ArrayRow("descale_v", "1", "float32", "factor"),
     ArrayRow("scale_out", "1", "float32", "factor"),
 )
-#: The arrays by name. Those that score and mask functions read, and their gradients, have the row :data:`CAPTURED`.
+#: The arrays by name. Arrays that score and mask functions read, and their gradients, have the row :data:`CAPTURED`.
 ARRAYS = {row.name: row for row in _ROWS}
 #: An array that a function reads: each axis has its full length or length 1.
 CAPTURED = ArrayRow("tensors", "Skv Sq Hq B", "float", "option")
@@ -103,12 +103,12 @@ CAPTURED = ArrayRow("tensors", "Skv Sq Hq B", "float", "option")
 
 @functools.cache
 def row_of(name: str) -> ArrayRow | None:
-    """The row of an array; None for an array that is none of a call, such as offsets that a program computes."""
+    """Return the row of an array; None for an array that does not belong to a call, such as offsets that a program computes."""
     return ARRAYS.get(name) or (CAPTURED if is_captured(name) else None)
 
 
 def letters_of(name: str, *, packed: bool = False) -> tuple[str, ...]:
-    """The axes of an array in letters; empty for an array that is none of a call.
+    """Return the axes of an array in letters; empty for an array that does not belong to a call.
 
     >>> letters_of("dv"), letters_of("dv", packed=True), letters_of("t0")
     (('Dv', 'Hkv', 'Skv', 'B'), ('Dv', 'Hkv', 'Tkv'), ('Skv', 'Sq', 'Hq', 'B'))
@@ -118,7 +118,7 @@ def letters_of(name: str, *, packed: bool = False) -> tuple[str, ...]:
 
 
 def has_score_axes(name: str) -> bool:
-    """Whether an array has the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1."""
+    """True if an array has the axes of the scores, ``(Skv, Sq, Hq, B)``; each axis has its full length or length 1."""
     return {"Skv", "Sq"} <= {*letters_of(name)}
 
 
@@ -126,9 +126,9 @@ def _with_role(role: Role) -> tuple[ArrayRow, ...]:
     return tuple(row for row in _ROWS if row.role == role)
 
 
-#: The results of each pass in order: those of the forward pass, and the gradients.
+#: The results of each pass in order: the forward pass's results, and the gradients.
 RESULTS, GRADIENTS = _with_role("result"), _with_role("gradient")
-#: The gradients that a flag requests, besides those of ``tensors``.
+#: The gradients that a flag requests, except the gradients of ``tensors``.
 REQUESTED_GRADIENTS = tuple(row for row in GRADIENTS if row.request)
 #: Those of arrays that change the scores: sums of dS times the derivative of the scores.
 SCORE_GRADIENTS = tuple(row for row in REQUESTED_GRADIENTS if row.of in SCORE_CHANGES)

@@ -32,17 +32,17 @@ class Rounding(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, round_up: Callable[[int], int]) -> Rounding:
-        """The lengths of a problem, rounded up. A single query is not padded: decoding has special kernels."""
+        """Return the lengths of a problem, rounded up. A single query is not padded: decoding has special kernels."""
         *_, sq, skv, _ = problem.sizes
         return cls(sq if sq == 1 else round_up(sq), round_up(skv))
 
     def __call__(self, problem: Problem) -> Problem:
-        """The problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
+        """Return the problem with rounded lengths and dense arrays; seq_lens_q and seq_lens_kv hold the true lengths."""
         return _rounded(problem, *self)
 
 
 def read_bucket(bucket: Any) -> Callable[[int], int] | None:
-    """How ``bucket=`` rounds a length up; None for exact lengths.
+    """Return how ``bucket=`` rounds a length up; None for exact lengths.
 
     >>> read_bucket(512)(1000), read_bucket("power_of_two")(1000), read_bucket("power_of_two")(3)
     (1024, 1024, 64)
@@ -87,7 +87,7 @@ def _rounded(problem: Problem, queries: int, keys: int) -> Problem:
 
 
 def padded_axes(name: str) -> tuple[tuple[int, Literal["q", "k"]], ...]:
-    """The axes along which an array is padded, each with the array that sets its length, q or k.
+    """Return the axes along which an array is padded, each with the array that sets its length, q or k.
 
     >>> padded_axes("stats"), padded_axes("dv"), padded_axes("bias")
     (((0, 'q'),), ((2, 'k'),), ((0, 'k'), (1, 'q')))

@@ -1,8 +1,8 @@
 """The problem: the shapes, layouts and options of one attention call, immutable and hashable.
 
-A problem does not depend on a device and contains no pointer. It contains everything that determines a plan, and nothing else,
-and is the key of the plan cache. Because :func:`.core.problem.validation.make_problem` is cached, equal calls get the
-same object, and the look-up compares by identity.
+A problem does not depend on a device and contains no pointer. It contains exactly what determines a plan, and is the key of the
+plan cache. Because :func:`.core.problem.validation.make_problem` is cached, equal calls get the same object, and the look-up
+compares by identity.
 
 Shapes are written with these letters: D head dim of q and k, Dv head dim of v, Hq query heads, Hkv key/value heads (Hq is a
 multiple of Hkv), Sq, Skv lengths, B batch; Tq, Tkv total lengths of packed sequences; P pages per sequence.
@@ -44,7 +44,7 @@ class Problem:
         dq, dk, dv: the gradients of q, k and v, with their shapes.
         dbias, dsinks: the gradients of bias and sinks, with their shapes; None if they were not requested.
         rng_dump: ``(Skv, Sq, Hq, B)`` float32, the dropout mask as an output of the forward pass; None if it was not requested.
-        seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch entry; None for full lengths.
+        seq_lens_q, seq_lens_kv: ``(B,)`` int32, the lengths of each batch item; None for full lengths.
         page_table: ``(P, B)`` int32, the pages of each sequence in order. k and v are then ``(D, Hkv, page size, pages)`` and
             ``(Dv, Hkv, page size, pages)``, and Skv is P times the page size. None if the keys are not paged.
         cu_seqlens_q, cu_seqlens_kv: ``(B+1,)``, the cumulative lengths of packed sequences; None for dense arrays. With a page
@@ -161,7 +161,7 @@ class Problem:
 
     @property
     def ragged(self) -> bool:
-        """Whether batch entries have different lengths: packed sequences, or sequence lengths."""
+        """Whether batch items have different lengths: packed sequences, or sequence lengths."""
         return self.seq_lens_q is not None or self.packed
 
     @functools.cached_property
@@ -172,7 +172,7 @@ class Problem:
 
     @property
     def ds_reductions(self) -> tuple[TensorSpec, ...]:
-        """The gradients that are reductions of dS, the gradient of the scores: those of a bias and captured arrays."""
+        """The gradients that are reductions of dS, the gradient of the scores: for the arrays that change the scores."""
         specs = (getattr(self, row.name) for row in SCORE_GRADIENTS)
         return (*(spec for spec in specs if spec is not None), *self.dcaptured)
 
@@ -244,7 +244,7 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Problem) if f.init)
 
 
 def row_stats_dtype(dtype: object) -> str:
-    """The dtype of the row statistics of arrays that are computed in a dtype: float32, and float64 for float64.
+    """Return the dtype of the row statistics for a compute dtype: float32, or float64 for float64.
 
     >>> row_stats_dtype("bfloat16"), row_stats_dtype("float64")
     ('float32', 'float64')
@@ -253,7 +253,7 @@ def row_stats_dtype(dtype: object) -> str:
 
 
 def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
+    """Return the shape of the row statistics of queries ``(D, Hq, Sq, B)``, or packed ``(D, Hq, Tq)``.
 
     >>> row_stats_shape((64, 8, 100, 2)), row_stats_shape((64, 8, 100))
     ((100, 8, 2), (8, 100))
@@ -263,15 +263,15 @@ def row_stats_shape(queries: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def writes_dq_directly(problem: Problem) -> bool:
-    """Whether dq is the result of one matmul instead of a sum in scratch memory.
+    """True if dq is the result of one matmul instead of a sum in scratch memory.
 
-    This is needed for deterministic gradients and for reductions of dS: with a sum in scratch memory, cuDNN plans the
-    reductions but never writes them (measured with 9.19).
+    Deterministic gradients and reductions of dS need it: with a sum in scratch memory, cuDNN plans the reductions but never
+    writes them (measured with 9.19).
     """
     return problem.deterministic or bool(problem.ds_reductions)
 
 
 def has_ragged_diagonal(problem: Problem) -> bool:
-    """True if an option measures positions from a bottom-right diagonal that depends on the lengths of each batch entry."""
+    """True if an option measures positions from a bottom-right diagonal that depends on the lengths of each batch item."""
     ragged = problem.ragged and problem.band is not None and problem.band.bottom_right
     return ragged and any(option.of(problem) for option in OF_DIAGONAL)

@@ -1,7 +1,7 @@
 """Split gradients whose output or output gradient is too large for one launch into slices of the batch or of the heads.
 
 cuDNN's kernel for rowsum(dO∘O) computes addresses in 32 bits: dq and dk are wrong where ``out`` or ``dout`` reaches beyond
-2^31 elements (measured with 9.19.0; 9.28.0 is right). All other arrays may be of any size. A slice is a range of batch entries,
+2^31 elements (measured with 9.19.0; 9.28.0 is right). All other arrays may be of any size. A slice is a range of batch items,
 where one entry is too large a range of heads. Slices are views; ``out`` and ``dout`` are copied where the view of a slice still
 reaches too far, for example because the heads of a packed array are interleaved.
 """
@@ -19,24 +19,24 @@ from .tensor_spec import ITEMSIZE, TensorSpec, byte_range, dense_spec, make_spec
 
 #: The largest number of elements from the first to the last element of ``out`` and of ``dout`` in one launch.
 LIMIT = 2**31
-#: How far apart the random numbers of consecutive heads are, in units of dropout's offset. Heads count over all batch entries.
+#: How far apart the random numbers of consecutive heads are, in units of dropout's offset. Heads count over all batch items.
 OFFSET_OF_HEADS = 32
 
 #: The arrays that are read by the kernel whose addresses have 32 bits.
 LIMITED = ("out", "dout")
-#: The arrays whose axis 1 is that of the query heads or of the key/value heads.
+#: The arrays whose axis 1 is the query heads or the key/value heads.
 _QUERY_HEADS, _KEY_HEADS = ("q", "out", "dout", "dq"), ("k", "v", "dk", "dv")
 
 
 class Slice(NamedTuple):
-    """The key/value heads, with their query heads, and the batch entries that one launch computes."""
+    """The key/value heads, with their query heads, and the batch items that one launch computes."""
 
     heads: range
     batch: range
 
 
 def extent(spec: TensorSpec) -> int:
-    """The number of elements from the first to the last element of an array.
+    """Return the number of elements from the first to the last element of an array.
 
     >>> extent(dense_spec("out", "float16", (64, 8, 100, 2))), extent(dense_spec("out", "float16", (64, 8, 0, 2)))
     (102400, 0)
@@ -53,11 +53,11 @@ def is_too_large(problem: Problem) -> bool:
 
 
 def slices(problem: Problem) -> tuple[Slice, ...]:
-    """The slices of gradients that are too large for one launch; empty for others, and where no slices are small enough."""
+    """Return the slices of gradients that are too large for one launch; empty if not too large, or too large to slice."""
     _, dv, hq, hkv, sq, _, batch = problem.sizes
     rows = problem.out.shape[2] if problem.packed else sq
     heads, entries = range(hkv), range(batch)
-    of_head = dv * (hq // hkv) * rows  # elements of the query heads of one key/value head, in one batch entry
+    of_head = dv * (hq // hkv) * rows  # elements of the query heads of one key/value head, in one batch item
     if not is_too_large(problem):
         return ()
     if not problem.packed:
@@ -74,7 +74,7 @@ def slices(problem: Problem) -> tuple[Slice, ...]:
 
 
 def _largest_batch(problem: Problem, of_entry: int, *, copied: bool) -> int:
-    """The largest number of batch entries whose slices are small enough as views, or as dense copies; 0 if there is none."""
+    """Return the largest number of batch items whose slices are small enough as views or dense copies; 0 if even one is not."""
     if copied:
         return LIMIT // of_entry
     largest = problem.out.shape[3]
@@ -93,7 +93,7 @@ def _limited(problem: Problem) -> tuple[TensorSpec, ...]:
 
 
 def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -> tuple[slice, ...]:
-    """The elements of an array of the problem, of this name and shape, that belong to a slice."""
+    """Return the elements of an array of the problem, of this name and shape, that belong to a slice."""
     _, _, hq, hkv, *_ = problem.sizes
     group = hq // hkv
     sliced = {
@@ -109,7 +109,7 @@ def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -
 
 
 def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> Problem:
-    """The problem of a slice, from the specs of its arrays by name."""
+    """Return the problem of a slice, from the specs of its arrays by name."""
     _, _, hq, hkv, *_ = problem.sizes
     program = problem.settings.program
     settings = problem.settings
@@ -123,7 +123,7 @@ def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> 
 
 
 def launches(problem: Problem) -> Iterator[Problem]:
-    """The problem of each slice of a problem without arrays: slices of dense arrays are dense where they are copied."""
+    """Yield the problem of each slice of a problem without arrays: slices of dense arrays are dense where they are copied."""
     for part in slices(problem):
         specs = {}
         for spec in problem.tensors:
@@ -148,7 +148,7 @@ def is_copied(view: TensorSpec, whole: TensorSpec) -> bool:
 
 
 def _shifted(program: Expression, first: dict[str, int]) -> Expression:
-    """A score function in which heads and batch entries count from the first one of a slice."""
+    """Return a score function in which heads and batch items count from the first one of a slice."""
     writer = Writer()
     made: list[int] = []
     for step in program.steps:

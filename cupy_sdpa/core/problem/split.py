@@ -2,7 +2,7 @@
 
 cuDNN computes one query head with few queries at a time: it reads the keys once per query head, and leaves most of the GPU idle
 if there are few sequences. A split problem avoids both. The G query heads of a key/value head and the Sq queries become
-``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch entry, whose row of
+``R = G Sq`` rows of one head, and the pages of each sequence are split into C chunks. Each chunk is a batch item, whose row of
 the page table is a part of the sequence's row. The results of the chunks are merged (core/kernels/merge.py).
 
 The chunks have no mask, which would take a fifth of the time: they cover the common keys, whole pages to which every query
@@ -40,7 +40,7 @@ MAX_FP8_KEYS = 4096
 
 
 def obstacle(problem: Problem) -> str:
-    """What prevents a problem from being split, such as an option; empty if nothing does."""
+    """Return what prevents a problem from being split, such as an option; empty if nothing does."""
     _, _, hq, hkv, sq, _, _ = problem.sizes
     rows = hq // max(hkv, 1) * sq
     options = {
@@ -54,7 +54,7 @@ def obstacle(problem: Problem) -> str:
 
 
 def split_of(problem: Problem) -> Split | None:
-    """How to split a problem on the GPU; None if cuDNN runs it as it is.
+    """Return how to split a problem on the GPU; None if cuDNN runs it unsplit.
 
     The number of chunks depends on the batch size, the heads, and the width of the page table or of the window; the lengths are
     on the device. For a single query, cuDNN's own kernel that splits the keys is as fast; it takes no FP8 arrays.
@@ -76,7 +76,7 @@ def split_of(problem: Problem) -> Split | None:
 
 
 def queries_in_rows(problem: Problem) -> int:
-    """The queries of a head in the rows: Sq, or 2 for a single row of FP8, which is computed twice.
+    """Return the queries of a head in the rows: Sq, or 2 for a single row of FP8, which is computed twice.
 
     cuDNN has no FP8 kernel for one row on Hopper; its kernel computes a tile of rows in any case.
     """
@@ -85,7 +85,7 @@ def queries_in_rows(problem: Problem) -> int:
 
 
 def split_problem(problem: Problem, split: Split) -> Problem:
-    """The problem of the chunks: ``(D, Hkv, R, B C)``, with the log-sum-exp, without sinks."""
+    """Return the problem of the chunks: ``(D, Hkv, R, B C)``, with the log-sum-exp, without sinks."""
     d, dv, hq, hkv, _, _, b = problem.sizes
     rows, entries, dtype = hq // hkv * queries_in_rows(problem), b * split.chunks, problem.dtype
     width = padded_pages(split.pages, problem.k.shape[2], FP8_TILE_KEYS) if problem.fp8 else split.pages
@@ -104,7 +104,7 @@ def split_problem(problem: Problem, split: Split) -> Problem:
 
 
 def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> TensorSpec:
-    """An array ``(D, heads, rows, entries)`` whose memory is a dense array ``(D, rows, heads, entries)``."""
+    """Return an array ``(D, heads, rows, entries)`` whose memory is a dense array ``(D, rows, heads, entries)``."""
     memory = dense_spec(name, dtype, shape)
     d, rows, heads, entries = shape
     column, row, head, entry = memory.strides
@@ -112,7 +112,7 @@ def _rows_spec(name: str, dtype: str, shape: tuple[int, int, int, int]) -> Tenso
 
 
 def padded_pages(pages: int, page: int, tile: int = TILE_KEYS) -> int:
-    """The number of pages rounded up to whole tiles of keys: cuDNN loads page 0 for the rest of a tile.
+    """Return the number of pages rounded up to whole tiles of keys: cuDNN loads page 0 for the rest of a tile.
 
     >>> padded_pages(3, 16), padded_pages(3, 64), padded_pages(3, 128)
     (8, 4, 3)
@@ -122,7 +122,7 @@ def padded_pages(pages: int, page: int, tile: int = TILE_KEYS) -> int:
 
 
 def with_whole_tiles(problem: Problem) -> Problem:
-    """The problem with a page table of whole tiles of keys, if cuDNN loads tiles; arrays of the scores get as many keys."""
+    """Return the problem with a page table of whole key tiles, if cuDNN loads tiles; score arrays get as many keys."""
     *_, sq, skv, _ = problem.sizes
     table, page = problem.page_table, problem.k.shape[2]
     if table is None or (sq == 1 and not problem.packed):

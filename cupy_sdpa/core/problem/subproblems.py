@@ -2,8 +2,8 @@
 
 The gradient of an array that is added to the scores, or that a score function reads, is a reduction: ``dX = sum dS * dS/dX``.
 A kernel computes one such reduction. An array whose ``dS/dX`` equals the derivative with respect to the scores shares the
-launch that computes dq and dk. Every other array needs one more launch: the same graph with ``dS/dX`` in place of the
-derivative with respect to the scores; its dq and dk are discarded.
+launch that computes dq and dk. Every other array needs one more launch: the same graph with ``dS/dX`` instead of the derivative
+with respect to the scores; its dq and dk are discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tensor_spec import TensorSpec, dense_spec
 
 @functools.lru_cache(maxsize=1024)
 def subproblems(problem: Problem) -> tuple[Problem, ...]:
-    """The launches of a problem: the first computes everything except some reductions of dS, each other one a reduction."""
+    """Return a problem's launches: the first computes all but some reductions of dS, each further one a reduction."""
     if problem.trivial or not problem.ds_reductions or problem.settings.gradient_of:
         return (problem,)
     shared = next((spec for spec in problem.ds_reductions if _shares_launch(problem, spec)), None)
@@ -31,7 +31,7 @@ def subproblems(problem: Problem) -> tuple[Problem, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def score_derivatives(problem: Problem) -> dict[str, int]:
-    """The derivatives of a score function with respect to its captured arrays, and to the score under the empty name.
+    """Return the derivatives of a score function with respect to its captured arrays, and to the score under the empty name.
 
     Returns:
         The steps that compute the derivatives; arrays without a derivative are left out.
@@ -47,7 +47,7 @@ def score_derivatives(problem: Problem) -> dict[str, int]:
 
 
 def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
-    """Whether a reduction sums the gradient of the scores that dq and dk also use."""
+    """True if a reduction sums the gradient of the scores that dq and dk also use."""
     if spec is problem.dbias:  # the bias is added last
         return not problem.settings.softcap and not problem.has_score_mod
     if spec not in problem.dcaptured:
@@ -57,7 +57,7 @@ def _shares_launch(problem: Problem, spec: TensorSpec) -> bool:
 
 
 def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
-    """A launch that computes one reduction only; dq, dk and dv are written to dense scratch memory."""
+    """Return a launch that computes one reduction only; dq, dk and dv are written to dense scratch memory."""
     settings = problem.settings._replace(gradient_of=spec.name[1:])
     discarded: dict[str, Any] = {  # dense, because the caller's arrays may have gaps
         result.name: dense_spec(result.name, result.dtype, result.shape)
@@ -68,7 +68,7 @@ def _separate_launch(problem: Problem, spec: TensorSpec) -> Problem:
 
 
 def _with_reduction(problem: Problem, spec: TensorSpec | None) -> Problem:
-    """The problem with one reduction of dS, or none."""
+    """Return the problem with one reduction of dS, or none."""
     fields: dict[str, Any] = dict.fromkeys((row.name for row in SCORE_GRADIENTS), None) | {"dcaptured": ()}
     if spec is not None:
         fields |= {"dcaptured": (spec,)} if spec in problem.dcaptured else {spec.name: spec}

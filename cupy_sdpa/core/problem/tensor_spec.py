@@ -1,4 +1,4 @@
-"""Array metadata: dtype, shape, strides and alignment; and its comparison with what a call needs."""
+"""Array metadata (dtype, shape, strides and alignment), and checks against what a call needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ITEMSIZE |= dict.fromkeys(FP8_LARGEST, 1)
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """The name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
+    """Return the name of a numpy dtype; cached, because numpy takes half a microsecond to format it."""
     return str(dtype.name)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
+    """Return the numpy dtype of a name; bfloat16 and FP8 are dtypes of ml_dtypes."""
     if name == "bfloat16" or name in FP8_LARGEST:
         import ml_dtypes  # takes 45 ms to import
 
@@ -37,7 +37,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def storage_dtype(name: str, on_gpu: bool) -> np.dtype[Any]:
-    """The dtype of the arrays of a dtype: on the GPU uint8 for FP8, which CuPy does not have."""
+    """Return the dtype that arrays are stored in: on the GPU uint8 for FP8, which CuPy does not have."""
     return np.dtype(np.uint8) if on_gpu and name in FP8_LARGEST else numpy_dtype(name)
 
 
@@ -76,7 +76,7 @@ class TensorSpec:
 
 
 def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of a dense array in Fortran order."""
+    """Return the strides in bytes of a dense array in Fortran order."""
     strides, step = [], itemsize
     for length in shape:
         strides.append(step)
@@ -85,28 +85,28 @@ def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def byte_range(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The memory of the elements of an array, in bytes from its first element: start (<= 0) and end (> 0)."""
+    """Return the memory of the elements of an array, in bytes from its first element: start (<= 0) and end (> 0)."""
     extents = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
     return sum(x for x in extents if x < 0), sum(x for x in extents if x > 0) + itemsize
 
 
 def alignment_of(place: int) -> int:
-    """The alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it."""
+    """Return the alignment of an address or of an offset in bytes: the largest power of two up to 16 that divides it."""
     return place & -place & 15 or 16
 
 
 def dense_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """The spec of a dense array in Fortran order."""
+    """Return the spec of a dense array in Fortran order."""
     return TensorSpec(name, dtype, shape, dense_strides(shape, ITEMSIZE.get(dtype, 1)), 16)
 
 
 def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], alignment: int = 16) -> TensorSpec:
-    """The spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
+    """Return the spec of an array; axes of length 1 and empty arrays get the strides of a dense array."""
     if 0 in shape:
         return dense_spec(name, dtype, shape)
     normalized = list(strides)
     for axis, length in enumerate(shape):
-        if length == 1:  # the stride has no meaning: numpy, CuPy and DLPack return arbitrary values, including 0
+        if length == 1:  # the stride is meaningless: numpy, CuPy and DLPack return arbitrary values, including 0
             normalized[axis] = normalized[axis - 1] * max(shape[axis - 1], 1) if axis else ITEMSIZE.get(dtype, 1)
     return TensorSpec(name, dtype, shape, tuple(normalized), alignment)
 
@@ -115,10 +115,10 @@ def make_spec(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int,
 
 
 class CallersAxes(NamedTuple):
-    """The axes of the arrays of a call with another layout, or without a batch axis, for messages.
+    """The axes of a call's arrays with another layout, or without a batch axis, for messages.
 
     Attributes:
-        permute: the axes of an argument from those of this package to the caller's.
+        permute: permutes an argument's axes from this package's order to the caller's.
         shapes: the shapes of the caller's arrays.
         has_layout: whether the layout is another one.
     """
@@ -128,12 +128,12 @@ class CallersAxes(NamedTuple):
     has_layout: bool
 
 
-#: The axes of the current call; None if they are those of this package.
+#: The axes of the current call; None for this package's axes.
 callers_axes: ContextVar[CallersAxes | None] = ContextVar("callers_axes", default=None)
 
 
 def has_callers_axes() -> bool:
-    """Whether messages show the axes of another layout."""
+    """True if messages show the axes of another layout."""
     caller = callers_axes.get()
     return caller is not None and caller.has_layout
 
@@ -145,13 +145,13 @@ def in_callers_axes(name: str, axes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def shown_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape of an array as the caller passed it."""
+    """Return the shape of an array as the caller passed it."""
     caller = callers_axes.get()
     return caller.shapes[spec.name] if caller and spec.name in caller.shapes else in_callers_axes(spec.name, spec.shape)
 
 
 def legend_in_callers_axes(name: str, legend: str) -> str:
-    """A legend such as ``(Dv, Hq, Sq, B), the dtype of q`` in the order of the caller's array."""
+    """Return a legend such as ``(Dv, Hq, Sq, B), the dtype of q`` in the order of the caller's array."""
     letters, bracket, rest = legend.removeprefix("(").partition(")")
     if not bracket or not legend.startswith("(") or legend.startswith("(B + 1"):
         return legend
@@ -182,9 +182,9 @@ def check_spec(spec: TensorSpec, expected: Expected) -> None:
     if spec.dtype != expected.dtype:
         remedy = "pass a new array" if expected.writable else f"convert with .astype({expected.dtype!r})"
         if spec.dtype == "bool":
-            remedy = "a bool array, True where the query attends, is passed as mask="
+            remedy = "pass a bool array, True where the query attends, as mask="
             if spec.name.startswith("seq_lens"):
-                remedy = f"pass the number of True in each batch entry; or {remedy}"
+                remedy = f"pass the number of True values in each sequence; or {remedy}"
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {expected.dtype}: {remedy}")
     if spec.shape != expected.shape:
         wanted, legend = in_callers_axes(spec.name, expected.shape), legend_in_callers_axes(spec.name, expected.legend)
@@ -201,7 +201,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
         if spec.name == "mask":
             remedy += ", with True where the query attends"
         if spec.dtype == "bool":
-            remedy = "a bool array, True where the query attends, is passed as mask="
+            remedy = "pass a bool array, True where the query attends, as mask="
         elif spec.name == "mask" and spec.dtype in FLOAT_DTYPES:
             remedy = "a float array that is added to the scores, such as 0 and -inf, is passed as bias="
         raise TypeError(f"{spec.name} is {spec.dtype}; it must be {' or '.join(dtypes)}: {remedy}")
@@ -218,7 +218,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
         remedy = f"these are the axes in reverse order, (B, Hq, Sq, Skv): pass {name}.T"
         remedy += f"[{'..., ' + ', '.join(['None'] * (4 - len(spec.shape)))}]" if len(spec.shape) < 4 else ""
     elif len(spec.shape) == 2 and _broadcasts((spec.shape[1], 1, 1, spec.shape[0]), scores):
-        remedy = f"a mask of keys (B, Skv) is passed as {name}.T[:, None, None, :]"
+        remedy = f"pass a mask of keys (B, Skv) as {name}.T[:, None, None, :]"
     else:
         remedy = f"add axes with {name}[..., None], and permute them with .transpose"
     raise ValueError(
@@ -228,7 +228,7 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
 
 
 def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
-    """Whether an array has four axes, each of full length or length 1."""
+    """True if an array has four axes, each of full length or length 1."""
     return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores, strict=True))
 
 
@@ -244,7 +244,7 @@ def check_equal(description: str, x: TensorSpec, y: TensorSpec, axis: int, legen
 
 
 def stride_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Why kernels cannot read an array whose axis 0 is head_dim; empty if they can.
+    """Return why kernels cannot read an array whose axis 0 is head_dim, or an empty string.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 8, 100, 64), np.float16)
@@ -267,16 +267,16 @@ batch), copy it with asfortranarray(q)
 
 
 def _in_fortran_order(name: str, written: bool) -> str:
-    """How to get an array in Fortran order. The results would be lost with a copy."""
+    """Return how to get an array in Fortran order; a copy would lose results."""
     return (
-        "allocate it with order='F': results are not written through a copy"
+        "allocate it with order='F': a result cannot be written through a copy"
         if written
         else f"copy it with asfortranarray({name})"
     )
 
 
 def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether axis 0 of an array has length 1, so no stride, and the last axis is contiguous, so the others are in C order.
+    """True if axis 0 of an array has length 1, so no stride, and the last axis is contiguous, so the others are in C order.
 
     >>> import numpy as np
     >>> x = np.zeros((1, 8, 100, 64), np.int8)
@@ -289,13 +289,13 @@ def hides_c_order(shape: Sequence[int], strides: Sequence[int], itemsize: int) -
 
 
 def order_obstacle(spec: TensorSpec, *, written: bool = False) -> str:
-    """Why an array with a head_dim of 1 probably has its axes in another order; empty if it does not."""
+    """Return why an array with a head_dim of 1 probably has its axes in another order; empty if it does not."""
     hidden = len(spec.shape) in (3, 4) and hides_c_order(spec.shape, spec.strides, ITEMSIZE[spec.dtype])
     return _in_c_order(spec, written) if hidden else ""
 
 
 def _in_c_order(spec: TensorSpec, written: bool) -> str:
-    """The likely layout of an array in C order."""
+    """Return the likely layout of an array in C order."""
     layout, *axes = _likely_layout(spec)
     sizes = ", ".join(f"{axis} {n}" for axis, n in zip((*axes, "head_dim"), spec.shape, strict=False))
     own = "head_dim, heads, total" if len(spec.shape) == 3 else "head_dim, heads, seq, batch"
@@ -306,7 +306,7 @@ def _in_c_order(spec: TensorSpec, written: bool) -> str:
 
 
 def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
-    """The layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
+    """Return the layout that an array in C order probably has, and its axes before head_dim: seq is longer than heads."""
     if len(spec.shape) == 3:
         return "thd", "total", "heads"
     last = _last_axis(spec)
@@ -318,12 +318,12 @@ def _likely_layout(spec: TensorSpec) -> tuple[str, ...]:
 
 
 def _last_axis(spec: TensorSpec) -> int:
-    """The last axis of an array in another layout: a batch axis of length 1 may have been appended to it."""
+    """Return the last axis of an array in another layout: a batch axis of length 1 may have been appended to it."""
     return 2 if spec.shape[3:] in ((), (1,)) else 3
 
 
 def density_obstacle(spec: TensorSpec) -> str:
-    """Why cuDNN cannot read an array without a head dim: it ignores strides; empty if it can."""
+    """Return why cuDNN cannot read an array without a head dim: it ignores strides; empty if it can."""
     if spec.dense:
         return ""
     dense = dense_strides(spec.shape, ITEMSIZE[spec.dtype])

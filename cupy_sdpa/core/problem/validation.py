@@ -1,6 +1,6 @@
 """Validation: construct a problem from array signatures and settings, and check shapes and dtypes.
 
-Every error message names the value, the limit and a remedy.
+Every error message names the value, the limit and the fix.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PACKED = (
 )
 
 
-#: The refusal of gradients of paged keys.
+#: The message for gradients of paged keys.
 NO_PAGED_GRADIENTS = (
     "gradients are not supported with page_table, because cuDNN reads pages in the forward pass only: gather the pages into "
     "dense k and v"
 )
-#: The refusal of gradients of FP8 arrays.
+#: The message for gradients of FP8 arrays.
 NO_FP8_GRADIENTS = (
-    "gradients of FP8 arrays are not supported, because they are slower than those of bfloat16 with causal masks on Hopper: "
+    "gradients of FP8 arrays are not supported, because they are slower than bfloat16 gradients with causal masks on Hopper: "
     "call attention_vjp(q, k, v, compute_dtype='float8_e4m3fn') on float16 or bfloat16 arrays, whose gradients are computed in "
     "their own dtype"
 )
@@ -82,13 +82,11 @@ class RequestedOutputs(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, requested: RequestedOutputs) -> Problem:
-    """The problem of arrays and settings. Results that are not among the arrays are dense, and so are dout, out and stats."""
+    """Return the problem of arrays and settings. Results that are not passed are dense, and so are dout, out and stats."""
     arrays = {spec.name: spec for spec in specs_of_arrays}
     problem = _inputs(arrays, settings)
     if requested.out_dtype and not problem.fp8:
-        raise ValueError(
-            f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays have outputs of another dtype"
-        )
+        raise ValueError(f"out_dtype is {requested.out_dtype!r} and q is {problem.dtype}; only FP8 arrays take an output dtype")
     if problem.fp8 and requested.backward:
         raise Unsupported(NO_FP8_GRADIENTS)
     if requested.backward and problem.paged:
@@ -109,7 +107,7 @@ def make_problem(specs_of_arrays: tuple[TensorSpec, ...], settings: Settings, re
 
 @functools.lru_cache(maxsize=4096)
 def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem:
-    """The problem with the gradients of some captured arrays as results.
+    """Return the problem with the gradients of some captured arrays as results.
 
     The gradients are float32 or float64: a call may sum several of them before it rounds to the dtype of the array.
     """
@@ -119,7 +117,7 @@ def with_captured_gradients(problem: Problem, names: tuple[str, ...]) -> Problem
 
 
 def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
-    """The problem of the inputs of the forward pass, with q as a placeholder for out."""
+    """Return the problem of the forward pass's inputs, with q as a placeholder for out."""
     q, k, v = (arrays[name] for name in "qkv")
     packed, paged = any(name in arrays for name in CU_SEQLENS), "page_table" in arrays
     if paged and "cu_seqlens_kv" in arrays:
@@ -155,13 +153,13 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
 
 
 def _legend(packed: bool, paged: bool) -> str:
-    """The axes of q, k and v for messages, in the caller's layout."""
+    """Return the axes of q, k and v for messages, in the caller's layout."""
     if not has_callers_axes():
         return _PAGED if paged else _PACKED if packed else _DENSE
     if paged:
         pages = legend_in_callers_axes("k", "(head_dim, heads, page size, pages)")
         return (
-            f"with this layout the axes of pages are {pages}. Those of cupy_sdpa.KVCache are (head_dim, heads, page size, "
+            f"with this layout the axes of pages are {pages}. A cupy_sdpa.KVCache has the axes (head_dim, heads, page size, "
             "pages): omit layout, and pass q as (head_dim, heads, seq, batch), which is q.T of (batch, seq, heads, head_dim)"
         )
     own = "(head_dim, heads, total)" if packed else "(head_dim, heads, seq, batch)"
@@ -211,7 +209,7 @@ def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, packed: bool, paged:
 
 
 def _wanted_axes(name: str, given: int, packed: bool, paged: bool) -> str:
-    """The axes that one of q, k and v needs, and why."""
+    """Return the axes that one of q, k and v needs, and why."""
     layout = has_callers_axes()
     if paged and name != "q":
         return f"{legend_in_callers_axes(name, '(head_dim, heads, page size, pages)')}, because page_table is passed"
@@ -257,7 +255,7 @@ def _check_paged(arrays: Mapping[str, TensorSpec], q: TensorSpec) -> None:
 
 
 def _check_packed(arrays: Mapping[str, TensorSpec], settings: Settings, paged: bool) -> None:
-    """Check the arrays and numbers that describe packed sequences, of pages only packed queries."""
+    """Check the arrays and numbers that describe packed sequences; with pages, only the queries are packed."""
     for name in CU_SEQLENS[: 1 if paged else 2]:
         if name not in arrays:
             raise ValueError(f"{name} is None; packed sequences need both cu_seqlens_q and cu_seqlens_kv")
@@ -313,10 +311,10 @@ _OF_SHAPES = tuple(
 def expected_arrays(
     q: Any, k: Any, v: Any, *, given: Mapping[str, Any] | None = None, computed: Any = None
 ) -> dict[str, Expected]:
-    """What the other arrays of a call must be, by name: the results, the inputs of the backward pass, and some options.
+    """Return what a call's other arrays must be, by name: the results, the backward pass's inputs, and some options.
 
-    The row statistics are of :func:`row_stats_dtype`, sinks and slopes float32. Those of float64 arrays may be of either dtype:
-    that of the array in ``given``. ``computed`` is the dtype to compute in, by default that of q.
+    The row statistics have :func:`row_stats_dtype`, sinks and slopes are float32. For float64 arrays they may have either
+    dtype: the dtype of the array in ``given``. ``computed`` is the dtype to compute in, by default q's.
     """
     inputs = {"q": q, "k": k, "v": v}
     dtypes = {name: x.dtype if isinstance(x, TensorSpec) else dtype_name(x.dtype) for name, x in inputs.items()}
@@ -332,14 +330,14 @@ def expected_arrays(
         own = getattr((given or {}).get(row.name), "dtype", None)
         if row.dtype not in of_rows:
             return Expected(row.name, shape, dtypes["q"], f"{row.legend(packed=packed)}, the dtype of q")
-        either = wide == "float64" and own in ("float32", "float64")  # calls computed in float64 take both
+        either = wide == "float64" and own in ("float32", "float64")  # calls that compute in float64 take both
         return Expected(row.name, shape, str(own) if either else of_rows[row.dtype], row.legend(packed=packed))
 
     return {name: expected(ARRAYS[name]) for name in _OF_SHAPES}
 
 
 def _outputs(problem: Problem, requested: RequestedOutputs, arrays: Mapping[str, TensorSpec]) -> Iterator[Expected]:
-    """The results of a forward pass; or the additional inputs and the results of a backward pass."""
+    """Yield the results of a forward pass; or the additional inputs and the results of a backward pass."""
     table = expected_arrays(problem.q, problem.k, problem.v, given=arrays)
     stats, out = table["stats"], table["out"]
     if not requested.backward:

@@ -16,18 +16,18 @@ from .tensor_spec import ITEMSIZE, TensorSpec, dense_spec
 
 
 def ragged_offset_name(name: str, stride: int) -> str:
-    """The name of the ragged offsets of an array."""
+    """Return the name of the ragged offsets of an array."""
     return f"{CU_SEQLENS[name in KEY_ARRAYS]} × {stride}"
 
 
 def token_stride(spec: TensorSpec) -> int:
-    """The number of elements from one position of a packed array to the next."""
+    """Return the number of elements from one position of a packed array to the next."""
     return spec.strides[-1] // ITEMSIZE[spec.dtype]
 
 
 @functools.lru_cache(maxsize=1024)
 def ragged_offsets(problem: Problem) -> dict[str, tuple[str, int]]:
-    """The ragged offsets that a problem's graph reads: name -> (the cu_seqlens array, its factor)."""
+    """Return the ragged offsets that a problem's graph reads: name -> (the cu_seqlens array, its factor)."""
     d, dv, hq, *_ = problem.sizes
     packed = QUERY_ARRAYS if problem.paged else QUERY_ARRAYS + KEY_ARRAYS
     strides = {(spec.name, token_stride(spec)) for spec in problem.tensors if spec.name in packed}
@@ -38,7 +38,7 @@ def ragged_offsets(problem: Problem) -> dict[str, tuple[str, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def round_up_totals(problem: Problem) -> Problem:
-    """The problem with its total lengths rounded up by at most an eighth, so that batches of similar totals share a plan.
+    """Round a problem's total lengths up by at most an eighth, so that batches of similar totals share a plan.
 
     A plan depends on the totals only through its scratch memory. Nothing is copied, and no array is read beyond its true total.
     """

@@ -18,7 +18,7 @@ class Storage(NamedTuple):
     """The memory that views lie in.
 
     Attributes:
-        name: the name of the array of a call, or of the memory within a program.
+        name: the name of a call's array, or of memory within a program.
         alignment: the alignment of its first element in bytes, at most 16.
         device: the number of the GPU; None for the memory of the host.
     """
@@ -44,7 +44,7 @@ class View:
         dtype: the numpy dtype.
         shape: the lengths of the axes.
         strides: in bytes.
-        offset: the bytes from the first element of the storage to that of the view.
+        offset: the bytes from the storage's first element to the view's.
     """
 
     storage: Storage
@@ -55,7 +55,7 @@ class View:
 
     @classmethod
     def of(cls, name: str, array: Any) -> View:
-        """The view of a whole array of the caller; only its metadata are read."""
+        """Return the view of a whole array of the caller; only its metadata are read."""
         if not cupy_runtime.is_array(array):
             return cls(Storage(name, 16, None), array.dtype, array.shape, array.strides)
         storage = Storage(name, alignment_of(array.data.ptr), array.data.device_id)
@@ -63,12 +63,12 @@ class View:
 
     @classmethod
     def dense(cls, name: str, shape: Sequence[int], dtype: Any, device: int | None) -> View:
-        """The view of a whole array in Fortran order."""
+        """Return the view of a whole array in Fortran order."""
         dtype = np.dtype(dtype)
         return cls(Storage(name, 16, device), dtype, tuple(shape), dense_strides(tuple(shape), dtype.itemsize))
 
     def spec(self, name: str) -> TensorSpec:
-        """What a problem depends on, if the view is its array of this name."""
+        """Return what a problem depends on, if the view is its array of this name."""
         alignment = 16
         if self.storage.device is not None and self.dtype.kind != "i":  # only cuDNN needs aligned arrays
             alignment = alignment_of(self.offset | self.storage.alignment)
@@ -114,7 +114,7 @@ class View:
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
     def transpose(self, *axes: Any) -> View:
-        """The axes in another order."""
+        """Return the axes in another order."""
         order = list(axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes)
         return replace(self, shape=tuple(self.shape[n] for n in order), strides=tuple(self.strides[n] for n in order))
 
@@ -130,11 +130,11 @@ class View:
         return self.strided(lengths, dense_strides(lengths, self.itemsize))
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
-        """A view from the same first element with another shape and other strides in bytes."""
+        """Return a view from the same first element with another shape and other strides in bytes."""
         return replace(self, shape=shape, strides=strides)
 
     def __getitem__(self, key: Any) -> View:
-        """The view of some elements: integers, slices, None and an ellipsis, as for arrays."""
+        """Return the view of some elements: integers, slices, None and an ellipsis, as for arrays."""
         keys = list(key) if isinstance(key, tuple) else [key]
         used = sum(one is not None and one is not Ellipsis for one in keys)
         if Ellipsis not in keys:
@@ -165,14 +165,14 @@ class View:
 
 
 def device_of(array: Any) -> int | None:
-    """The number of the GPU of a CuPy array or its view; None for numpy arrays, and for arrays of the interpreter."""
+    """Return the GPU's number for a CuPy array or its view; None for numpy arrays and interpreted arrays."""
     if isinstance(array, View):
         return array.storage.device
     return array.data.device_id if cupy_runtime.is_array(array) else None
 
 
 def on_host(view: View, array: Any) -> Any:
-    """The part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
+    """Return the part of a numpy array that a view of its storage describes; an array of the other byte order keeps it.
 
     The same for arrays that the interpreter computes with.
     """
@@ -187,7 +187,7 @@ def on_host(view: View, array: Any) -> Any:
 
 
 def placed(view: View, array: Any) -> Any:
-    """The part of an array of numpy or CuPy that a view of its storage describes; the array itself if that is all of it."""
+    """Return the part of a numpy or CuPy array that a view of its storage describes; the array itself for a whole view."""
     if not view.offset and array.shape == view.shape and array.strides == view.strides and array.dtype == view.dtype:
         return array
     if cupy_runtime.is_array(array):
@@ -210,7 +210,7 @@ class Elements:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether elements follow one another without gaps, the first axis fastest."""
+    """True if elements follow one another without gaps, the first axis fastest."""
     for length, stride in zip(shape, strides, strict=True):
         if length != 1 and stride != itemsize:
             return False

@@ -35,7 +35,7 @@ _LOGARITHMS = ("stats", "max")
 
 
 def views_of(problem: Problem, gradients: Gradients | None, device: int | None) -> dict[str, View]:
-    """The views of the arrays of a problem, and of the requested gradients of ``tensors``, by name."""
+    """Return views of a problem's arrays, and of the requested gradients of ``tensors``, by name."""
     on_gpu = device is not None
     hidden = {spec.name for spec in problem.dcaptured}
     views = {
@@ -51,7 +51,7 @@ def views_of(problem: Problem, gradients: Gradients | None, device: int | None) 
 def add(steps: Steps, name: str, call: BoundProblem, *, with_values: bool = False) -> None:
     """Add the steps of a call whose arrays are views. Results without a view are temporary.
 
-    ``with_values``: the values of its scalars belong to the program; by default they are those of the run.
+    ``with_values``: the values of its scalars belong to the program; by default each run passes them.
     """
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: _temporary(steps, spec) for spec in problem.results if spec.name not in arrays}
@@ -143,7 +143,7 @@ def _collect(steps: Steps, gradients: Gradients, arrays: Mapping[str, View]) -> 
 
 
 def fill_value(name: str) -> float:
-    """The value of a result where there is nothing to compute: -inf for stats and max, otherwise 0."""
+    """Return the value of a result where there is nothing to compute: -inf for stats and max, otherwise 0."""
     return -math.inf if name in _LOGARITHMS else 0.0
 
 
@@ -176,12 +176,12 @@ def _fill_trivial_results(steps: Steps, problem: Problem, arrays: Mapping[str, V
 
 
 def _may_mask_rows(problem: Problem) -> bool:
-    """Whether the backward pass may have rows that are masked by a bias, a score function, or as padding with sinks."""
+    """True if the backward pass may have rows that are masked by a bias, a score function, or as padding with sinks."""
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
 
 
 def _writes_empty_sequences(problem: Problem) -> bool:
-    """Whether cuDNN writes 0, and -inf as the log-sum-exp, for sequences without keys, so that nothing needs to be cleared.
+    """True if cuDNN writes 0, and -inf as the log-sum-exp, for sequences without keys, so that nothing needs to be cleared.
 
     Its kernel for a single query with paged keys does (measured with 9.19 and 9.28), other kernels write nothing. Options that
     select another kernel, or that the measurement did not cover, are excluded.
@@ -211,7 +211,7 @@ class _Form:
         self._same = engine_problem == problem and not clears and not _may_mask_rows(problem)
 
     def of_engine(self) -> dict[str, View]:
-        """The arrays of the engine's problem."""
+        """Return the arrays of the engine's problem."""
         return {spec.name: self._arrays[spec.name] for spec in self._engine_problem.tensors} | self._others
 
     def prepare(self) -> None:
@@ -272,7 +272,7 @@ class _Form:
         steps.run(ragged.prepare_sequences, *sides, offsets, cleared, writes=writes)
 
     def _add_diagonal(self) -> None:
-        """``p = i + Skv - Sq`` of every query and batch entry, ``(Sq, B)``; for a single query it is repeated, ``(Skv, B)``."""
+        """``p = i + Skv - Sq`` of every query and batch item, ``(Sq, B)``; for a single query it is repeated, ``(Skv, B)``."""
         *_, sq, skv, batch = self._engine_problem.sizes
         rows, step = (skv, 0) if sq == 1 else (sq, 1)
         made = self._others["diagonal"] = self._steps.temporary((rows, batch), np.int32)
@@ -280,7 +280,7 @@ class _Form:
         self._steps.run(ragged.diagonal, made, step, *lengths, writes=[made])
 
     def _engine_array(self, spec: TensorSpec) -> View:
-        """The array that the engine uses for a tensor: the caller's, or a new one."""
+        """Return the array that the engine uses for a tensor: the caller's, or a new one."""
         array, steps = self._originals.get(spec.name), self._steps
         one_key = self._on_gpu and "one-key" in staging_guards(self._problem)
         if array is None:  # the lengths of a bucket
@@ -303,7 +303,7 @@ class _Form:
         return self._in_layout(self._masked(array, spec.name), spec)
 
     def _masked(self, array: View, name: str) -> View:
-        """An input in which values of the padding and of fully masked rows that would make a result NaN are replaced."""
+        """Return an input in which values of the padding and of fully masked rows that would make a result NaN are replaced."""
         if name == "stats" and _may_mask_rows(self._problem):
             # exp(S - L) and exp(sink - L) of a row are 0 if L is +inf
             copy = self._steps.temporary(array.shape, array.dtype)
@@ -318,7 +318,7 @@ class _Form:
         return array
 
     def _in_layout(self, array: View, spec: TensorSpec) -> View:
-        """An input in the dtype, shape and layout that the engine needs."""
+        """Return an input in the dtype, shape and layout that the engine needs."""
         name = spec.name
         # in a bucket, a bias of one key becomes one of several keys, which the bug does not affect: spec keeps its dtype
         affected = name == "bias" and self._on_gpu and "finite-bias" in staging_guards(self._problem)
@@ -336,20 +336,20 @@ class _Form:
         return array
 
     def _is_packed_copy(self, spec: TensorSpec) -> bool:
-        """Whether a packed array is not dense or not aligned, and the engine needs one that is."""
+        """True if a packed array is not dense or not aligned, and the engine needs one that is."""
         original = getattr(self._problem, spec.name, None)  # captured arrays and their gradients are no fields
         if not self._problem.packed or original is None or not spec.dense:
             return False
         return not original.dense or bool(original.alignment < spec.alignment)
 
     def _needs_broadcast(self, array: View, spec: TensorSpec) -> bool:
-        """Whether a bias, a mask or a captured array is not in the engine's form."""
+        """True if a bias, a mask or a captured array is not in the engine's form."""
         if (dtype_name(array.dtype), array.shape) != (spec.dtype, spec.shape):
             return True
         return spec in self._engine_problem.captured and spec not in self._problem.captured
 
     def _broadcast(self, array: View, spec: TensorSpec) -> View:
-        """A copy of a bias, a mask or a captured array: converted, expanded along the keys, and padded to a bucket."""
+        """Return a copy of a bias, a mask or a captured array: converted, expanded along the keys, and padded to a bucket."""
         copy = _temporary(self._steps, spec)
         own = tuple(slice(None) if n in (1, full) else slice(n) for n, full in zip(array.shape, spec.shape, strict=True))
         if any(part != slice(None) for part in own):
@@ -376,6 +376,6 @@ class _Form:
 
 
 def _has_layout(array: View, spec: TensorSpec) -> bool:
-    """Whether an array has the shape and the strides of a spec."""
+    """True if an array has the shape and the strides of a spec."""
     axes = zip(array.shape, array.strides, spec.strides, strict=False)
     return bool(array.shape == spec.shape) and all(length == 1 or stride == expected for length, stride, expected in axes)

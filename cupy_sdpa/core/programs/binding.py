@@ -1,4 +1,4 @@
-"""From the views of a program to arrays. What each argument of a step refers to is found once, when the program first runs."""
+"""Bind a program's views to arrays. What each argument of a step refers to is found once, when the program first runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BLOCK = "temporaries"
 
 
 class Arguments:
-    """The arguments of a step, or those in one of its arguments, with positions in place of views and of scalars.
+    """The arguments of a step, or nested ones, with positions instead of views and scalars.
 
-    They are a sequence, or a mapping of names. ``number`` returns the number of a view among those of the program; ``depends``
-    is whether there is a view or a scalar among them.
+    They are a sequence, or a mapping of names. ``number`` returns a view's number in the program; ``depends`` is whether there
+    is a view or a scalar among them.
     """
 
     __slots__ = ("_make", "_names", "_nested", "_scalars", "_values", "_views", "depends")
@@ -42,7 +42,7 @@ class Arguments:
         self.depends: bool = bool(self._views or self._scalars or self._nested)
 
     def on(self, arrays: Sequence[Any], scalars: Mapping[str, float]) -> Any:
-        """The arguments with arrays and numbers: of the type that was given."""
+        """Return the arguments with arrays and numbers, in a container of the original type."""
         values = self._values.copy()
         for position, number in self._views:
             values[position] = arrays[number]
@@ -72,7 +72,7 @@ class Bindings:
         self.arguments = [Arguments(one, number) for one in given]
 
     def arrays(self, found: Mapping[str, Any], *, on_gpu: bool) -> list[Any]:
-        """The arrays of all views, from the arrays by the names of storages; that of the temporaries is :data:`BLOCK`."""
+        """Return the arrays of all views, from arrays by the names of storages; the temporaries' storage is :data:`BLOCK`."""
         ndarray: Any = cupy_runtime.cupy().ndarray if on_gpu else None
         made = []
         for view in self._views:

@@ -1,8 +1,8 @@
 """How every public function turns its arguments into a program.
 
-A call is a value: :func:`call_of` makes a :class:`Call` of the arguments of an :class:`Operation`, and :func:`read` reads it.
-Reading validates the arguments and builds the program; it plans, allocates and launches nothing, so that ``explain``,
-``prepare`` and plans ahead of time begin with it, as :func:`run` does.
+A call is a value: :func:`call_of` makes a :class:`Call` from the arguments of an :class:`Operation`, and :func:`read` reads it.
+Reading validates the arguments and builds the program, but plans, allocates and launches nothing. ``explain``, ``prepare``,
+planning ahead of time and :func:`run` all begin with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Options = Mapping[str, Any]
 
 
 def same_options(arrays: Arrays, options: Options) -> Options:
-    """Decide nothing: :attr:`Call.decide` of calls whose program is built with the caller's options."""
+    """Return the options unchanged: :attr:`Call.decide` for calls whose program is built with the caller's options."""
     return options
 
 
@@ -41,13 +41,13 @@ class Call(NamedTuple):
         key: the caller's arrays and options, with which the call is cached.
         parse: checks the arrays and the decided options of a key, which have the package's axes, and builds the program. It
             allocates nothing.
-        results: the names of the results that the caller gets in its axes, in order. Default: none, because the arrays have the
-            package's axes, and so have the results.
+        results: the names of the results that the caller gets in its axes, in order. Default: no names, because the arrays and
+            the results have the package's axes.
         decide: returns the options that the program is built with, from arrays by name and the caller's options.
         finish: returns what the caller gets, from the results of the program.
-        check: checks what is checked in the caller's terms, before axes are permuted. Default None: nothing.
+        check: checks, in the caller's terms, before axes are permuted. Default None: nothing.
         dense: the names of arrays that have the package's axes in every layout.
-        programs: the programs of an object that has its own, such as a group. Default None: those of all calls.
+        programs: the programs of an object that has its own, such as a group. Default None: the programs of all calls.
     """
 
     key: CallKey
@@ -60,7 +60,7 @@ class Call(NamedTuple):
     programs: BoundPrograms | None = None
 
     def conversion(self) -> Conversion | None:
-        """How the caller's arrays, which are checked, become views with the package's axes; None if they have these axes."""
+        """Check the caller's arrays, and return how they become views with the package's axes; None if they have these axes."""
         if self.check:
             self.check()
         _, names, arrays, options = self.key
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         return Conversion(q, options)
 
     def decided(self, conversion: Conversion | None) -> CallKey:
-        """The arrays with the package's axes and the decided options, with which the program is built."""
+        """Return the arrays with the package's axes and the decided options, with which the program is built."""
         arrays, options = self.key.named(), self.key.options
         if conversion is not None:
             options = conversion.options
@@ -83,7 +83,7 @@ class Operation(NamedTuple):
     Attributes:
         call: makes a :class:`Call` of its arrays, its options, and its other arguments by name.
         arrays: the names of its arrays, in the order of the cache key.
-        flags: its other arguments that are no options, with their defaults.
+        flags: its other arguments that are not options, with their defaults.
         positional: the names of the arguments that can be passed by position.
     """
 
@@ -101,7 +101,7 @@ _operations: dict[Callable[..., Any], Operation] = {}
 def operation(
     function: Callable[..., Any], arrays: Sequence[str], flags: Mapping[str, Any], positional: Sequence[str] = ()
 ) -> Callable[[CallT], CallT]:
-    """Declare the decorated function as what makes the calls of a public function, see :class:`Operation`.
+    """Declare that the decorated function makes the calls of a public function, see :class:`Operation`.
 
     ``positional`` are the ``arrays`` by default.
     """
@@ -117,13 +117,13 @@ def call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
     """Return the call of a public function with these arguments.
 
     Raises:
-        TypeError: the function is no operation.
+        TypeError: the function is not an operation.
     """
     while isinstance(function, functools.partial):
         arguments, options, function = (*function.args, *arguments), function.keywords | options, function.func
     if (of := _operations.get(function)) is None:
         name = getattr(function, "__name__", function)
-        raise TypeError(f"{name} runs no program, or one that computes no attention: explain_function takes functions that do")
+        raise TypeError(f"{name} does not run a program that computes attention: explain_function takes functions that do")
     options = dict(zip(of.positional, arguments, strict=False)) | options
     flags = {name: options.pop(name, default) for name, default in of.flags.items()}
     arrays = tuple(options.pop(name, None) for name in of.arrays)
@@ -135,8 +135,8 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
 
     Args:
         call: the call.
-        for_gpu: build the program of a GPU, also for numpy arrays. Default False.
-        missing: the arrays that are assumed to be dense if they are not passed, and the arrays that they are like: ``q``,
+        for_gpu: build a GPU's program, even for numpy arrays. Default False.
+        missing: the arrays that are assumed to be dense if they are not passed, each with the array that it is like: ``q``,
             ``k``, ``v``, ``out`` or ``stats``. Default None.
     """
     conversion = call.conversion()
@@ -148,14 +148,14 @@ def read(call: Call, *, for_gpu: bool = False, missing: Mapping[str, str] | None
         if missing:
             key = key._replace(arrays=_with_missing(key.named(), missing))
         read_call = _read(call, key)
-        if for_gpu:  # the views have no elements, and those of numpy arrays are checked as on numpy
+        if for_gpu:  # the views have no elements; views of numpy arrays are checked as on numpy
             elements = {name: as_int32(name, x) for name, x in on_host.items() if name in INT32}
             read_call.check_elements({name: x for name, x in elements.items() if isinstance(x, np.ndarray)})
         return read_call
 
 
 def _read(call: Call, key: CallKey) -> ReadCall:
-    """Check the arguments of a call that :meth:`Call.decided` returned, and build its program."""
+    """Check the arguments that :meth:`Call.decided` returned, and build the program."""
     with cupy_runtime.device_context(next((array for array in key.arrays if array is not None), None)):
         return call.parse(key)
 
@@ -168,12 +168,12 @@ def run(
     check: Callable[[ReadCall], object] | None = None,
     back: Callable[[list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
-    """Run a call that was looked up and is not cached, and cache it; return the results in the caller's axes.
+    """Run a call that is not cached, and cache it; return the results in the caller's axes.
 
     Args:
         call: the call.
-        looked_up: the key that was looked up, with arrays of which those of the call are views. Default None: the call's own.
-        tag: the tag of the call's own key that was looked up. Default None: that of the call.
+        looked_up: the key that was looked up; the call's arrays are views of its arrays. Default None: the call's own key.
+        tag: the tag of the call's own key that was looked up. Default None: the call's tag.
         check: raises an error if the call must not run. It is called before anything runs.
         back: returns views of the results, which are cached with ``looked_up``. Default None: the results themselves.
 
@@ -216,7 +216,7 @@ def results_of(call: Call) -> list[Any]:
 
 
 def _on_gpu(key: CallKey) -> CallKey:
-    """The arrays and options of a call as views of arrays on a GPU."""
+    """Return the arrays and options of a call as views of arrays on a GPU."""
 
     def on_gpu(name: str, value: Any) -> Any:
         value = as_int32(name, value) if name in INT32 else value
@@ -232,7 +232,7 @@ def _on_gpu(key: CallKey) -> CallKey:
 
 
 def _with_missing(arrays: dict[str, Any], likes: Mapping[str, str]) -> tuple[Any, ...]:
-    """The arrays, with views instead of missing arrays, which are like others."""
+    """Return the arrays, with views in the form of other arrays for missing ones."""
     missing = {name: like for name, like in likes.items() if arrays[name] is None}
     if not missing:
         return tuple(arrays.values())

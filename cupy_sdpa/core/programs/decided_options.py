@@ -24,7 +24,8 @@ def decided_options(
     Args:
         arrays: q and k by name.
         options: the caller's options.
-        return_stats, outputs: what the call returns besides the output; the requested gradients by the names of arguments.
+        return_stats, outputs: what the call returns in addition to the output; the requested gradients by the names of
+            arguments.
     """
     decided = {**options}
     dtype = read_compute_dtype(decided.pop("compute_dtype", None), arrays["q"])

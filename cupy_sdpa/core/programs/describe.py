@@ -25,7 +25,7 @@ def report_of(
     explain: Callable[[Problem], Report] | None = None,
     target: Callable[[], tuple[int, int]] | None = None,
 ) -> Report:
-    """Whether and how a call would run: the steps of its program, and the plan of each launch.
+    """Report whether and how a call would run: the steps of its program, and the plan of each launch.
 
     ``explain`` returns the report on a problem, and ``target`` the version of cuDNN and the compute capability that it is for.
     Default: the report on the engine of the arrays; plans are built and cached.
@@ -61,7 +61,7 @@ def report_of(
 
 
 def problems_of(call: ReadCall) -> tuple[Problem, ...]:
-    """The problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
+    """Return the problems that an engine runs, in the order of the steps; one without keys if no query attends to a key."""
     if launches := call.program.launches:
         return tuple(attend.problem for attend in launches)
     if "v" not in call.arrays:
@@ -73,7 +73,7 @@ def problems_of(call: ReadCall) -> tuple[Problem, ...]:
 
 
 def accuracy_of(call: ReadCall) -> str:
-    """The expected error of a call in FP8, and its cause; empty for other dtypes."""
+    """Return the expected error of a call in FP8, and its cause; empty for other dtypes."""
     dtypes = {attend.problem.dtype for attend in call.program.launches if attend.problem.fp8}
     if not dtypes:
         return ""

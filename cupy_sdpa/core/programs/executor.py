@@ -1,4 +1,4 @@
-"""Run programs: on numpy step by step, on a GPU with one block of memory, as one call of the replay cache."""
+"""Run programs: on numpy step by step; on a GPU with one block of memory, as one call of the replay cache."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class ReadCall:
         fills: inputs that the caller did not pass, by name; they are created when the call runs.
         gradients: which gradients of ``tensors`` are among the results, as the last ones. Default None: none.
         launched: how the call ran on the GPU; None before the call has run, and while a stream is captured.
-        planned: whether the plans have been built, so that nothing can be refused after something was written.
-        refusal: says why the call is not supported, from the name of the step and the reason why it is not supported. Default
-            None: the reason itself.
+        planned: whether the plans have been built, so that nothing can fail after something was written.
+        refusal: says why the call is not supported, from the step's name and the step's reason. Default None: the reason
+            itself.
     """
 
     program: Program
@@ -84,7 +84,7 @@ class ReadCall:
         return device_of(self.arrays["q"]) is not None
 
     def on(self, arrays: dict[str, Any]) -> ReadCall:
-        """The same call on other arrays of the same dtypes, shapes, strides and alignments."""
+        """Return the same call on other arrays of the same dtypes, shapes, strides and alignments."""
         call = copy.copy(self)
         call.arrays, call.launched = arrays, None
         return call
@@ -103,9 +103,9 @@ class ReadCall:
                         self._raise(error, step)
 
     def run(self, memory: cupy_runtime.Memory | None = None, plans: Sequence[Plan] = ()) -> list[Any]:
-        """Compute and return the results, with ``plans`` in place of those in the plan cache.
+        """Compute and return the results, with ``plans`` instead of the plan cache's.
 
-        ``memory`` is for everything that is allocated besides the results and the inputs that the caller did not pass.
+        ``memory`` holds everything that is allocated, except the results and the inputs that the caller did not pass.
         """
         self.launched = None
         if not self.planned and not plans and len(self.program.steps) > 1:
@@ -127,7 +127,7 @@ class ReadCall:
         return self.returned()
 
     def returned(self) -> list[Any]:
-        """The arrays of the results in order; gradients of ``tensors`` are one dictionary."""
+        """Return the arrays of the results in order; gradients of ``tensors`` are one dictionary."""
         results = [self.arrays[name] for name in self.results]
         return self.gradients.as_last(results) if self.gradients else results
 
@@ -144,7 +144,7 @@ class ReadCall:
                 self.arrays[name] = cupy_runtime.new_result(self.arrays["q"], view.shape, view.dtype)
 
     def check_elements(self, arrays: Mapping[str, Any] | None = None) -> None:
-        """Check the elements of arrays on the CPU, such as lengths, by default of the call's: reading a GPU's synchronizes."""
+        """Check elements such as lengths on the CPU, by default of the call's arrays; reading from a GPU would synchronize."""
         if arrays is None:
             if self.on_gpu:
                 return
@@ -153,7 +153,7 @@ class ReadCall:
             check({name: on_host(x, arrays[x.storage.name]) for name, x in views.items() if x.storage.name in arrays})
 
     def evaluation(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What computes the call on numpy arrays, with results; None if more runs than the evaluation of one graph."""
+        """Return a function that computes the call on numpy arrays; None unless the call only evaluates one graph."""
         if not self.program.plan_only or self.fills or self.gradients:
             return None
         (attend,) = self.program.launches
@@ -182,9 +182,9 @@ class ReadCall:
         Args:
             device: the current device; None for numpy arrays.
             block: the memory of the temporaries, an array of bytes. Default None: it is allocated.
-            plans: the plans of all launches. Default: those in the plan cache, which are built if they are not in it.
+            plans: the plans of all launches. Default: from the plan cache, which builds missing plans.
             keep: whether the plans must outlive the plan cache, because the caller captures the stream.
-            on_host: takes the steps of the host, as a function and its arguments, in a capture. Default None: they run.
+            on_host: in a capture, takes each host step as a function and its arguments. Default None: host steps run.
         """
         ran: list[Plan] = []
         given = iter(plans)
@@ -194,7 +194,7 @@ class ReadCall:
             logger.debug("%s", self.program.summary)
         join = None
         if plans:
-            plans[0].set_stream(cupy_runtime.stream())  # all plans of a call have one handle
+            plans[0].set_stream(cupy_runtime.stream())  # all plans of a call share one handle
         try:
             for number, (step, arguments) in enumerate(self.bound(block)):
                 if join and number == self.program.join:
@@ -216,11 +216,11 @@ class ReadCall:
                     ran.append(plan)
         finally:
             if join:
-                join()  # a capture with a branch that is not joined could not be ended
+                join()  # a capture with an unjoined branch could not be ended
         return ran
 
     def _run_step(self, step: Step, arguments: Any, device: int | None, plans: Iterator[Plan], keep: bool) -> Plan | None:
-        """Run one step; returns the plan that ran."""
+        """Run one step; return the plan that ran."""
         if step.function:
             step.function(*arguments)
         elif step.attend and step.attend.arrays:
@@ -230,7 +230,7 @@ class ReadCall:
         return None
 
     def bound(self, block: Any = None) -> Iterator[tuple[Step, Any]]:
-        """Each step with its arguments: a tuple for a kernel, a dictionary for attention."""
+        """Yield each step with its arguments: a tuple for a kernel, a dictionary for attention."""
         program, like, on_gpu = self.program, self.arrays["q"], self.on_gpu
         if block is None and program.memory_bytes:
             block = cupy_runtime.temporary(like, (program.memory_bytes,), np.dtype(np.uint8))
@@ -255,7 +255,7 @@ class ReadCall:
         evaluate(graph, arrays, self._scalars(attend), check=_row_check(graph, attend, arrays))
 
     def _launch(self, step: Step, arrays: Mapping[str, Any], device: int, plan: Plan | None, keep: bool) -> Plan:
-        """Execute a plan, by default that in the plan cache."""
+        """Execute a plan, by default from the plan cache."""
         attend = step.attend
         assert attend
         try:
@@ -278,7 +278,7 @@ class ReadCall:
         return plan
 
     def _raise(self, error: Exception, step: Step) -> NoReturn:
-        """Raise an error of a step, with notes that describe the call."""
+        """Raise a step's error, with notes that describe the call."""
         attend = step.attend
         assert attend
         error.__dict__["step"] = step.name
@@ -294,7 +294,7 @@ class ReadCall:
 
 
 def _filled(fill: Fill, like: Any) -> Any:
-    """An array of equal integers, on the device of another array."""
+    """Return an array of equal integers, on the device of another array."""
     dtype, size, value = fill
     if not cupy_runtime.is_array(like):
         return np.full(size, value, dtype)
@@ -307,7 +307,7 @@ def _filled(fill: Fill, like: Any) -> Any:
 
 
 def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCheck | None:
-    """The check of the statistics and the output that a backward pass gets, on the CPU; None if there is none."""
+    """Return the check of the log-sum-exp and the output that a backward pass gets on the CPU; None for no check."""
     problem = attend.of
     if not problem.backward or problem.has_score_mod or attend.given_stats == "other":
         return None
@@ -318,10 +318,10 @@ def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCh
 
 
 def _workspace(plan: Plan) -> Any:
-    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the remedy."""
+    """Allocate the workspace of a plan; an out-of-memory error gets a note with the size and the fix."""
     try:
         return cupy_runtime.allocate(plan.info.workspace)
-    except Exception as error:  # CuPy's OutOfMemoryError, or that of another allocator
+    except Exception as error:  # CuPy's OutOfMemoryError, or another allocator's
         error.add_note(
             f"cuDNN's workspace for this call is {plan.info.workspace} bytes. max_workspace= limits it: cuDNN then uses an "
             "engine that needs less, if it has one"
@@ -333,7 +333,7 @@ def _workspace(plan: Plan) -> Any:
 
 
 def compiled(call: BoundProblem) -> ReadCall:
-    """The call of one problem. Calls of equal problems share the program."""
+    """Return the call of one problem. Calls of equal problems share the program."""
     full_queries = "seq_lens_q" in call.fills
     functions = call.functions._replace(arrays={})  # the cache keeps the call, but not the arrays that functions read
     program, results = _compiled(call.problem, call.bucket, call.on_gpu, full_queries, call.gradients, call.given_stats)
@@ -352,7 +352,7 @@ def _compiled(
     gradients: Gradients | None,
     given_stats: GivenStats,
 ) -> tuple[Program, dict[str, View]]:
-    """The program of a problem, and the views of its results."""
+    """Return the program of a problem, and the views of its results."""
     builder = Builder(0 if on_gpu else None)
     views = attention_steps.views_of(problem, gradients, builder.device)
     *_, queries, _, batch = problem.sizes
@@ -366,12 +366,12 @@ def _compiled(
 
 
 class Operands(NamedTuple):
-    """The arguments of a call of several steps after they were read: everything else is checked and built with these.
+    """The arguments of a call of several steps after reading: all further checks and builders use them.
 
     Attributes:
-        arrays: the arrays that are passed by name, also those of the options.
+        arrays: the arrays by name, including the options' arrays.
         views: their views.
-        options: the options, with views in place of arrays.
+        options: the options, with views instead of arrays.
     """
 
     arrays: dict[str, Any]
@@ -394,12 +394,12 @@ def read_operands(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Oper
 
 
 def view_of(name: str, array: Any) -> View:
-    """The view of a whole array, or a view by another name."""
+    """Return the view of a whole array, or a view by another name."""
     return replace(array, storage=array.storage._replace(name=name)) if isinstance(array, View) else View.of(name, array)
 
 
 def is_any_array(value: Any) -> bool:
-    """Whether a value is an array of numpy or CuPy, or the view of one."""
+    """True if a value is an array of numpy or CuPy, or the view of one."""
     return isinstance(value, (np.ndarray, InterpretedArray, View)) or cupy_runtime.is_array(value)
 
 
@@ -420,7 +420,7 @@ def composed(
     refusal: Callable[[str, str], str] | None = None,
     programs: dict[Hashable, Program] | None = None,
 ) -> ReadCall:
-    """The call of several steps; calls with equal arguments share the program. Nothing is allocated.
+    """Return the call of several steps; calls with equal arguments share the program. Nothing is allocated.
 
     Args:
         key: the call as it was parsed.
@@ -428,7 +428,7 @@ def composed(
         results: the views of the results in order, by which those that the caller did not pass are created.
         build: adds the steps to a builder.
         gradients, refusal: see :class:`ReadCall`.
-        programs: keeps the program. Default None: with those of all calls.
+        programs: keeps the program. Default None: with the programs of all calls.
 
     Raises:
         ValueError: a result is read-only or overlaps another array, or on the CPU an element, such as a length, is invalid.
@@ -444,7 +444,7 @@ def composed(
         builder = Builder(views["q"].storage.device)
         build(builder)
         program = builder.build()
-    # in an order that does not depend on which results the caller passes
+    # in an order that is independent of which results the caller passes
     tensors = tuple(view.spec(name) for name, view in sorted(views.items()))
     call = ReadCall(program, arrays, results, tensors, identities=identities, gradients=gradients, refusal=refusal)
     check_separate(passed, call.arrays)
@@ -455,7 +455,7 @@ def composed(
 
 
 def _program_key(key: CallKey, views: Mapping[str, View]) -> Hashable | None:
-    """What a program depends on; None if an option cannot be compared."""
+    """Return what a program depends on; None if an option cannot be compared."""
     options = {name: value for name, value in key.options.items() if name != "tensors"}
     arrays = {name for name, value in options.items() if is_any_array(value)}
     read = read_key(HOST, key.tag, (), {name: value for name, value in options.items() if name not in arrays})

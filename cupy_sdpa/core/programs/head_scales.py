@@ -1,7 +1,7 @@
 """A scale for each head: q is multiplied by it before the passes, which then have the scale 1.
 
-The gradient of q is that of the product times the scale, and the gradient of the scale is the sum of q times that of the
-product, over all elements of a head. Neither divides by the scale, so it may be 0.
+The gradient of q is the product's gradient times the scale, and the gradient of the scale is the sum of q times the gradient of
+the product, over all elements of a head. Neither divides by the scale, so it may be 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .steps import Steps
 
 
 def is_per_head(options: Mapping[str, Any]) -> bool:
-    """Whether the scale of a call is an array."""
+    """True if the scale of a call is an array."""
     return is_any_array(options.get("scale"))
 
 
@@ -46,16 +46,16 @@ def check_scales(views: Mapping[str, View], computed: str) -> None:
 
 
 def plain(options: ReadOptions) -> ReadOptions:
-    """The options of the passes on the product of q and its scale, which were read with the scale 1."""
+    """Return the options of the passes on the product of q and its scale, which were read with the scale 1."""
     return options.without("scale")
 
 
 def scaled(
     steps: Steps, arrays: Mapping[str, Any], options: ReadOptions, dscale: View | None = None
 ) -> tuple[dict[str, Any], ReadOptions, Callable[[], None]]:
-    """The arrays of a pass with q times the scale, the options with the scale 1, and what adds the steps after the pass.
+    """Return a pass's arrays with q times the scale, the options with scale 1, and a function that adds later steps.
 
-    These write the gradient of q, if the pass is a backward pass, and that of the scale into ``dscale``. Without a scale for
+    In a backward pass these steps write the gradient of q, and the gradient of the scale into ``dscale``. Without a scale for
     each head nothing changes.
     """
     made, scale = {**arrays}, options.get("scale")

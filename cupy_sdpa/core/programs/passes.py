@@ -33,7 +33,7 @@ _KEPT = ("q", "k", "v", "out")
 
 
 def parse_forward(key: CallKey, *, kept: bool = False, return_stats: Any = False, deterministic: bool = False) -> ReadCall:
-    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, perhaps also out and stats, and decided options.
+    """Read a call of :func:`cupy_sdpa.attention`: q, k and v, optionally out and stats, and decided options.
 
     If ``kept``, q, k, v and out are also returned in ``compute_dtype``, as the last results.
     """
@@ -88,7 +88,7 @@ def parse_backward(
 
 
 def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callable[[str, str], str] | None:
-    """Check ``dstats`` of a call that computes in a dtype, or in that of q, and return what says why it is not supported.
+    """Check ``dstats`` of a call that computes in a dtype, by default q's; return a function that says why it can't run.
 
     Returns None without ``dstats``.
     """
@@ -133,9 +133,9 @@ def _results_of(
     result: Any = None,
     **flags: Any,
 ) -> tuple[dict[str, View], Gradients | None]:
-    """The views of the results of a call in order, and which gradients of ``tensors`` are among them; those passed are checked.
+    """Return views of a call's results in order, and which gradients of ``tensors`` are among them; check passed results.
 
-    ``views`` has q, k and v, and what the caller passed of the other arrays; ``flags`` are the other arguments of the call.
+    ``views`` has q, k and v, and any other arrays that the caller passed; ``flags`` are the call's other arguments.
     """
     q, k, v = (views[name] for name in "qkv")
     requested, options = flags.pop("return_dscale", False), plain(options)
@@ -163,13 +163,13 @@ def _results_of(
 
 
 def _of_scale(views: Mapping[str, View]) -> dict[str, View]:
-    """The view of the gradient of the scale."""
+    """Return the view of the scale's gradient."""
     scale = views["scale"]
     return {"dscale": View.dense("dscale", scale.shape, scale.dtype, scale.storage.device)}
 
 
 def result_views(call: BoundProblem, views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """The views of the results of a call in order, those with a head dim in ``dtype``; the views of results are checked."""
+    """Return views of a call's results in order, with a head dim in ``dtype``; check the views of results."""
     device = views["q"].storage.device
     results = {
         spec.name: View.dense(spec.name, spec.shape, dtype if spec.name in VECTORS else numpy_dtype(spec.dtype), device)
@@ -237,9 +237,9 @@ def rounded(
     results: Sequence[str],
     kept: Mapping[str, View] | None = None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The arrays with a head dim in another dtype, and a function that adds the steps which convert the ``results`` back.
+    """Return the arrays with a head dim in another dtype, and a function that adds the steps to convert ``results`` back.
 
-    They are converted into those of ``kept``, by default into temporaries. Without a dtype nothing is converted.
+    They are converted into the arrays ``kept``, by default into temporaries. Without a dtype nothing is converted.
     """
     made: dict[str, Any] = {**arrays}
     own, back = None if dtype is None else numpy_dtype(dtype), []

@@ -1,6 +1,6 @@
-"""Programs: a call as a frozen list of steps over named arrays, made from the metadata of the arguments alone.
+"""Programs: a call as a frozen list of steps over named arrays, built from the arguments' metadata alone.
 
-A builder describes a feature: it adds steps to a :class:`Builder`, and nothing is allocated or launched. Running, planning,
+A builder describes a feature: it adds steps to a :class:`Builder`, without allocating or launching anything. Running, planning,
 capturing and explaining a call all read the same :class:`Program`.
 """
 
@@ -34,17 +34,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A call as a list of steps. It has no pointer, and it does not change.
+    """A call as a list of steps, immutable and without pointers.
 
     Attributes:
         steps: the steps, in order.
-        temporaries: where each temporary lies. Two of them share memory if no step uses both, and none lies between their uses.
+        temporaries: where each temporary is in the block. Two of them share memory if their uses do not overlap.
         memory_bytes: the size of the block of memory.
         constants: the constants by the name of their storage. Most belong to what they describe, such as a block mask, which
-            the caller of a running program holds: a cached program does not keep their memory.
+            the caller of a running program keeps alive; a cached program does not.
         kept: the other constants.
         fills: the arrays of equal integers by the name of their storage.
-        checks: what is checked of the elements of the caller's arrays, in every call on the CPU.
+        checks: the checks on elements of the caller's arrays, in every call on the CPU.
     """
 
     steps: tuple[Step, ...]
@@ -56,7 +56,7 @@ class Program:
     checks: tuple[Check, ...]
 
     def constant(self, name: str) -> Constant:
-        """A constant of a running program."""
+        """Return a constant of a running program."""
         found = self.constants[name]()
         assert found is not None
         return found
@@ -78,17 +78,17 @@ class Program:
 
     @functools.cached_property
     def has_host_steps(self) -> bool:
-        """Whether there are steps of the host: a call that raised cannot be repeated then."""
+        """Whether there are host steps: then a call that raised cannot be repeated."""
         return any(step.on_host for step in self.steps)
 
     @functools.cached_property
     def segments(self) -> int:
-        """The number of CUDA graphs of a capture: those between the steps of the host."""
+        """The number of CUDA graphs of a capture: one between host steps."""
         return sum(not on_host for on_host, _ in itertools.groupby(step.on_host for step in self.steps))
 
     @functools.cached_property
     def plan_only(self) -> bool:
-        """Whether nothing runs besides one plan, on the arrays of the call by their names."""
+        """Whether only one plan runs, on the call's arrays by their names."""
         if len(self.steps) > 1 or not self.launches or self.constants or self.fills:
             return False
         (attend,) = self.launches
@@ -96,12 +96,12 @@ class Program:
 
     @property
     def summary(self) -> str:
-        """What it computes, in one line."""
+        """What the program computes, in one line."""
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}, {self.memory_bytes / 2**20:.3g} MiB of temporary memory"
         return f"{self.launches[0].of}; {steps}" if len(self.launches) == 1 else f"{len(self.launches)} launches; {steps}"
 
     def lines(self) -> Iterator[str]:
-        """One line for each step: what it does and writes, and the problem of a launch."""
+        """Yield one line for each step: what it does and writes, and the problem of a launch."""
         for number, step in enumerate(self.steps, 1):
             written = ", ".join(f"{x.storage.name} {'x'.join(map(str, x.shape))} {x.dtype}" for x in step.writes)
             what = f": {step.attend.problem}" if step.attend else ""
@@ -127,18 +127,18 @@ class Builder(Steps):
         return attention_steps.add_parts(self, name, read_forward(q, k, v, options, return_stats=True, **others))
 
     def call(self, name: str, call: BoundProblem) -> None:
-        """A call that was read from views. Results without a view are temporary."""
+        """Add a call that was read from views. Results without a view are temporary."""
         attention_steps.add(self, name, call, with_values=True)
 
     def build(self) -> Program:
-        """The program; temporaries share memory where they can."""
+        """Return the program; temporaries share memory where they can."""
         places, total = _places(self.steps, self.sizes)
         constants = {name: weakref.ref(constant) for name, constant in self.constants.items()}
         return Program(tuple(self.steps), places, total, constants, dict(self.fills), tuple(self.kept), tuple(self.checks))
 
 
 def _places(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, Place], int]:
-    """A place for each temporary: the first gap among those that are in use at the same time; and the size of the block."""
+    """Place each temporary in the first gap between temporaries in use at the same time; also return the block's size."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     join = join_of(steps)

@@ -18,9 +18,9 @@ from .steps import Steps
 def parts(
     steps: Steps, problem: Problem, slices: tuple[Slice, ...], arrays: Mapping[str, View]
 ) -> Iterator[tuple[Problem, dict[str, View]]]:
-    """Yield the problem and the arrays of each slice, whose launches the caller adds before it asks for the next one.
+    """Yield the problem and the arrays of each slice; the caller adds its launches before it asks for the next slice.
 
-    A gradient that is a sum over the slices, such as that of a bias shared by all batch entries, is summed in float32.
+    A gradient that is a sum over the slices, such as for a bias shared by all batch items, is summed in float32.
     """
     summed = {spec.name for spec in problem.results if _is_sum(problem, spec)}
     totals = {name: steps.temporary(arrays[name].shape, np.float32) for name in summed}
@@ -44,7 +44,7 @@ def _is_sum(problem: Problem, spec: TensorSpec) -> bool:
 
 
 def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: Slice) -> View:
-    """The view of the elements that belong to a slice, or a copy."""
+    """Return the view of the elements that belong to a slice, or a copy."""
     view = array[index_of(problem, spec.name, array.shape, part)]
     if spec.name == "offset":
         return _offset(steps, problem, view, part)
@@ -54,7 +54,7 @@ def _part(steps: Steps, problem: Problem, spec: TensorSpec, array: View, part: S
 
 
 def _offset(steps: Steps, problem: Problem, offset: View, part: Slice) -> View:
-    """The offset with which dropout draws the numbers that it draws for these heads and batch entries in one launch."""
+    """Return the offset with which dropout draws the same numbers for these heads and batch items as in one launch."""
     _, _, hq, hkv, *_ = problem.sizes
     first = part.batch.start * hq + part.heads.start * (hq // hkv)
     if not first:

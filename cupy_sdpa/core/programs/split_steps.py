@@ -82,18 +82,18 @@ def merge_parts(steps: Steps, problem: Problem, parts: Sequence[merge.Parts], ar
 
 
 def _without_gaps(steps: Steps, x: View) -> View:
-    """The array, or a copy if its first axis is not contiguous: the kernels read rows and lengths without gaps."""
+    """Return the array, or a copy if its first axis is not contiguous: the kernels read rows and lengths without gaps."""
     return x if x.shape[0] < 2 or x.strides[0] == x.itemsize else steps.copied(x)
 
 
 def _by_rows(x: View, rows: int) -> View:
-    """An array ``(D, Sq, Hq, entries)`` as ``(D, Hkv, rows, entries)``."""
+    """Return an array ``(D, Sq, Hq, entries)`` as ``(D, Hkv, rows, entries)``."""
     d, _, heads, entries = x.shape
     return x.reshape((d, rows, x.shape[1] * heads // rows, entries), order="F").transpose(0, 2, 1, 3)
 
 
 def _parts(out: View, stats: View, chunks: int, sq: int) -> merge.Parts:
-    """The parts of the first ``sq`` queries of arrays ``(Dv, S, Hq, B C)`` and ``(S, Hq, B C)``: C chunks of a batch entry."""
+    """Return the first ``sq`` queries of ``(Dv, S, Hq, B C)`` and ``(S, Hq, B C)`` by part: C chunks per batch item."""
     dv, staged, hq, entries = out.shape
     shape = (staged, hq, chunks, entries // chunks)
     parts = out.reshape((dv, *shape), order="F").transpose(0, 2, 1, 4, 3)[:, :, :sq]

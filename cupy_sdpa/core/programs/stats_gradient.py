@@ -1,8 +1,8 @@
 """The gradient of the log-sum-exp: rows along head dim, from which the backward pass computes it.
 
 With dL, the gradient of the log-sum-exp, the gradient of the scores is ``dS = P ∘ (dO Vᵀ − D + dL)``, where
-``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays: two rows of O are -1, those of dO are dL in two parts,
-and those of V are 0. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
+``D = rowsum(dO ∘ O)``. The backward pass computes it from wider arrays with two more rows: -1 in O, dL in two parts in dO, and
+0 in V. Then dO Vᵀ is the same, and D is less by dL. dL has two parts because dO has 16 bits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ REMEDY = (
 
 
 def rounded_up(width: int, multiple: int) -> int:
-    """The smallest multiple of a number that is not less than a width."""
+    """Return the smallest multiple of a number that is not less than a width."""
     return -(-width // multiple) * multiple
 
 
 def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
-    """The head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
+    """Return the head dims of q and k, and of v, out and dout, with the rows of dL; ``equal``: cuDNN needs equal ones.
 
     >>> widths(64, 64, equal=False), widths(64, 64, equal=True), widths(128, 0, equal=True)
     ((64, 72), (80, 80), (128, 128))
@@ -51,13 +51,13 @@ def widths(head_dim: int, value_dim: int, *, equal: bool) -> tuple[int, int]:
 
 
 def needs_equal(options: Mapping[str, Any], *, block_mask: bool, deterministic: bool = False, **requests: Any) -> bool:
-    """Whether cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
+    """True if cuDNN needs equal head dims: for packed sequences, also of block masks, and where dq is written directly."""
     direct = deterministic or any(requests.get(name) not in (None, False) for name in _OF_SCORES)
     return block_mask or direct or options.get("cu_seqlens_q") is not None
 
 
 def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The arrays of a backward pass with the rows of ``dstats``, and a function that adds the steps after the pass.
+    """Return the arrays of a backward pass with the rows of ``dstats``, and a function that adds the steps after the pass.
 
     ``arrays`` are dout, q, k, v, out, stats, dq, dk and dv, and dstats, which the returned arrays do not have. Without ``dout``
     the rows of dL are the only ones: v is not read, and dv is 0.
@@ -108,7 +108,7 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
 
 
 def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
-    """The gradient of the sinks of a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
+    """Add the gradient of sinks for a call without keys, whose log-sum-exps are the sinks: the sum of dL over the rows."""
     of_heads = dstats if dstats.ndim == 2 else dstats.transpose(1, 0, 2)
     rows = steps.temporary((ROWS, *of_heads.shape), dstats.dtype)
     steps.run(append_stats_gradient, rows, None, dstats, stats, writes=[rows])
@@ -119,7 +119,7 @@ def sum_of_sinks(steps: Steps, dsinks: View, dstats: View, stats: View) -> None:
 def wide_shapes(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], dtype: Any, flags: Mapping[str, Any]
 ) -> tuple[View, View, View, dict[str, Any]]:
-    """The arrays, or shapes with a dtype, of q, k and v as views with the rows of dL, and the options without a layout."""
+    """Return q, k and v (arrays, or shapes with a dtype) as views with the rows of dL, and the options without a layout."""
     own, options = in_own_layout({"q": q, "k": k, "v": v}, options)
     views, options = views_of_shapes(**own, options=options, dtype=dtype)
     head_dim, value_dim = views["q"].shape[0], views["v"].shape[0]
@@ -131,7 +131,7 @@ def wide_shapes(
 
 
 def refusal(head_dim: int, value_dim: int, name: str, reason: str, *, alone: bool) -> str:
-    """Why the gradients cannot run, in terms of the caller's arrays; ``alone``: without dout."""
+    """Return why the gradients cannot run, in terms of the caller's arrays; ``alone``: without dout."""
     if alone:
         return f"attention_backward with dstats and head dim {head_dim} is not supported: {reason}"
     return (

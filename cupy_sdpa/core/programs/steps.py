@@ -1,4 +1,4 @@
-"""Steps of programs: attention on views of arrays, and kernels; and what adds them."""
+"""Steps of programs: attention on views of arrays, and kernels; and the class that collects them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Constant:
         self._copies: dict[int, Any] = {}
 
     def on_device(self) -> Any:
-        """The copy in the current CUDA context; the first call makes it, and synchronizes.
+        """Return the copy in the current CUDA context; the first call makes it, and synchronizes.
 
         Raises:
             RuntimeError: there is no copy yet, and the stream is being captured.
@@ -45,15 +45,15 @@ class Constant:
 
 
 class Scalar(NamedTuple):
-    """A number that is not known when a program is built: an argument of a kernel, by the name of the scalar of the call."""
+    """A number that is not known when a program is built: a kernel's argument, by the name of the call's scalar."""
 
     name: str
 
 
 class Check(NamedTuple):
-    """What a program requires of the elements of the caller's arrays, such as lengths. It is checked in every call on the CPU.
+    """What a program requires of elements of the caller's arrays, such as lengths; checked in every call on the CPU.
 
-    The function takes the arrays by the names of ``views``, without those that are not the caller's, and raises ValueError.
+    The function takes the caller's arrays by the names of ``views``, and raises ValueError.
     """
 
     function: Callable[[Mapping[str, Any]], object]
@@ -67,8 +67,8 @@ class Attend(NamedTuple):
         problem: the problem that the engine runs.
         arrays: the views of its arrays, by name; empty if nothing runs, because the problem is trivial.
         of: the problem that the caller or a builder asked for.
-        given_stats: what the statistics of gradients are, so that they can be checked.
-        scalars: the values of by-value scalars that belong to the program; the others are those of the call.
+        given_stats: what the log-sum-exp of gradients covers, so that it can be checked.
+        scalars: the values of by-value scalars that belong to the program; the call passes the others.
         source_lines: the source line of each operation of the score and mask functions, if they belong to the program.
     """
 
@@ -86,13 +86,13 @@ class Step(NamedTuple):
     Attributes:
         name: what it does, for reports and errors.
         attend: attention or its gradients; None for a kernel.
-        function: a function that takes arrays of numpy or of CuPy and writes into some of them; None for attention.
+        function: a function that takes numpy or CuPy arrays and writes into some of them; None for attention.
         arguments: its arguments: views, scalars, numbers, None, and sequences of these.
         writes: the views that it writes.
         branch: whether it is part of a branch, which runs in parallel with the steps after the branch in a captured CUDA graph,
             until one reads what the branch writes.
-        on_host: whether it is no work of a stream, such as an exchange of a group: it runs in every call, between captured CUDA
-            graphs. Its arguments are temporaries.
+        on_host: whether it runs on the host, not on a stream, such as an exchange of a group: it runs in every call, between
+            captured CUDA graphs. Its arguments are temporaries.
     """
 
     name: str
@@ -104,13 +104,13 @@ class Step(NamedTuple):
     on_host: bool = False
 
     def views(self) -> Iterator[View]:
-        """All views that the step reads or writes."""
+        """Yield all views that the step reads or writes."""
         yield from self.writes
         yield from views_of(self.arguments if self.attend is None else tuple(self.attend.arrays.values()))
 
 
 def join_of(steps: Sequence[Step]) -> int:
-    """The number of the step before which the branch must have ended; the number of steps if there is none."""
+    """Return the number of the step before which the branch must have ended; the number of steps if no step waits for it."""
     written = {view.storage.name for step in steps if step.branch for view in step.writes}
     begun = False
     for number, step in enumerate(steps):
@@ -121,7 +121,7 @@ def join_of(steps: Sequence[Step]) -> int:
 
 
 def views_of(value: Any) -> Iterator[View]:
-    """The views in an argument."""
+    """Yield the views in an argument."""
     if isinstance(value, View):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -139,11 +139,11 @@ class Steps:
 
     Attributes:
         device: the number of the GPU that the program is for; None for numpy.
-        part: what the next steps compute; it is the beginning of their names. Empty for nothing.
+        part: what the next steps compute, as the beginning of their names; may be empty.
         branch: whether the next steps are a branch, see :class:`Step`. A program has at most one branch.
         sizes: the bytes of each temporary.
 
-    The other attributes are those of :class:`.Program`, with the constants themselves.
+    The other attributes are as in :class:`.Program`, with the constants themselves.
     """
 
     device: int | None
@@ -164,13 +164,13 @@ class Steps:
     # arrays
 
     def temporary(self, shape: Sequence[int], dtype: Any) -> View:
-        """An array in Fortran order that only this program uses."""
+        """Return an array in Fortran order that only this program uses."""
         view = View.dense(f"temporary {len(self.sizes) + 1}", shape, dtype, self.device)
         self.sizes[view.storage.name] = view.nbytes
         return view
 
     def constant(self, constant: Constant, *, keep: bool = False) -> View:
-        """An array that is known now; ``keep`` if the program keeps it, because it belongs to nothing that the caller holds."""
+        """Add an array that is known now; ``keep``: the program keeps it alive, because nothing that the caller holds does."""
         array = constant.array
         if keep:
             self.kept.append(constant)
@@ -182,7 +182,7 @@ class Steps:
         return view if array.flags.f_contiguous else view.strided(array.shape, array.strides)
 
     def filled(self, fill: Fill) -> View:
-        """An array of equal integers."""
+        """Return an array of equal integers."""
         name = f"{fill.size} times {fill.value}, {fill.dtype}"
         self.fills[name] = fill
         return View.dense(name, (fill.size,), fill.dtype, self.device)
@@ -190,14 +190,14 @@ class Steps:
     # steps
 
     def attend_to(self, name: str, attend: Attend) -> None:
-        """Attention on arrays in the form that the engine needs."""
+        """Add attention on arrays in the form that the engine needs."""
         writes = tuple(attend.arrays[spec.name] for spec in attend.problem.results if spec.name in attend.arrays)
         self.steps.append(Step(f"{self.part}: {name}" if self.part else name, attend, None, (), writes, self.branch))
         if lengths := {name: attend.arrays[name] for name in _LENGTHS if name in attend.arrays}:
             self.checks.append(Check(functools.partial(check_lengths, attend.of), lengths))
 
     def run(self, function: Callable[..., None], *arguments: Any, writes: Sequence[View], on_host: bool = False) -> None:
-        """A kernel: a function of arrays, numbers and sequences of these that writes into ``writes``, which are arguments."""
+        """Add a kernel: a function of arrays, numbers and sequences of them that writes into its arguments ``writes``."""
         self.steps.append(Step(function.__name__, None, function, arguments, tuple(writes), self.branch, on_host))
 
     def copy(self, target: View, source: View) -> None:
@@ -206,7 +206,7 @@ class Steps:
             self.run(copy, target, source, writes=(target,))
 
     def copied(self, source: View) -> View:
-        """A copy in Fortran order."""
+        """Return a copy in Fortran order."""
         made = self.temporary(source.shape, source.dtype)
         self.copy(made, source)
         return made

@@ -69,14 +69,14 @@ class BoundProgram:
                 self._whole.append((name, position))
 
     def on(self, arrays: Sequence[Any], created: Sequence[Any]) -> Repeatable:
-        """The call on the caller's arrays and the created results."""
+        """Return the call on the caller's arrays and the created results."""
         by_name = {name: arrays[position] for name, position in self._whole}
         for name, position, view in self._parts:
             by_name[name] = placed(view, arrays[position])
         return self.call.on(by_name | dict(zip(self._new, created, strict=True)))
 
     def addresses(self, addresses: Sequence[int]) -> dict[str, int]:
-        """The addresses of the operands by name, from those of the caller's arrays and of the created results."""
+        """Return the operands' addresses by name, from the addresses of the caller's arrays and of the created results."""
         by_name = {name: addresses[position] for name, position in self._whole}
         for name, position, view in self._parts:
             by_name[name] = addresses[position] + view.offset
@@ -84,7 +84,7 @@ class BoundProgram:
 
 
 class HostProgram(BoundProgram):
-    """A bound program of numpy arrays; the arguments are those of :class:`BoundProgram`."""
+    """A bound program of numpy arrays; the arguments are as for :class:`BoundProgram`."""
 
     __slots__ = ("_evaluate", "_permuted", "_strided")
 
@@ -133,14 +133,14 @@ class HostProgram(BoundProgram):
 
 
 def created_like(array: Any) -> Created:
-    """How to create an array like a result."""
+    """Return how to create an array like a result."""
     dense = array.flags.f_contiguous or array.flags.c_contiguous
     order = "F" if array.flags.f_contiguous else "C"
     return array.shape, array.dtype, array.nbytes, None if dense else array.strides, order
 
 
 def equal_runs(created: Sequence[Created]) -> list[slice]:
-    """The runs of several results of equal sizes.
+    """Return the runs of several results of equal sizes.
 
     >>> import numpy as np
     >>> equal_runs([created_like(np.zeros(shape, np.float16)) for shape in ((2, 3), (6,), (1,))])
@@ -156,12 +156,12 @@ def equal_runs(created: Sequence[Created]) -> list[slice]:
 
 
 def callers_name(call: Repeatable, name: str) -> str:
-    """The caller's name of an array of a call: of an array that a function reads, for example ``tensors['slopes']``."""
+    """Return the caller's name of an array of a call: of an array that a function reads, for example ``tensors['slopes']``."""
     return tensor_name(call.functions.captured[name].name) if name in call.functions.captured else name
 
 
 def operands(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any, int]]:
-    """The arrays of a call that the caller passed, or views of these: name, array and position among ``names``."""
+    """Yield the arrays of a call that the caller passed, or views of these: name, array and position among ``names``."""
     for name, array in call.arrays.items():
         source = callers_name(call, name)
         if source in names:
@@ -169,7 +169,7 @@ def operands(call: Repeatable, names: Sequence[str]) -> Iterator[tuple[str, Any,
 
 
 def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str, Any]:
-    """The results of a call by name; ``results`` are those that the caller gets, if these are views of those of the call."""
+    """Return a call's results by name; ``results`` are the caller's, if they are views of the call's results."""
     if results is None:
         return {name: call.arrays[name] for name in call.results}
     arrays = [*results[:-1], *results[-1].values()] if call.gradients else results
@@ -177,12 +177,12 @@ def results_by_name(call: Repeatable, results: Sequence[Any] | None) -> dict[str
 
 
 def shares_memory(array: Any, whole: Any) -> bool:
-    """Whether an array is a view of another one's memory, and not a copy."""
+    """True if an array is a view of another one's memory, and not a copy."""
     if type(array) is not type(whole):
         return False
     return np.may_share_memory(array, whole) if isinstance(array, np.ndarray) else array.data.mem is whole.data.mem
 
 
 def _first_byte(array: Any) -> int:
-    """The address of an array of numpy or CuPy."""
+    """Return the address of an array of numpy or CuPy."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr  # type: ignore[no-any-return]

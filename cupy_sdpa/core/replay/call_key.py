@@ -1,4 +1,4 @@
-"""What a repeated call has in common with the first one: the key that identifies it."""
+"""The key of a call: what a repeated call has in common with the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..boundary.argument import tensor_name
 from ..boundary.user_functions import FUNCTIONS
 from ..score_fn.identity import identity
 
-#: Options of these types are part of the key as they are. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
+#: Options of these types are part of the key unchanged. Tuples are keyed by their repr: (1, 0) and (1.0, 0) differ.
 _KEY_TYPES = frozenset({bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64})
 
 #: A key, and the arrays that the caller passed.
@@ -20,12 +20,12 @@ Arguments = tuple[tuple[Any, ...], list[Any]]
 
 
 class CallKey(NamedTuple):
-    """What identifies a call: a repeated call has an equal tag, and arrays and options that differ in their addresses only.
+    """What identifies a call: a repeated call has an equal tag, and its arrays and options differ only in their addresses.
 
     Attributes:
-        tag: tells calls of different functions, or with different flags, apart; hashable.
+        tag: distinguishes calls of different functions or with different flags; hashable.
         names, arrays: the arrays by position; an array that is not passed is None.
-        options: the options, also arrays.
+        options: the options, including arrays.
     """
 
     tag: Any
@@ -34,11 +34,11 @@ class CallKey(NamedTuple):
     options: Mapping[str, Any]
 
     def named(self) -> dict[str, Any]:
-        """The arrays by name."""
+        """Return the arrays by name."""
         return dict(zip(self.names, self.arrays, strict=True))
 
     def array(self, name: str) -> Any:
-        """An array by its name."""
+        """Return an array by its name."""
         return self.arrays[self.names.index(name)]
 
 
@@ -49,17 +49,17 @@ class ArrayType:
         self.ndarray, self.has_flag = ndarray, hasattr(ndarray, "_f_contiguous")
 
 
-#: That of numpy.
+#: The key of numpy.
 HOST = ArrayType(np.ndarray)
 
 
 def read_key(of: ArrayType, kind: Any, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> Arguments | None:
-    """The key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
+    """Return the key of a call: what it depends on except the addresses of its arrays; None if it must be parsed every time.
 
     Device and alignment are not in the key: both follow from the addresses, and are checked for new addresses. True stands for
     the strides of Fortran order: CuPy creates a tuple of strides in every access, and a flag takes a sixth of the time. Strides
-    of axes of length 1, on which no address depends, may then differ. ``kind`` is the part besides arrays and options,
-    hashable.
+    of axes of length 1, on which no address depends, may then differ. ``kind`` is the part of the key without arrays and
+    options, hashable.
     """
     ndarray, has_flag = of.ndarray, of.has_flag
     # Every repeated call runs this: the branches repeat code instead of calling a function.
@@ -110,7 +110,7 @@ address = operator.attrgetter("ptr")
 
 
 def array_names(ndarray: Any, key: CallKey) -> list[str]:
-    """The names of the arrays that the caller passed, in the order of :func:`read_key`."""
+    """Return the names of the arrays that the caller passed, in the order of :func:`read_key`."""
     names = [name for name, array in zip(key.names, key.arrays, strict=True) if array is not None]
     for name, value in key.options.items():
         if type(value) is ndarray:

@@ -50,11 +50,12 @@ class Report:
         blocks: how a block mask is computed; empty without one.
         conversion: which arrays are converted with ``compute_dtype``; empty without it.
         accuracy: the expected error of FP8, and its cause; empty for other dtypes.
-        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has none.
+        scalars: the names and values of the scalars in the formulas, such as ``scale``; empty for a problem, which has no
+            values.
         steps: the steps of the call, one line each: what each does and writes. Those that are attention are the launches.
         temporary_bytes: the bytes of the temporary arrays of the steps; the workspace of cuDNN is not among them.
-        batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the remedy; empty if they
-            do not, for arrays of equal lengths; None if it is unknown.
+        batch_dependence: why the bits of a sequence may depend on the rest of the batch, and the fix; empty if they do not, for
+            arrays of equal lengths; None if it is unknown.
     """
 
     engine: str
@@ -77,7 +78,7 @@ class Report:
 
     @property
     def workspace(self) -> int | None:
-        """Bytes of cuDNN's workspace, with ``engine="cupy"`` those of a tile; 0 on numpy, None if unknown.
+        """Bytes of cuDNN's workspace, or of a tile with ``engine="cupy"``; 0 on numpy, None if unknown.
 
         Not included are the arrays of other steps, such as copies, see ``temporary_bytes``.
         """
@@ -98,7 +99,7 @@ class Report:
         return f"<Report: {self._verdict().removesuffix(':')}; {self.problem}>"
 
     def summary(self) -> str:
-        """The report without the operations of the graph."""
+        """Return the report without the operations of the graph."""
         return "\n".join(self._lines(operations=False))
 
     def _lines(self, *, operations: bool) -> Iterator[str]:
@@ -137,7 +138,7 @@ class Report:
             yield from launch._lines(operations=operations)
 
     def _operations(self) -> Iterator[str]:
-        """One line per input, then one line per step; results that exist only inside the kernel are marked."""
+        """Yield one line per input, then one line per step; results that exist only inside the kernel are marked."""
         values = {name: f"{value:.6g}" for name, value in self.scalars}
         formulas = [_CONSTANT.sub(lambda match: values.get(match[0], match[0]), node.formula) for node in self.graph.nodes]
         width = max(map(len, formulas))
@@ -148,14 +149,14 @@ class Report:
             yield f"  {number:4}.  {formula:<{width}}  {shape:>20} {node.out.dtype:8}  {storage}"
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of a tensor of the graph in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
+        """Return a graph tensor's shape in the axis order of the call; scores are (Skv, Sq, Hq, B)."""
         for spec in self.problem.tensors:
             if spec.name == tensor.name:
                 return spec.shape
         return tensor.shape[::-1]
 
     def _facts(self, plan: PlanInfo) -> Iterator[tuple[str, str]]:
-        """The properties of the plan, and what becomes of the padding."""
+        """Yield the properties of the plan, and what becomes of the padding."""
         yield from plan.facts()
         if padding := padding_of(self.problem):
             yield "padding", padding
@@ -164,7 +165,7 @@ class Report:
         if self.reasons:
             verdict = f"cannot run on {self.engine}"
         elif self.problem.trivial:
-            return "runs without a kernel: there is no query, no key or no value"
+            return "runs without a kernel: there is no query, key or value"
         elif self.engine == "numpy":
             return "runs on the CPU: the arrays are numpy arrays"
         elif self.engine == "CuPy":
@@ -203,7 +204,7 @@ class Report:
 
 
 def _storage(node: Node) -> Iterator[str]:
-    """Which results of a step are stored; the others exist only inside the kernel."""
+    """Yield which results of a step are stored; the others exist only inside the kernel."""
     if node.out.role == "virtual":
         yield "never stored"
     yield from (f"output {t.name}" for t in node.outputs if t.role == "output")
@@ -214,7 +215,7 @@ def _shape(shape: tuple[int, ...], times: str = " x ") -> str:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """The report on several launches: that of the first one that cannot run, or of the first one with all launches."""
+    """Return the report on several launches: the report of the first that cannot run, or the first with all launches."""
     first, *others = reports
     for report in reports:
         if report.reasons:
@@ -223,7 +224,7 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def explain_on_device(problem: Problem, device: int) -> Report:
-    """Whether and how a problem would run on the current device; the plan is built and cached."""
+    """Report whether and how a problem would run on the current device; the plan is built and cached."""
     graph = graph_of(problem)
     if problem.trivial:
         return Report("cuDNN", problem, graph)
@@ -237,14 +238,14 @@ def explain_on_device(problem: Problem, device: int) -> Report:
 
 
 def plan_report(problem: Problem, info: PlanInfo, capability: int, note: str = "") -> Report:
-    """The report on a problem that has a plan."""
+    """Return the report on a problem that has a plan."""
     target = problem, info.cudnn, capability
     bugs, doubts = workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, info.graph, info, note=note, workarounds=bugs, unverified=doubts)
 
 
 def with_workarounds(report: Report, problems: Iterable[Problem], target: Callable[[], tuple[int, int]]) -> Report:
-    """The report with the bugs that the caller's problems work around; the engine's problems may no longer have them.
+    """Return the report with the bugs that the caller's problems work around; the engine's problems may no longer have them.
 
     ``target`` returns the version of cuDNN and the compute capability, of a report on a call that can run.
     """
@@ -255,13 +256,13 @@ def with_workarounds(report: Report, problems: Iterable[Problem], target: Callab
 
 
 def unplanned_report(problem: Problem, cudnn: int, capability: int, note: str) -> Report:
-    """The report on a problem of which the support table knows no reason against it, without a plan."""
+    """Return the report on a problem of which the support table knows no reason against it, without a plan."""
     target = problem, cudnn, capability
     graph, bugs, doubts = graph_of(problem, guards(*target)), workarounds(*target), unverified(*target)
     return Report("cuDNN", problem, graph, note=note, workarounds=bugs, unverified=doubts)
 
 
 def refusal_report(problem: Problem, reasons: Sequence[Reason], note: str = "") -> Report:
-    """The report on a problem that the support table refuses."""
+    """Return the report on a problem that the support table rules out."""
     texts = tuple(map(str, reasons))
     return Report("cuDNN", problem, graph_of(problem), reasons=texts, note=note, error=reasons[0].error)

@@ -1,19 +1,19 @@
 """Repeated calls: they skip validation and replay the launches from a captured CUDA graph.
 
-Calls are cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). Those without a key, whose
-functions have no identity (:mod:`.core.score_fn.identity`), are parsed every time. The cost of a repeated call depends on
+Calls are cached by a key of their arguments' dtypes, shapes, strides and options (:mod:`.call_key`). A call whose functions
+have no identity (:mod:`.core.score_fn.identity`) has no key and is parsed every time. The cost of a repeated call depends on
 the addresses of its arrays (docs/speed.md):
 
-- Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call
-  consists of a look-up, the allocation of its results and its memory, and a graph launch.
-- Other addresses: the plan is executed. If the call also copies or clears arrays, the parsed call runs on the new arrays.
+- Addresses that occurred :data:`CAPTURE_AFTER` times: everything that the call enqueues has been captured. The call looks
+  itself up, allocates its results and memory, and launches a graph.
+- Other addresses: the call executes the plan. If it also copies or clears arrays, the parsed call runs on the new arrays.
 
-Everything that a call allocates besides its results, the workspace and copies of arrays, is one block of memory. A graph is
-launched only if the block has the address of the capture, so graphs own no large memory.
+Everything that a call allocates, except its results, is one block of memory: the workspace and copies of arrays. A graph is
+launched only if the block has the captured address, so graphs do not own large memory.
 
-The cache belongs to a thread's session in a CUDA context, and each graph to the plan whose kernels it contains: it is
-destroyed before the plan. A graph contains the addresses of the caller's arrays; it does not keep the arrays alive. Replay is
-an optimization: if a graph cannot be captured or launched, a warning is issued and the call runs without a graph.
+The cache belongs to a thread's session in a CUDA context. Each graph belongs to the plan whose kernels it contains, and is
+destroyed before the plan. A graph contains the addresses of the caller's arrays but does not keep the arrays alive. Replay is
+an optimization: if a graph cannot be captured or launched, the call issues a warning and runs without it.
 
 A stream is identified by its address. A later stream can have the same address. This is safe: a graph is launched only if the
 results have the addresses that it writes to, and it owns all other memory that it writes to. Launches of two graphs therefore
@@ -50,23 +50,23 @@ if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
 
 #: The maximum number of calls in a session, and of address sets counted per call; the least recently used are removed first.
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
-#: Up to this number of graphs of a call, launched in turn, take no more device time than their kernels.
+#: Up to this many graphs of a call, launched in turn, take no more device time than their kernels.
 FEW_GRAPHS = 4
 #: One of many graphs is made executable if it has at least this number of kernels and memsets. In a mix of calls, launching one
 #: of them takes 2.7 us, and launching the graph 7.6 us, including the check whether the stream is busy (H200).
 LEAST_NODES = 4
-#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call is
-#: counted only if the call allocates no memory, because the address of the memory is one of them.
+#: A call is captured when the same addresses occur this many times; a capture takes as long as ten launches. A parsed call
+#: counts only if it allocates no memory, because the memory's address is one of the addresses.
 CAPTURE_AFTER = 3
 #: The number of runs after a failed capture or launch before a call is captured again.
 RETRY_AFTER = 1000
-#: The number of runs of a call between two captures that destroy other graphs. If all graphs that are used in turn exceed the
-#: limit, every capture would destroy a graph that is used soon, and every call would be captured in vain.
+#: The number of runs of a call between two captures that destroy other graphs. If the graphs in use exceed the limit, every
+#: capture would otherwise destroy a graph that is needed soon, and every call would be captured in vain.
 EVICT_EVERY = 64
 #: A graph owns its memory up to this number of bytes; an allocation in every call takes 1.5 us.
 SMALL_BYTES = 1 << 14
 
-#: The functions of CuPy that a repeated call needs, set when a call is cached: attribute look-ups in modules take time.
+#: The CuPy functions that a repeated call needs, set when a call is cached: attribute look-ups in modules take time.
 _runtime: _Runtime | None = None
 
 
@@ -82,13 +82,13 @@ class _Runtime(ArrayType):
 
 
 class DeviceProgram(BoundProgram):
-    """A bound program on a GPU: its plans, and the CUDA graphs that were captured of it.
+    """A bound program on a GPU, with its plans and the CUDA graphs that were captured from it.
 
     Args:
         call: the call, after it ran.
         cache: the plan cache that holds its plans.
         names, arrays, results: as for :class:`.BoundProgram`.
-        forget: removes the program from those of its session; called when it is closed.
+        forget: removes the program from its session; called when it is closed.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class DeviceProgram(BoundProgram):
         self._graphs: dict[tuple[int, ...], Recording] = {}
         #: How often addresses without a graph occurred.
         self._counts: dict[tuple[int, ...], int] = {}
-        #: The addresses of the caller's arrays for which it is known that no result overlaps another array.
+        #: Addresses of the caller's arrays that are known to be free of overlaps between a result and another array.
         self._validated: dict[tuple[int, ...], None] = {}
         #: How many calls must run before the next capture.
         self._pause = 0
@@ -148,7 +148,7 @@ class DeviceProgram(BoundProgram):
             for spec in call.tensors
             if spec.name in self.places and not spec.dtype.startswith("int")
         ]
-        #: Whether the call does nothing but execute the plan, on the caller's arrays and the results that it creates.
+        #: Whether the call only executes the plan, on the caller's arrays and the results that it creates.
         self._plan_only = call.launched.plan_only and call.fills.keys() <= self._constants.keys()
         self._memory_bytes = call.launched.memory_bytes
         #: Whether graphs own the memory.
@@ -157,11 +157,11 @@ class DeviceProgram(BoundProgram):
             plan.dependents.add(self)
 
     def belongs_to(self, session: Session) -> bool:
-        """Whether the plans are those of a session."""
+        """True if the plans belong to a session."""
         return session.cache is self._cache
 
     def accepts(self, arrays: Sequence[Any], addresses: Sequence[int]) -> bool:
-        """Whether arrays are on the device of the call and have the alignments of its problem."""
+        """True if arrays are on the device of the call and have the alignments of its problem."""
         for array in arrays:
             if array.data.device_id != self._device:
                 return False
@@ -229,7 +229,7 @@ class DeviceProgram(BoundProgram):
         return self.gradients.as_last(results) if self.gradients else results
 
     def _may_run(self, arrays: Sequence[Any], pointers: tuple[int, ...]) -> bool:
-        """Whether the call may run on addresses without a graph; False if it must be parsed, which checks them."""
+        """True if the call may run on addresses without a graph; False if it must be parsed, which checks them."""
         if self._closed or (self._may_overlap and pointers[: len(arrays)] not in self._validated):
             return False
         return pointers in self._counts or self.accepts(arrays, pointers)
@@ -244,7 +244,7 @@ class DeviceProgram(BoundProgram):
     ) -> bool:
         """Execute the plan if the call does nothing else; otherwise run the parsed call, and capture it if it is frequent.
 
-        Returns whether it ran; it did not if there is no memory for the workspace.
+        Returns whether it ran: False without memory for the workspace.
         """
         frequent = self._counts.get(pointers, 0) + 1 >= CAPTURE_AFTER
         captures = frequent and not self._pause and self._cache.recorded.limit > 0
@@ -308,7 +308,7 @@ class DeviceProgram(BoundProgram):
         if memory is None and self._memory_bytes:
             own.append(cupy_runtime.empty((self._memory_bytes,), np.dtype(np.uint8)))
             memory = cupy_runtime.Memory(own[-1].data, self._memory_bytes)
-        elif memory is not None:  # it is allocated in every call: arguments of steps of the host must not keep it
+        elif memory is not None:  # it is allocated in every call: arguments of host steps must not keep it alive
             memory = cupy_runtime.unowned(memory, self._device)
         recorded = self._cache.recorded
         few = (len(self._graphs) + 1) * self._segments <= FEW_GRAPHS
@@ -323,7 +323,7 @@ class DeviceProgram(BoundProgram):
             self._pause = EVICT_EVERY if exceeded else 0
 
     def _discard_graph(self, graph: Recording, error: Exception) -> None:
-        """Destroy a graph that failed to launch, and capture no graph for the next calls."""
+        """Destroy a graph that failed to launch, and do not capture the next calls."""
         self._pause = RETRY_AFTER
         with contextlib.suppress(Exception):
             self._cache.recorded.destroy(graph)
@@ -362,7 +362,7 @@ class BoundPrograms(dict[Any, Any]):
 def run_cached(
     tag: Any, arrays: tuple[Any, ...], options: Mapping[str, Any], programs: BoundPrograms | None = None
 ) -> list[Any] | None:
-    """Run a call that is cached; None if it must be parsed. The arguments are those of a :class:`.CallKey`.
+    """Run a cached call; return None if it must be parsed. The arguments are as for :class:`.CallKey`.
 
     ``programs`` is as for :func:`cache_call`.
     """
@@ -374,7 +374,7 @@ def run_cached(
             return None
         try:
             return on_host.run(arguments[1])
-        except ValueError:  # of an element such as a length: parsed, the call raises it with the caller's axes
+        except ValueError:  # an element, such as a length, is wrong: the parsed call raises the error with the caller's axes
             if on_host.call.program.has_host_steps:  # the other members of the group have begun the call
                 raise
             return None
@@ -401,7 +401,7 @@ def _forget(programs: weakref.ref[BoundPrograms], key: Any) -> None:
 
 
 def is_cacheable(key: CallKey) -> bool:
-    """Whether a call can be cached; otherwise it is parsed every time."""
+    """True if a call can be cached; otherwise it is parsed every time."""
     array = key.arrays[0] if key.arrays[0] is not None else key.arrays[1]
     of = HOST if type(array) is np.ndarray else ArrayType(type(array)) if cupy_runtime.is_array(array) else None
     return of is not None and read_key(of, key.tag, key.arrays, key.options) is not None
@@ -413,10 +413,10 @@ def cache_call(
     """Cache a call that has run; capture it if the same addresses occurred often. A failure is only a warning.
 
     Args:
-        key: the call's key. Its arrays contain those of the call, perhaps with other axes.
+        key: the call's key. Its arrays contain the call's arrays, perhaps with other axes.
         call: the call, with its arrays.
-        results: the results as the caller gets them: views of those of the call. Default None: these.
-        programs: where the bound program is kept, by an object that has its own. Default None: with all numpy calls, or in the
+        results: the results as the caller gets them, views of the call's results. Default None: the call's results.
+        programs: where an object with its own programs keeps the bound program. Default None: with all numpy calls, or in the
             session of the current context.
     """
     global _runtime
@@ -477,7 +477,7 @@ def _bound(
     results: Mapping[str, Any],
     programs: BoundPrograms | None,
 ) -> DeviceProgram:
-    """The program that is cached with a key, or that of the call, which is then cached."""
+    """Return the program that is cached with a key; otherwise cache and return the call's program."""
     key, arrays = arguments
     kept: dict[Any, Any] = session.bound_programs if programs is None else programs
     cached: DeviceProgram | None = kept.get(key)
@@ -507,14 +507,14 @@ _on_host: dict[Any, HostProgram] = {}
 
 
 def keep_recent(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Make an item the most recent one of a dictionary that other threads may change, and keep at most this number of items."""
+    """Make an item the most recent in a dictionary that other threads may change, and keep at most this many items."""
     kept.pop(key, None)
     kept[key] = value
     remove_oldest(kept, most)
 
 
 def remove_oldest(kept: dict[Any, Any], most: int) -> None:
-    """Remove the first items of a dictionary that other threads may change, until it has at most this number of items."""
+    """Remove the first items of a dictionary that other threads may change, until it has at most this many items."""
     while len(kept) > most:
         with contextlib.suppress(RuntimeError, StopIteration):  # it changed between the two calls
             kept.pop(next(iter(kept)), None)

@@ -19,7 +19,7 @@ _NAME = re.compile(r"__global__[^{;]*?\b(cupy_sdpa_\w+)\(")
 
 
 def cuda_kernel(code: Callable[P, str]) -> Callable[P, Any]:
-    """A decorator of a function that returns CUDA code: the function returns the kernel, which is made once for its arguments.
+    """Return a decorator of a function that returns CUDA code: it then returns the kernel, made once for its arguments.
 
     The kernel has the prefix ``cupy_sdpa_``, and is called with its grid, its block and its arguments.
     """
@@ -37,7 +37,7 @@ def cuda_kernel(code: Callable[P, str]) -> Callable[P, Any]:
 class Struct:
     """A C struct that a kernel takes by value. Its fields are integers of 64 bits, other structs, and arrays of structs.
 
-    ``str()`` is its declaration, after those of the structs in it.
+    ``str()`` is its declaration, after the declarations of the structs in it.
 
     Args:
         name: its name in C.
@@ -46,7 +46,7 @@ class Struct:
 
     Attributes:
         fields: the names of the fields that are integers.
-        size: the number of integers, with those of its structs.
+        size: the number of integers, including its structs' integers.
         dtype: of the record with its values, whose field ``numbers`` is an array of all of them.
 
     >>> row = Struct("Row", "begin end")
@@ -70,11 +70,11 @@ class Struct:
         return " ".join([*inner, f"struct {self.name} {{ {' '.join([numbers, *structs])} }};"])
 
     def __call__(self, *values: Any) -> Any:
-        """The struct as an argument of a kernel.
+        """Return the struct as an argument of a kernel.
 
         Args:
             values: the values of the fields: a number, or an array of CuPy for its address; a sequence of the values of a
-                struct; or a list of those of the first structs of an array. What is None or missing is 0.
+                struct; or a list of them for the first structs of an array. What is None or missing is 0.
         """
         found: list[int] = []
         waiting: list[tuple[Struct, Any]] = [(self, values)]  # a loop: functions take time in every launch

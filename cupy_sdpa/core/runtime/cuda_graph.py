@@ -24,7 +24,7 @@ GRAPH_BYTES = 128 << 10
 #: Bytes that a graph counts towards the limit if it is not executable, although it takes host memory only.
 HOST_BYTES = 8 << 10
 
-#: A function that enqueues work, such as that of a node, or raises an error, and its arguments.
+#: A function that enqueues work, such as a node's, or raises an error, and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 #: Takes a step of the host in a capture: the function and its arguments.
 OnHost = Callable[[Any, tuple[Any, ...]], None]
@@ -153,14 +153,14 @@ def capture(run: Callable[[OnHost], None], memory: cupy_runtime.Memory | None = 
 
 @functools.cache  # saves 0.6 us of attribute look-ups in each repeated call
 def _busy_functions() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    """The functions and the constant that :func:`is_busy` needs."""
+    """Return the functions and the constant that :func:`is_busy` needs."""
     cuda = driver.bindings()
     relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     return cupy_runtime.cupy().cuda.runtime.streamQuery, cuda.cuThreadExchangeStreamCaptureMode, relaxed
 
 
 def is_busy(stream: int) -> bool:
-    """Whether a stream has unfinished work. Safe while another thread captures, in any capture mode."""
+    """True if a stream has unfinished work. Safe while another thread captures, in any capture mode."""
     query, exchange_mode, relaxed = _busy_functions()
     _, mode = exchange_mode(relaxed)
     try:
@@ -170,13 +170,13 @@ def is_busy(stream: int) -> bool:
 
 
 def has_nodes(graph: int) -> bool:
-    """Whether there is work in a graph."""
+    """True if there is work in a graph."""
     status, *_, count = driver.bindings().cuGraphGetNodes(graph)
     return bool(status or count)
 
 
 def driver_calls(graph: int, stream: int) -> list[Call]:
-    """The nodes of a graph as driver calls, in order; an empty list if the graph is not a sequence of kernels and memsets."""
+    """Return a graph's nodes as driver calls, in order; an empty list unless the graph is a sequence of kernels and memsets."""
     cuda = driver.bindings()
     nodes = _lists_of(cuda.cuGraphGetNodes, graph)[0]
     count = len(nodes)
@@ -189,7 +189,7 @@ def driver_calls(graph: int, stream: int) -> list[Call]:
 
 
 def _lists_of(function: Any, graph: int) -> list[Any]:
-    """The lists that a driver function returns for a graph; empty lists if it fails. A first call reads their length."""
+    """Return the lists that a driver function returns for a graph; empty lists if it fails. A first call reads their length."""
     status, *_, count = function(graph)
     if status or not count:
         return [[], []]
@@ -198,9 +198,9 @@ def _lists_of(function: Any, graph: int) -> list[Any]:
 
 
 def _driver_call(node: Any, stream: int) -> Iterator[Call]:
-    """The driver call of a kernel node or of a memset node of one row; nothing for other nodes.
+    """Yield the driver call of a kernel node or of a memset node of one row; nothing for other nodes.
 
-    CuPy's functions take integers, in half the time of those of ``cuda.bindings``, which are used for what CuPy does not have.
+    CuPy's functions take integers, in half the time of ``cuda.bindings``' functions, which are used where CuPy has none.
     """
     cuda = driver.bindings()
     kinds = cuda.CUgraphNodeType
@@ -243,7 +243,7 @@ def _kernel_launch(node: Any, params: Any, stream: int) -> Call:
 
 
 def _launch_attributes(node: Any) -> Iterator[Any]:
-    """The launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
+    """Yield the launch attributes on which a kernel's results depend: cluster dimensions and cooperative launch.
 
     A launch without the attribute has clusters of one block.
     """
@@ -261,5 +261,5 @@ def _launch_attributes(node: Any) -> Iterator[Any]:
 
 
 def _blocks(dimensions: Any) -> int:
-    """The number of blocks in a cluster; 0 if the attribute is not set."""
+    """Return the number of blocks in a cluster; 0 if the attribute is not set."""
     return int(dimensions.x * dimensions.y * dimensions.z)

@@ -22,13 +22,13 @@ from ..errors import INSTALL_FOR_GPU
 
 
 def is_array(x: object) -> bool:
-    """Whether ``x`` is a CuPy array."""
+    """True if ``x`` is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 def cupy() -> Any:
-    """The module ``cupy``.
+    """Return the module ``cupy``.
 
     Raises:
         RuntimeError: CuPy is not installed.
@@ -41,7 +41,7 @@ def cupy() -> Any:
 
 
 def array_module(array: Any) -> Any:
-    """The module of an array: cupy or numpy."""
+    """Return the module of an array: cupy or numpy."""
     return cupy() if is_array(array) else np
 
 
@@ -62,26 +62,26 @@ def device_context(array: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def current_device() -> int | None:
-    """The number of CuPy's current device; None without CuPy or without a GPU."""
+    """Return the number of CuPy's current device; None without CuPy or without a GPU."""
     if importlib.util.find_spec("cupy") is None or not cupy().cuda.is_available():
         return None
     return int(cupy().cuda.runtime.getDevice())
 
 
 def capability(device: int) -> int:
-    """The compute capability of a device; 90 is 9.0."""
+    """Return the compute capability of a device; 90 is 9.0."""
     return int(cupy().cuda.Device(device).compute_capability)
 
 
 @functools.cache
 def model(device: int) -> str:
-    """The model of a device, see :func:`model_of`."""
+    """Return the model of a device, see :func:`model_of`."""
     properties = cupy().cuda.runtime.getDeviceProperties(device)
     return model_of(properties["name"].decode(), capability(device), properties["multiProcessorCount"])
 
 
 def model_of(name: str, capability: int, multiprocessors: int) -> str:
-    """A GPU model as text: the properties of a device on which plans depend.
+    """Return a GPU model as text: the properties of a device on which plans depend.
 
     >>> model_of("NVIDIA H200", 90, 132)
     'NVIDIA H200, compute capability 9.0, 132 multiprocessors'
@@ -90,18 +90,18 @@ def model_of(name: str, capability: int, multiprocessors: int) -> str:
 
 
 def stream() -> int:
-    """The address of CuPy's current stream."""
+    """Return the address of CuPy's current stream."""
     return int(cupy().cuda.get_current_stream().ptr)
 
 
 @functools.cache
 def elementwise(inputs: str, outputs: str, operation: str, name: str) -> Any:
-    """An elementwise kernel of CuPy."""
+    """Return an elementwise kernel of CuPy."""
     return cupy().ElementwiseKernel(inputs, outputs, operation, f"cupy_sdpa_{name}")
 
 
 def capturing() -> bool:
-    """Whether CuPy's current stream is being captured into a CUDA graph."""
+    """True if CuPy's current stream is being captured into a CUDA graph."""
     cuda = cupy().cuda
     pointer = cuda.get_current_stream().ptr
     # the default stream cannot be captured, nor, by CuPy, one of ROCm
@@ -109,7 +109,7 @@ def capturing() -> bool:
 
 
 def arrays_function(ndarray: Any) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Any]]:
-    """A function that creates arrays from their shapes, dtypes, bytes, strides and orders, in tuples, and memory pointers.
+    """Return a function that creates arrays from tuples of (shape, dtype, bytes, strides, order) and memory pointers.
 
     ``ndarray.__new__`` packs its arguments into a tuple and a dictionary, twice, and passes them on to ``_init``; this takes a
     third of the time. ``_init`` is therefore called directly, if CuPy has it.
@@ -181,7 +181,7 @@ class Memory(NamedTuple):
 
 
 def unowned(memory: Memory, device: int) -> Memory:
-    """The same memory of a device, which the result does not keep alive."""
+    """Return the same memory of a device, which the result does not keep alive."""
     cuda = cupy().cuda
     block = cuda.UnownedMemory(memory.pointer.ptr, memory.size, None, device)
     return Memory(cuda.MemoryPointer(block, 0), memory.size)
@@ -203,7 +203,7 @@ class Arena:
         self.others: list[Any] = []
 
     def allocate(self, size: int) -> Any:
-        """The next ``size`` bytes; memory from CuPy's allocator if they do not fit."""
+        """Return the next ``size`` bytes; memory from CuPy's allocator if they do not fit."""
         begin = self.used
         self.used += -(-size // ALIGNMENT) * ALIGNMENT
         self.needed = max(self.needed, self.used)
@@ -278,7 +278,7 @@ def temporary(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def temporary_copy(array: Any) -> Any:
-    """A copy in Fortran order that is used within a call only, see :func:`temporary`."""
+    """Return a copy in Fortran order that is used within a call only, see :func:`temporary`."""
     copy = temporary(array, array.shape, array.dtype)
     copy.T[...] = array.T  # CuPy copies arrays in C order at memory speed, others much slower
     return copy

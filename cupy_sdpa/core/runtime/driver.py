@@ -11,7 +11,7 @@ from .cupy_runtime import cupy
 
 @functools.cache
 def bindings() -> Any:
-    """The module ``cuda.bindings.driver``.
+    """Return the module ``cuda.bindings.driver``.
 
     Raises:
         RuntimeError: cuda-python is not installed.
@@ -24,7 +24,7 @@ def bindings() -> Any:
 
 
 def context_id() -> int:
-    """The id of the current CUDA context, which is never reused; creates the device's primary context if no context is current.
+    """Return the current CUDA context's id, which is never reused; create the primary context if no context is current.
 
     Raises:
         RuntimeError: there is no GPU, or cuda-python is not installed.

@@ -88,7 +88,7 @@ struct Fp8 {
 
 
 def _fp8(mantissa: int, bias: int, largest: int, infinite: int, instruction: str) -> CudaType:
-    """An FP8 dtype; ``largest`` has the bits of the largest number, and ``instruction`` the format in that which converts."""
+    """Return an FP8 dtype; ``largest`` has the largest number's bits, ``instruction`` the format in the conversion's name."""
     names = {"MANTISSA": mantissa, "BIAS": bias, "LARGEST": f"{largest}u", "INFINITE": infinite}
     defined = "".join(f"#define FP8_{name} {value}\n" for name, value in names.items())
     return CudaType("Fp8", 1, defined + _FP8.replace("INSTRUCTION", instruction))

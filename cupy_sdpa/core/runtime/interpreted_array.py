@@ -1,8 +1,8 @@
-"""CuPy arrays that the interpreter computes with, in place of cuDNN (``engine="cupy"``).
+"""CuPy arrays that the interpreter computes with, instead of cuDNN (``engine="cupy"``).
 
 The type of the arrays selects the engine. :class:`InterpretedArray` is the type for this one: what computes with numpy arrays
-also computes with it, because numpy's operators and functions on it are those of CuPy (numpy's protocols ``__array_ufunc__``
-and ``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
+also computes with it, because numpy's operators and functions on it call CuPy's (numpy's protocols ``__array_ufunc__`` and
+``__array_function__``). Only CuPy's own operations run, and elementwise kernels that it compiles: no cuDNN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InterpretedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.array = array
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute or a method of the CuPy array; results that are arrays are interpreted, too."""
+        """Return an attribute or a method of the CuPy array; array results are also interpreted arrays."""
         if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self.array, name)
@@ -65,7 +65,7 @@ class InterpretedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return _wrapped(own(*_plain(operands), **named))
 
     def max(self, axis: int | None = None, keepdims: bool = False, initial: float = -np.inf) -> InterpretedArray:
-        """The largest element along an axis; CuPy's reductions have no initial value."""
+        """Return the largest element along an axis; CuPy's reductions have no initial value."""
         if self.array.size:
             return InterpretedArray(cupy().maximum(self.array.max(axis=axis, keepdims=keepdims), initial))
         shape = np.empty(self.array.shape).sum(axis=axis, keepdims=keepdims).shape
@@ -85,24 +85,24 @@ class _Method:
 
 
 def plain(array: Any) -> Any:
-    """The CuPy array of an interpreted array; others unchanged."""
+    """Return the CuPy array of an interpreted array; others unchanged."""
     return array.array if type(array) is InterpretedArray else array
 
 
 def on_host(array: Any) -> Any:
-    """An interpreted array as a numpy array, which waits for the GPU; others unchanged."""
+    """Return an interpreted array as a numpy array, which waits for the GPU; others unchanged."""
     return array.array.get(order="F" if array.flags.f_contiguous else "C") if type(array) is InterpretedArray else array
 
 
 def strided(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A view of the memory of a numpy array or an interpreted array, from its first element; strides in bytes."""
+    """Return a view of a numpy or interpreted array's memory, from its first element; strides in bytes."""
     if type(array) is InterpretedArray:
         return InterpretedArray(cupy().ndarray(shape, array.dtype, array.array.data, strides))
     return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
 def _plain(value: Any) -> Any:
-    """An operand of CuPy's functions: numpy arrays are copied to the GPU; the same for those in a tuple or a list."""
+    """Return an operand of CuPy's functions: numpy arrays are copied to the GPU; the same for those in a tuple or a list."""
     if type(value) is InterpretedArray:
         return value.array
     if isinstance(value, np.ndarray):
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    """A result of CuPy's functions."""
+    """Return a result of CuPy's functions."""
     if isinstance(value, cupy().ndarray):
         return InterpretedArray(value)
     return tuple(map(_wrapped, value)) if type(value) is tuple else value
@@ -121,7 +121,7 @@ def _wrapped(value: Any) -> Any:
 
 
 def erf(x: Any) -> Any:
-    """The error function of a CuPy array, in float64."""
+    """Return the error function of a CuPy array, in float64."""
     return elementwise("float64 x", "float64 y", "y = erf(x)", "erf")(x.astype(np.float64))
 
 
@@ -140,7 +140,7 @@ _PHILOX = """
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int], count: int) -> Any:
-    """The first numbers of ``numpy.random.Philox(key=key, counter=counter).random_raw(count)``, uint64, as a CuPy array."""
+    """Return the numbers of ``numpy.random.Philox(key=key, counter=counter).random_raw(count)``, uint64, as a CuPy array."""
     parameters = ", ".join(f"uint64 {name}" for name in ("key0", "key1", "first", "c1", "c2", "c3"))
     kernel = elementwise(parameters, "uint64 y", _PHILOX, "philox")
     return kernel(*map(np.uint64, (*key, *counter)), cupy().empty(count, np.uint64))

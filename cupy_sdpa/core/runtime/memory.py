@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(array: Any, axis: int) -> Rows | None:
-    """The rows of an array or a view; None if its memory is not evenly spaced rows.
+    """Return the rows of an array or a view; None if its memory is not evenly spaced rows.
 
     A row spans the axes up to ``axis``, along which the array must be dense. The rows must be evenly spaced.
     """
@@ -44,7 +44,7 @@ def rows_of(array: Any, axis: int) -> Rows | None:
 
 
 def common_rows(target: Any, source: Any) -> tuple[Rows, Rows] | None:
-    """The longest rows by which an array or a view can be copied into one of the same shape; None if there are none."""
+    """Return the longest rows by which an array or a view can be copied into one of the same shape, or None."""
     if target.dtype != source.dtype or not target.size:
         return None
     for axis in reversed(range(target.ndim)):
@@ -111,7 +111,7 @@ def clear(array: Any, value: float) -> None:
 
 
 def host_int32() -> Any:
-    """A numpy array int32 ``(1,)`` that contains 0 and that kernels can write to (page-locked memory)."""
+    """Return a numpy array int32 ``(1,)`` that contains 0 and that kernels can write to (page-locked memory)."""
     memory = cupy().cuda.alloc_pinned_memory(4)
     array = np.frombuffer(memory, np.int32, 1)
     array[0] = 0
@@ -125,7 +125,7 @@ def differs(found: Any, expected: int, flag: Any) -> None:
 
 @cuda_kernel
 def _differs_kernel() -> str:
-    """The kernel of :func:`differs`."""
+    """Return the kernel of :func:`differs`."""
     return """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
             if (*found != expected) *flag = 1;
         }"""
@@ -133,19 +133,19 @@ def _differs_kernel() -> str:
 
 #: The constant arrays ``start, start + step, start + 2 step, ...`` by the id of the CUDA context, start, step and dtype.
 _constants: dict[tuple[int, int, int, str], Any] = {}
-#: Every constant array that was created. Those of one content together take at most twice the memory of the longest one.
+#: Every constant array that was created. Arrays with the same content take at most twice the memory of the longest one.
 _all_constants: list[Any] = []
 #: The maximum number of arrays of equal integers in a context; further ones are created anew in every call.
 MAX_EQUAL = 64
 
 
 def multiples(step: int, length: int, dtype: str) -> Any:
-    """An array that begins with ``0, step, 2 step, ...`` and has at least ``length`` elements; see :func:`_constant`."""
+    """Return an array that begins with ``0, step, 2 step, ...`` and has at least ``length`` elements; see :func:`_constant`."""
     return _constant(0, step, dtype, max(length, 1 << 16 if step == 1 else 64))
 
 
 def equal_integers(value: int, length: int) -> Any:
-    """An int32 array whose elements are all ``value``. It is usually constant (:func:`_constant`): do not write to it."""
+    """Return an int32 array of ``value``. It is usually constant (:func:`_constant`): do not write to it."""
     context = driver.context_id()
     found = _constants.get((context, value, 0, "int32"))
     if (found is None or found.size < length) and (capturing() or _count_equal(context) >= MAX_EQUAL):
@@ -156,17 +156,17 @@ def equal_integers(value: int, length: int) -> Any:
 
 
 def is_constant(array: Any) -> bool:
-    """Whether an array is the beginning of a constant array of equal integers."""
+    """True if an array is the beginning of a constant array of equal integers."""
     return any(array.data.ptr == constant.data.ptr for (_, _, step, _), constant in _constants.items() if not step)
 
 
 def _count_equal(context: int) -> int:
-    """The number of arrays of equal integers in a context."""
+    """Return the number of arrays of equal integers in a context."""
     return sum(not step and of == context for of, _, step, _ in _constants)
 
 
 def _constant(start: int, step: int, dtype: str, length: int) -> Any:
-    """An array ``start, start + step, ...`` of at least ``length`` elements: plans may store its address.
+    """Return an array ``start, start + step, ...`` of at least ``length`` elements: plans may store its address.
 
     It is never written to and never freed. There is one such array for each content in each context; a longer one is at least
     twice as long. The array is filled when this function returns, so work on any stream may read it.

@@ -10,7 +10,7 @@ from .modes import MODES
 
 
 def gradients(writer: Writer, root: int, leaves: Sequence[int]) -> list[int | None]:
-    """The steps that are the derivatives of ``root`` with respect to the leaves; None if it does not depend on a leaf."""
+    """Return the steps that differentiate ``root`` with respect to the leaves; None for leaves that it does not depend on."""
     arithmetic = AdjointArithmetic(writer)
     active = set(leaves)  # the steps that depend on the leaves
     order = writer.reachable(root)

@@ -1,9 +1,9 @@
 """Score functions as immutable data: a sequence of steps, each of which reads earlier steps.
 
-An :class:`Expression` is hashable, and two of the same structure are equal. It contains no array, no value of a by-value
-scalar, and no object or name of the caller, so it is part of the problem and of the plan's cache key.
-:mod:`.core.score_fn.tracer` records it, :mod:`.core.score_fn.autodiff` differentiates it, and
-:mod:`.core.graph.emit` converts it to operations of a graph.
+An :class:`Expression` is hashable, and expressions with the same structure are equal. It contains no arrays, no values of
+by-value scalars, and none of the caller's objects or names, so it can be part of the problem and of the plan's cache key.
+:mod:`.core.score_fn.tracer` records it, :mod:`.core.score_fn.autodiff` differentiates it, and :mod:`.core.graph.emit` converts
+it to operations of a graph.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Step(NamedTuple):
 class Expression(NamedTuple):
     """The steps of a score function and a mask function, operands first.
 
-    ``score`` is the index of the modified score, ``mask`` that of the condition under which the query attends to the key; None
-    if there is none.
+    ``score`` is the index of the modified score, ``mask`` the index of the condition under which the query attends to the key,
+    or None.
     """
 
     steps: tuple[Step, ...]
@@ -90,7 +90,7 @@ class Writer:
         return self.leaf("constant", kind=kind, value=value)
 
     def add(self, mode: str, *args: int, kind: Kind | None = None) -> int:
-        """Append an operation on earlier steps; ``kind`` is that of the result, by default derived from the operands."""
+        """Append an operation on earlier steps; ``kind`` is the result's, by default derived from the operands."""
         if MODES[mode].commutes:  # a canonical order, so that equal steps are recognized
             args = tuple(sorted(args))
         kind = kind or self._kind(mode, args)
@@ -98,7 +98,7 @@ class Writer:
         return self._append(Step(mode, args, kind=kind)) if simpler is None else simpler
 
     def opposite(self, condition: int) -> int:
-        """The negation of a condition, by opposite comparisons: no logical_not is needed."""
+        """Return the negation of a condition, by opposite comparisons: no logical_not is needed."""
         negated, stack = self._opposites, [condition]
         while stack:
             mode, args, *_ = self.steps[stack[-1]]
@@ -111,9 +111,9 @@ class Writer:
         return negated[condition]
 
     def reachable(self, *roots: int | None, known: Container[int] = ()) -> list[int]:
-        """The steps that the roots depend on, the roots included, operands first; roots that are None are skipped.
+        """Return the steps that the roots depend on, including the roots, operands first; skip roots that are None.
 
-        The steps ``known`` are left out, together with their operands unless other steps need these.
+        Leave out the steps ``known``, and their operands unless other steps need them.
         """
         visited: set[int] = set()
         stack = [root for root in roots if root is not None]
@@ -125,11 +125,11 @@ class Writer:
         return sorted(visited)
 
     def depends(self, root: int, mode: str) -> bool:
-        """Whether a step depends on a step of a mode."""
+        """True if a step depends on a step of a mode."""
         return any(self.steps[step].mode == mode for step in self.reachable(root))
 
     def value(self, step: int) -> float | None:
-        """The value of a constant, or None for any other step."""
+        """Return the value of a constant, or None for any other step."""
         return self.steps[step].value if self.steps[step].mode == "constant" else None
 
     def _append(self, step: Step) -> int:
@@ -145,7 +145,7 @@ class Writer:
         return "int" if MODES[mode].is_closed and all(self.steps[arg].kind == "int" for arg in operands) else "float"
 
     def _simplified(self, mode: str, args: tuple[int, ...], kind: Kind) -> int | None:
-        """An earlier step or constant of the same value and kind; None if there is no such step."""
+        """Return an earlier step or constant of the same value and kind; None if there is no such step."""
         values = [self.value(arg) for arg in args]
         if mode in _FOLDED and None not in values:
             return self.constant(_FOLDED[mode](*values), kind)
@@ -183,13 +183,13 @@ class NormalizedExpression(NamedTuple):
 
 
 def captured_name(number: int) -> str:
-    """The name of an array that score and mask functions read."""
+    """Return the name of an array that score and mask functions read."""
     return f"t{number}"
 
 
 @functools.cache
 def is_captured(name: str) -> bool:
-    """Whether a name is that of an array that functions read (:func:`captured_name`), or of its gradient.
+    """True if a name belongs to an array that functions read (:func:`captured_name`), or to its gradient.
 
     >>> [is_captured(name) for name in ("t0", "dt12", "tq", "d0")]
     [True, True, False, False]
@@ -198,7 +198,7 @@ def is_captured(name: str) -> bool:
 
 
 def normalized(writer: Writer, score: int | None, mask: int | None) -> NormalizedExpression:
-    """The expression of a score and a mask: without unused steps; order and names depend on its structure only."""
+    """Return the expression of a score and a mask without unused steps; order and names depend only on its structure."""
     indices: dict[int, int] = {}
     steps: list[Step] = []
     traced_names: dict[str, dict[str, str]] = {"number": {}, "captured": {}}
@@ -215,7 +215,7 @@ def normalized(writer: Writer, score: int | None, mask: int | None) -> Normalize
 
 
 def _depth_first(writer: Writer, roots: list[int]) -> Iterator[int]:
-    """Every step that the roots depend on, once, operands first."""
+    """Yield every step that the roots depend on, once, operands first."""
     done: set[int] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:

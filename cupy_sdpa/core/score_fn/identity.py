@@ -34,14 +34,14 @@ import numpy as np
 
 from .recorded import Recorded
 
-#: The maximum number of parts of an identity; a function that loads more values has none.
+#: The maximum number of parts of an identity; a function that loads more values has no identity.
 MAX_PARTS = 256
 #: The maximum number of analyzed code objects.
 MAX_CODES = 4096
 
 
 def identity(function: Any) -> Hashable | None:
-    """A hashable value: as long as it is equal, the function computes the same, apart from side effects.
+    """Return a hashable value: as long as it is equal, the function computes the same, apart from side effects.
 
     None if the function may compute something else in a way that cannot be seen.
 
@@ -99,7 +99,7 @@ _IDENTIFIED = _EXACT | _NUMPY_SCALARS | _CONTAINERS | {float, _FUNCTION, _PARTIA
 def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
     """Append the parts of a value: first its type or another object without an equal, then numbers, texts and further values.
 
-    The parts of a value are never the beginning of those of another one, so different sequences of values have different parts.
+    The parts of a value are never a prefix of another value's parts, so different sequences of values have different parts.
     ``functions`` are those that are being identified, to end recursion. Raises _UnknownError if the value has no identity.
     """
     if len(parts) > MAX_PARTS:
@@ -136,7 +136,7 @@ def _identify(value: Any, parts: list[Any], functions: tuple[Any, ...]) -> None:
 
 
 def _is_pure(value: Any) -> bool:
-    """Whether a callable's results depend on its arguments only; SciPy's functions count once SciPy has been imported."""
+    """True if a callable's results depend on its arguments only; SciPy's functions count once SciPy has been imported."""
     if value in _PURE:
         return True
     special = sys.modules.get("scipy.special")
@@ -179,7 +179,7 @@ def _identify_function(function: Any, parts: list[Any], functions: tuple[Any, ..
 
 
 def _loaded(value: Any, attributes: Sequence[str]) -> Any:
-    """The value of ``value.a.b.c``; or an earlier value of the chain, if its parts determine its attributes."""
+    """Return the value of ``value.a.b.c``; or an earlier value of the chain, if its parts determine its attributes."""
     for position, name in enumerate(attributes):
         kind = type(value)
         if kind is _MODULE:
@@ -196,7 +196,7 @@ def _loaded(value: Any, attributes: Sequence[str]) -> Any:
 
 
 def _stored_attribute(owner: Any, name: str) -> Any:
-    """An attribute of a class or of an instance that is stored, not computed; no code of the owner runs."""
+    """Return an attribute of a class or of an instance that is stored, not computed; no code of the owner runs."""
     kind = type(owner)
     if kind is not type and kind.__getattribute__ not in _PLAIN_LOOKUPS:
         raise _UnknownError
@@ -306,5 +306,5 @@ def _collect(
 
 
 def _escapes(attribute: str) -> bool:
-    """Whether an attribute of a function, a generator or a string may lead to values that the analysis does not see."""
+    """True if an attribute of a function, a generator or a string may lead to values that the analysis does not see."""
     return attribute.startswith("_") or "frame" in attribute or attribute in ("format", "format_map")

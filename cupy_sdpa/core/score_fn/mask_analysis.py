@@ -15,7 +15,7 @@ from .modes import FLIPPED
 
 #: A score at or below this value counts as masked if a bias was added, or a function read an array or selected a number. So
 #: masks of finite numbers such as -1e9 or finfo.min also mask whole rows. float32 numbers of this magnitude are 32 apart:
-#: the softmax of such scores has no meaning. Without a bias and such a function no score is masked.
+#: the softmax of such scores is meaningless. Without a bias or such a function no score is masked.
 MASKED_SCORE = -5e8
 #: The number of keys before and after the diagonal that a query attends to; None is unbounded.
 Sides = tuple[int | None, int | None]
@@ -29,7 +29,7 @@ class LinearForm(NamedTuple):
     constant: float
 
     def plus(self, other: LinearForm, sign: int = 1) -> LinearForm:
-        """The sum of two forms, or their difference with the sign -1."""
+        """Return the sum of two forms, or their difference with the sign -1."""
         return LinearForm(*(x + sign * y for x, y in zip(self, other, strict=True)))
 
 
@@ -41,13 +41,13 @@ class LinearForms:
         self._forms: dict[int, LinearForm | None] = {}
 
     def of(self, root: int) -> LinearForm | None:
-        """The linear form of a step, or None if it is not linear in the indices."""
+        """Return the linear form of a step, or None if it is not linear in the indices."""
         for step in self.writer.reachable(root, known=self._forms):
             self._forms[step] = self._form(self.writer.steps[step])
         return self._forms[root]
 
     def _form(self, step: Step) -> LinearForm | None:
-        """The linear form of a step whose operands have been analyzed."""
+        """Return the linear form of a step whose operands have been analyzed."""
         match step.mode:
             case "index" if step.name == "q_idx":
                 return LinearForm(1, 0, 0)
@@ -71,12 +71,12 @@ class SplitScore(NamedTuple):
 
 
 def split_score(writer: Writer, score: int) -> tuple[int, list[int]]:
-    """Split a score into the score where it is not ``-inf`` and the conditions under which it is not.
+    """Split a score into its value where it is not ``-inf`` and the conditions for that.
 
-    ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested ones give several, which must
-    all hold. A score that is masked everywhere becomes 0 and a False condition. A constant below :data:`MASKED_SCORE` that
-    ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score, which is ``-inf`` where
-    it does not hold.
+    ``where(c, s, -inf)`` and ``s + where(c, 0, -inf)`` become ``s`` and ``[c]``; nested selections give several conditions,
+    which must all hold. A score that is masked everywhere becomes 0 and a False condition. A constant below
+    :data:`MASKED_SCORE` that ``where`` selects counts as ``-inf``. A condition on the score itself remains a part of the score,
+    which is ``-inf`` where it does not hold.
     """
     splits: dict[tuple[int, float], SplitScore] = {}
     for known in writer.reachable(score):
@@ -129,14 +129,14 @@ def _split_selection(writer: Writer, step: int, x: SplitScore, b: SplitScore) ->
 
 
 def without_constants(writer: Writer, conditions: Sequence[int]) -> list[int]:
-    """The conditions without those that are True; if one of them is False, a condition of positions that never holds."""
+    """Return the conditions except True ones; if one is False, return a condition on positions that never holds."""
     if any(writer.value(condition) == 0 for condition in conditions):
         return [writer.add("cmp_lt", writer.leaf("index", "kv_idx", "int"), writer.constant(0, "int"))]
     return [condition for condition in conditions if writer.value(condition) is None]
 
 
 def split_band(writer: Writer, numbers: Mapping[str, float], conditions: Sequence[int]) -> tuple[Sides | None, list[int]]:
-    """Split conditions that must all hold into the intersection of all bands, None without a band, and the other conditions."""
+    """Split conditions that must all hold into the intersection of all bands (or None) and the other conditions."""
     left, right, others = math.inf, math.inf, []
     forms = LinearForms(writer, numbers)
     for condition in _conjuncts(writer, conditions):
@@ -158,7 +158,7 @@ def conjunction(writer: Writer, conditions: Sequence[int]) -> int | None:
 
 
 def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
-    """The operands of nested logical ands, each once."""
+    """Yield the operands of nested logical ands, each once."""
     visited: set[int] = set()
     stack = list(reversed(conditions))
     while stack:
@@ -173,7 +173,7 @@ def _conjuncts(writer: Writer, conditions: Sequence[int]) -> Iterator[int]:
 
 
 def _bounds(forms: LinearForms, condition: int) -> tuple[float, float] | None:
-    """The number of keys before and after the diagonal under a condition, which may be infinite; None if it is not a band.
+    """Return how many keys before and after the diagonal satisfy a condition (possibly infinite); None if it is not a band.
 
     The conditions are ``q_idx - kv_idx <= n``, ``kv_idx - q_idx <= n`` and ``|q_idx - kv_idx| <= n``, with any comparison
     except ``==`` and ``!=``, and with the terms in any order.

@@ -24,7 +24,7 @@ NO_BRANCHES = (
     "{}, so `if`, `and`, `or`, `not`, `min`, `max` and `a < b < c` cannot be evaluated: write np.where(condition, a, b), &, |, "
     "~, np.minimum, np.maximum, and (a < b) & (b < c)"
 )
-#: Numbers that are constants of the expression, besides floats that may mask; all others are by-value scalars.
+#: Numbers that are constants of the expression, in addition to floats that may mask; all others are by-value scalars.
 _CONSTANTS = (0.0, 1.0, -1.0)
 #: The end of the message of an index that is computed.
 _GATHER = (
@@ -39,7 +39,7 @@ _INTERNAL_FOLDERS = tuple(os.path.join(os.path.dirname(module), "") for module i
 class Tracer:
     """Records the operations on traced values, with the numpy functions of traced values, by name.
 
-    ``sizes`` are the lengths of the axes of the scores, by the names of :data:`~.core.score_fn.expression.AXES`.
+    ``sizes`` are the lengths of the scores' axes, by the names of :data:`~.core.score_fn.expression.AXES`.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], sizes: Mapping[str, int], steps: Iterable[Step]) -> None:
@@ -94,7 +94,7 @@ class Tracer:
 
 
 def line_of_function() -> str:
-    """The line of the function that is being traced; of a recorded function, the line that was recorded."""
+    """Return the line of the function that is being traced; of a recorded function, the line that was recorded."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_INTERNAL_FOLDERS):
         if frame.f_code is Recorded.__call__.__code__:
@@ -155,7 +155,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
         if name.startswith("_"):  # Python and numpy look up protocols
             raise AttributeError(name)
         replacement = METHODS.get(name) or (f"np.{name}(x)" if name in self.tracer.functions else "")
-        hint = f"write {replacement} in place of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
+        hint = f"write {replacement} instead of x.{name}()" if replacement else "use numpy functions, such as np.tanh(x)"
         raise AttributeError(f"a traced value has no attribute {name!r}: {hint}")
 
     def __getitem__(self, *_: Any) -> Any:
@@ -166,7 +166,7 @@ class Value(np.lib.mixins.NDArrayOperatorsMixin):
     def _number(self, *_: Any) -> Any:
         raise TypeError(
             "a score function is traced: it is called once, without actual values, so a traced value cannot be converted to a "
-            "number: use numpy functions in place of the math module's (np.tanh, np.exp), and remove float(), int() and round()"
+            "number: use numpy functions instead of the math module's (np.tanh, np.exp), and remove float(), int() and round()"
         )
 
     __float__ = __int__ = __complex__ = __round__ = __len__ = __iter__ = _number
@@ -184,7 +184,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
     # numpy's x += y writes to x; here it is x = x + y
     setattr(Value, f"__i{_name}__", getattr(Value, f"__{_name}__"))
 
-#: What to write in place of the methods of PyTorch's tensors and of arrays.
+#: What to write instead of the methods of PyTorch's tensors and of arrays.
 METHODS = {
     "sigmoid": "scipy.special.expit(x), or 1 / (1 + np.exp(-x))", "relu": "np.maximum(x, 0)", "clamp": "np.clip(x, low, high)",
     "pow": "x**y", "rsqrt": "x**-0.5", "erf": "scipy.special.erf(x)", "softplus": "np.logaddexp(x, 0)", "abs": "abs(x)",
@@ -211,7 +211,7 @@ class CapturedArray:
         return len(self.shape)
 
     def as_parameter(self) -> CapturedArray | Value:
-        """The argument of the function: the array, or the element of an array without axes."""
+        """Return the argument of the function: the array, or the element of an array without axes."""
         return self if self.ndim else self[()]
 
     def __repr__(self) -> str:
@@ -220,7 +220,7 @@ class CapturedArray:
     def __getitem__(self, index: Any) -> Value:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) != self.ndim:
-            raise IndexError(f"{self!r} is indexed with {len(parts)} indices; it needs {self.ndim}, one for each axis")
+            raise IndexError(f"{self!r} is indexed with {len(parts)} indices; it needs {self.ndim}, one per axis")
         names = tuple(self._index(axis, part) for axis, part in enumerate(parts))
         for name in names:
             if isinstance(name, str) and names.count(name) > 1:
@@ -275,14 +275,14 @@ class CapturedArray:
 
 
 def as_value(tracer: Tracer, x: Any, kind: Kind = "float") -> Value:
-    """A number or a traced value as a traced value; integers are recorded as integers only if ``kind`` is ``int``.
+    """Return a number or a traced value as a traced value; integers are recorded as integers only if ``kind`` is ``int``.
 
     Raises:
         TypeError: ``x`` is neither a traced value nor a number, or was traced in another call.
     """
     if isinstance(x, Value):
         if x.tracer is not tracer:
-            raise TypeError("a traced value of another call is used: a score function must not store traced values")
+            raise TypeError("the function uses a traced value of an earlier call: it must not store traced values")
         return x
     if isinstance(x, (bool, np.bool_)):
         return Value(tracer, tracer.writer.constant(float(x), "bool"))

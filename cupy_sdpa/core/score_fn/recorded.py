@@ -10,9 +10,9 @@ import numpy as np
 
 from .expression import AXES
 
-#: The parameters of a score function before its arrays; those of a mask function are the last four.
+#: The parameters of a score function before its arrays; a mask function has the last four.
 PARAMETERS = ("score", *AXES)
-#: Functions that take conditions as they are. All others compute with 1 and 0; numpy's sum of two conditions is a condition.
+#: Functions that take conditions unchanged. All others compute with 1 and 0; numpy's sum of two conditions is a condition.
 _OF_CONDITIONS = frozenset(
     {"logical_and", "bitwise_and", "logical_or", "bitwise_or", "logical_xor", "bitwise_xor", "logical_not", "invert"}
     | {"where", "positive"}
@@ -105,7 +105,7 @@ class Recorded:
 
 
 def _number(x: Any) -> Any:
-    """1 and 0 in place of the conditions of an array; anything else unchanged."""
+    """1 and 0 instead of an array's conditions; anything else unchanged."""
     return x + 0 if getattr(x, "dtype", None) == np.bool_ else x
 
 
@@ -113,7 +113,7 @@ _known: weakref.WeakValueDictionary[Any, Recorded] = weakref.WeakValueDictionary
 
 
 def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: Any) -> Recorded:
-    """A recorded function, without the calls that its result does not depend on; of ``function`` only the name is used."""
+    """Return a recorded function, without calls that its result does not depend on; only the name of ``function`` is used."""
     needed: set[int] = set()
     stack = [result]
     while stack:
@@ -137,11 +137,11 @@ def recorded(function: Callable[..., Any], calls: Sequence[NumpyCall], result: A
 def relocated(
     function: Recorded, reads: Mapping[Access, Access], *, starts: Mapping[str, Any], places: Mapping[str, Access]
 ) -> Recorded:
-    """The function for a call at other positions: a function of the indices in the call.
+    """Return the function for a call at other positions: a function of the indices in the call.
 
-    ``reads`` has the elements of arrays of the call in place of those that the function reads. ``starts`` are added to indices
-    of the call, by axis: numbers, or elements of arrays. ``places`` are the elements that contain the positions, for other
-    axes.
+    ``reads`` has the elements of the call's arrays instead of the elements that the function reads. ``starts`` are added to
+    indices of the call, by axis: numbers, or elements of arrays. ``places`` are the elements that contain the positions, for
+    other axes.
     """
     shifts = [NumpyCall(np.add, (axis, start), function.name[2]) for axis, start in starts.items()]
     indices = {**places, **{axis: Result(number) for number, axis in enumerate(starts)}}
@@ -158,12 +158,12 @@ def relocated(
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """The module, the qualified name and the first source line of a function."""
+    """Return the module, the qualified name and the first source line of a function."""
     module, name = getattr(function, "__module__", None) or "?", getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     return module, name, f"{code.co_filename}:{code.co_firstlineno}" if code else f"{module}.{name}"
 
 
 def _type_and_value(operand: Any) -> tuple[type, str]:
-    """What distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    """Return what distinguishes operands: 1, 1.0 and True are different, and so are 0.0 and -0.0."""
     return type(operand), repr(operand)

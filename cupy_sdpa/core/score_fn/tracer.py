@@ -1,7 +1,7 @@
 """Trace score and mask functions: call them once with traced values and record their operations as an expression.
 
-Arithmetic, comparisons and numpy functions on traced values become steps (:mod:`.core.score_fn.expression`). An operation
-that cannot be traced raises an exception in the line of the function that uses it; the message names a replacement.
+Arithmetic, comparisons and numpy functions on traced values become steps (:mod:`.core.score_fn.expression`). An operation that
+cannot be traced raises an exception in the function's line that uses it; the message names a replacement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Traced(NamedTuple):
 
     Attributes:
         expression: the steps, or None if no step remains.
-        numbers, captured: the values of the by-value scalars, and how captured arrays are indexed, by their names in it.
+        numbers, captured: the values of the by-value scalars, and how captured arrays are indexed, by their names in the
+            expression.
         band: the number of keys before and after the diagonal that a query attends to, or None if no band was recognized.
         lines: the source line in which each mode was first used, for messages.
     """
@@ -49,7 +50,7 @@ class FunctionTracer(Tracer):
         self.used: set[str] = set()
 
     def score(self, function: ScoreMod) -> Value:
-        """Trace a score function; returns the modified score."""
+        """Trace a score function; return the modified score."""
         result = self._called(function, "score_mod", Value(self, self.writer.leaf("score")))
         if result.kind == "bool":
             raise TypeError(
@@ -58,21 +59,21 @@ class FunctionTracer(Tracer):
         return result
 
     def mask(self, function: MaskMod) -> Value:
-        """Trace a mask function; returns the condition."""
+        """Trace a mask function; return the condition."""
         result = self._called(function, "mask_mod")
         if result.kind != "bool":
             raise TypeError("mask_mod returned a number; it must return a condition, such as q_idx >= kv_idx")
         return result
 
     def full(self, step: int) -> int:
-        """A modified score that depends on the score: engines need a result of the full shape of the scores."""
+        """Return the modified score as a step that depends on the score: engines need a result with the scores' full shape."""
         if self.writer.depends(step, "score"):
             return step
         score = self.writer.leaf("score")
         return self.writer.add("add", self.writer.add("sub", score, score), step)
 
     def check_used(self) -> None:
-        """Raise ValueError if there are arrays that no function takes."""
+        """Raise ValueError for arrays that no function takes."""
         if unused := self.arrays.keys() - self.used:
             raise ValueError(
                 f"tensors has {', '.join(sorted(unused))}, which no function takes: add a parameter of that name, or remove it"
@@ -99,7 +100,7 @@ class FunctionTracer(Tracer):
         return as_value(self, result)
 
     def _tensors(self, function: Callable[..., Any], option: str, positional: int) -> dict[str, Any]:
-        """The arrays that a function takes; the remaining ones may belong to the other function."""
+        """Return the arrays that a function takes; the remaining ones may belong to the other function."""
         if not self.arrays:
             return {}  # reading a signature takes 15 us
         try:
@@ -130,7 +131,7 @@ class Recorder(FunctionTracer):
         super().__init__({}, arrays)
 
     def recorded(self, function: Callable[..., Any], result: Value) -> Recorded:
-        """A traced function, which returned ``result``."""
+        """Return the record of a traced function that returned ``result``."""
         return recorded(function, self._calls, self._operand(result))
 
     def made(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> None:
@@ -146,7 +147,7 @@ class Recorder(FunctionTracer):
         return element
 
     def _operand(self, x: Any) -> Any:
-        """An operand of a recorded call, see :class:`NumpyCall`."""
+        """Return an operand of a recorded call, see :class:`NumpyCall`."""
         if not isinstance(x, Value) or x.step in self._results:
             return self._results[x.step] if isinstance(x, Value) else x
         mode, _, name, kind, value = self.writer.steps[x.step]
@@ -177,8 +178,8 @@ def check_function(option: str, function: Any) -> None:
     wrong = [name for name, right in zip(names, _PARAMETERS[option], strict=False) if name in known and name != right]
     if wrong and wrong not in (["b"], ["h"]):  # single letters may have another meaning
         raise TypeError(
-            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: change "
-            f"the place of {wrong[0]}, or its name"
+            f"{option} has the parameters {', '.join(names)}; they are passed by position, as {_SIGNATURES[option]}: move "
+            f"or rename {wrong[0]}"
         )
 
 
@@ -216,7 +217,7 @@ def trace(
 
 
 def record(functions: Mapping[str, Callable[..., Any]], arrays: Mapping[str, Any]) -> dict[str, Recorded]:
-    """The functions of a call as they are now, by the names of their options; raises what :func:`trace` raises."""
+    """Record a call's functions, by the names of their options; raises what :func:`trace` raises."""
     known = {option: function for option, function in functions.items() if isinstance(function, Recorded)}
     if len(known) == len(functions):
         return known

@@ -26,14 +26,14 @@ def _tracer_of(*operands: Any) -> Tracer:
 
 
 def _is_integer(x: Any) -> bool:
-    """Whether an operand is an integer or a condition (1 or 0)."""
+    """True if an operand is an integer or a condition (1 or 0)."""
     if isinstance(x, Value):
         return x.kind != "float"
     return isinstance(x[()] if isinstance(x, np.ndarray) and not x.ndim else x, (numbers.Integral, np.bool_))
 
 
 def _operands(*operands: Any, tracer: Tracer | None = None) -> list[Value]:
-    """The operands as traced numbers. Unless all are integers, Python numbers become floats."""
+    """Return the operands as traced numbers. Unless all are integers, Python numbers become floats."""
     tracer = tracer or _tracer_of(*operands)
     kind: Kind = "int" if all(map(_is_integer, operands)) else "float"
     one, zero = (1, 0) if kind == "int" else (1.0, 0.0)
@@ -64,7 +64,7 @@ _UNBOUNDED = 2**63
 
 
 def _upper_bound(x: Value) -> int | None:
-    """An upper bound of a non-negative integer; None if the value may be negative or is not an integer."""
+    """Return an upper bound of a non-negative integer; None if the value may be negative or is not an integer."""
     mode, _, name, kind, value = x.tracer.writer.steps[x.step]
     if kind != "int":
         return None
@@ -125,7 +125,7 @@ def _logical_xor(x: Any, b: Any) -> Value:
 
 
 def _bitwise(logical: Callable[[Any, Any], Value], of_bits: Callable[[Any, int, Any], Value], x: Any, b: Any) -> Value:
-    """An operation on two conditions, or on a traced integer x and the bits of a number, in any order.
+    """Return an operation on two conditions, or on a traced integer x and the bits of a number, in any order.
 
     ``of_bits`` takes x, the number, and ``x & number``.
     """
@@ -159,7 +159,7 @@ def _shifted(x: Any, count: Any, *, left: bool) -> Value:
 
 
 def _round(x: Any, decimals: int = 0) -> Value:
-    """The nearest integer; of two, the even one."""
+    """Return the nearest integer; of two, the even one."""
     if decimals:
         raise TypeError(f"np.round was called with {decimals} decimals; round x * 10**decimals, and divide by 10**decimals")
     (number,) = _operands(x)
@@ -252,7 +252,7 @@ def _divisor_sign(b: Value) -> int | None:
 
 
 def _has_wrong_sign(remainder: Value, b: Value) -> Any:
-    """Whether a remainder and the divisor have opposite signs: the quotient is 1 too large."""
+    """Return whether a remainder and the divisor have opposite signs: the quotient is 1 too large."""
     sign = _divisor_sign(b)
     if sign is None:
         return ((remainder < 0) & (b > 0)) | ((remainder > 0) & (b < 0))
@@ -260,7 +260,7 @@ def _has_wrong_sign(remainder: Value, b: Value) -> Any:
 
 
 def _reaches_divisor(remainder: Value, b: Value) -> Any:
-    """Whether a remainder is at least the divisor in absolute value: the quotient is 1 too small."""
+    """Return whether a remainder is at least the divisor in absolute value: the quotient is 1 too small."""
     sign = _divisor_sign(b)
     if sign is None:
         return ((remainder >= b) & (b > 0)) | ((remainder <= b) & (b < 0))
@@ -309,7 +309,7 @@ def _sigmoid(x: Any) -> Value:
 
 
 def _of_mode(mode: str, operands: int) -> Callable[..., Value]:
-    """The numpy function that a mode computes."""
+    """Return the numpy function that a mode computes."""
     return functools.partial(_unary if operands == 1 else _binary, mode)
 
 

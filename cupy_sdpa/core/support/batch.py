@@ -14,13 +14,13 @@ from ..problem.split import obstacle, split_of
 
 #: What was measured.
 MEASURED = "measured on an H200 with cuDNN 9.19"
-#: The reasons and the remedies of gradients.
+#: The reasons and fixes for gradients.
 OF_PACKED = "numpy's bits of packed gradients depend on the place in the arrays: pass dense arrays with seq_lens_q="
-NOT_DETERMINISTIC = "dq is a sum in an order that changes: pass deterministic=True"
+NOT_DETERMINISTIC = "the order in which dq is summed varies: pass deterministic=True"
 
 
 def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
-    """Why the bits of out, the row statistics, dq, dk and dv of a sequence may depend on the rest of the batch, and the remedy.
+    """Return why the bits of a sequence's out, stats, dq, dk or dv may depend on the rest of the batch, and the fix.
 
     Empty if they do not. Gradients of arrays that several sequences share, such as sinks, are sums over the batch in any case.
     The interpreter computes every head of every sequence by itself.
@@ -30,9 +30,9 @@ def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
     if problem.trivial:
         return ""
     if settings.dropout:
-        return "the weights that are dropped depend on the place in the batch: omit dropout_p"
+        return "which weights are dropped depends on the place in the batch: omit dropout_p"
     if problem.fp8:
-        return "the factors of FP8 arrays are those of the whole batch: pass arrays of 16 bits"
+        return "the factors of FP8 arrays depend on the whole batch: pass 16-bit arrays"
     if not on_cudnn:
         return OF_PACKED if problem.packed and problem.backward else ""
     if problem.paged and settings.num_splits is None:
@@ -47,7 +47,7 @@ def batch_dependence(problem: Problem, *, on_cudnn: bool) -> str:
 
 
 def _of_pages(problem: Problem) -> str:
-    """The reason and the remedy of pages without ``num_splits``; the remedy names the number of chunks of this batch."""
+    """Return the reason and the fix for pages without ``num_splits``; the fix names this batch's number of chunks."""
     if other := obstacle(problem):
         return (
             f"pages without num_splits were not measured, and num_splits is not supported with {other}: gather the pages into "
@@ -56,8 +56,8 @@ def _of_pages(problem: Problem) -> str:
     split = split_of(replace(problem, settings=problem.settings._replace(deterministic=True)))
     assert split
     return (
-        f"the batch size determines the number of chunks of the keys: pass num_splits={split.chunks}, or another number that "
-        "is the same in all batches"
+        f"the batch size determines the number of chunks of the keys: pass num_splits={split.chunks}, or another number, "
+        "the same for all batches"
     )
 
 
@@ -68,5 +68,5 @@ def check_batch_invariant(problem: Problem, *, on_cudnn: bool) -> None:
 
 
 def not_invariant(reason: str) -> Unsupported:
-    """The error of a call with ``batch_invariant=True``."""
+    """Return the error of a call with ``batch_invariant=True``."""
     return Unsupported(f"batch_invariant is True, but {reason}")

@@ -23,7 +23,7 @@ from .why_not import staging_guards
 
 
 def engine_problem(problem: Problem, bucket: Rounding | None, on_gpu: bool) -> Problem:
-    """The problem that the engine runs: lengths rounded up to the bucket, and the layouts of the copies that it needs."""
+    """Return the problem that the engine runs: with lengths rounded up to the bucket, and the layouts of copies it needs."""
     if problem.trivial:
         return problem
     return _engine_problem(bucket(problem) if bucket else problem, on_gpu)
@@ -72,14 +72,14 @@ def launched_problems(problem: Problem) -> tuple[Problem, ...]:
 
 
 def without_sinks(problem: Problem) -> Problem:
-    """A forward problem without its sinks, with dense results that they are merged into: the output and the log-sum-exp."""
+    """Return a forward problem without sinks, with a dense output and log-sum-exp that the sinks are merged into."""
     _, _, hq, _, sq, _, batch = problem.sizes
     out = dense_spec("out", problem.out.dtype, problem.out.shape)
     return replace(problem, sinks=None, out=out, stats=dense_spec("stats", "float32", (sq, hq, batch)))
 
 
 def _captured_spec(problem: Problem, spec: TensorSpec, on_gpu: bool) -> TensorSpec:
-    """The form of a captured array: on the GPU it is dense, and float16 instead of bool."""
+    """Return the form of a captured array: on the GPU it is dense, and float16 instead of bool."""
     dtype = "float16" if on_gpu and spec.dtype == "bool" else spec.dtype
     keys, queries, _, batch = spec.shape
     *_, sq, skv, _ = problem.sizes
@@ -108,7 +108,7 @@ def _bias_and_mask_specs(problem: Problem, guards: frozenset[str]) -> dict[str, 
 
 
 def _gradient_specs(problem: Problem) -> dict[str, Any]:
-    """The gradients of bias and captured arrays: of q's dtype, summed over heads and batch only, because
+    """Return the gradients of bias and captured arrays: of q's dtype, summed over heads and batch only, because
     cuDNN's results are wrong otherwise.
     """
     *_, sq, skv, _ = problem.sizes

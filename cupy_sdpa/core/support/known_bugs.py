@@ -4,17 +4,19 @@ To add a bug:
 
 1. Add a :class:`Bug` to :data:`BUGS`. ``condition`` is a function of the :class:`~.core.problem.problem.Problem`; define it
    above the table, or use a lambda.
-2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write a ``remedy``:
+2. If a guard of :data:`GUARDS` avoids the bug, name it in ``guards``. Otherwise leave ``guards`` empty and write the fix in
+``remedy``:
    affected calls then raise :class:`cupy_sdpa.Unsupported`.
 3. Add a case to ``AFFECTED`` in tests/support/test_support.py: problems, versions and GPUs that are affected, and some that are
    not.
-4. If the bug is refused, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in tools/support_table.py
+4. If the bug raises Unsupported, a problem of ``PROBES`` in cli/support_problems.py or a pair of ``OPTIONS`` in
+tools/support_table.py
    must be affected; add one.
 5. If it affects packed sequences, exclude affected batches with lengths in :func:`.padding.obstacle`.
 6. Regenerate docs/support.md: ``python tools/support_table.py page > docs/support.md``.
 
 Everything else (refusals, guards, ``explain()``, the documentation) reads this table. A new guard also needs an
-implementation: those of :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
+implementation: the guards in :data:`STAGING_GUARDS` change the arrays (core/support/engine_problem.py and
 core/programs/attention_steps.py), the others change the graph (core/graph/attention_forward.py and attention_backward.py).
 """
 
@@ -54,7 +56,7 @@ STAGING_GUARDS = frozenset(
 
 #: The value of ``last`` for a bug that the newest cuDNN still has.
 NOT_FIXED = 99999
-#: The queries of a tile of the FP8 kernel for Hopper.
+#: The number of queries in a tile of Hopper's FP8 kernel.
 FP8_TILE = 128
 
 
@@ -69,8 +71,8 @@ class Bug:
         condition: whether a problem is affected.
         when: the condition in words.
         effect: the effect in words.
-        guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems are refused.
-        remedy: how the user can avoid a refusal.
+        guards: keys of :data:`GUARDS` that avoid the bug. Default: no guards; affected problems raise Unsupported.
+        remedy: how the user can avoid the error.
         link: the report, or ``docs/cudnn.md`` for a bug that is described there.
         planned: whether cuDNN plans affected problems, so that the tool cannot confirm the bug. Default True.
     """
@@ -91,15 +93,15 @@ class Bug:
 
     @property
     def refuses(self) -> bool:
-        """Whether affected problems are refused."""
+        """Whether affected problems raise Unsupported."""
         return not self.guards
 
     def affects(self, problem: Problem, cudnn: int, capability: int) -> bool:
-        """Whether the bug affects a problem with this version of cuDNN on this GPU."""
+        """True if the bug affects a problem with this version of cuDNN on this GPU."""
         return self.first <= cudnn <= self.last and capability in self.capabilities and self.condition(problem)
 
     def violations(self, problem: Problem, cudnn: int, capability: int) -> Iterator[str]:
-        """As those of a rule."""
+        """As for a rule."""
         if self.affects(problem, cudnn, capability):
             yield f"{self.when}: {self.effect} with cuDNN {version_text(cudnn)} on this GPU: {self.remedy} ({self.link})"
 
@@ -114,7 +116,7 @@ def _one_query_forward(problem: Problem) -> bool:
 
 
 def _one_paged_key_of_heads(problem: Problem) -> bool:
-    """One query, and one key in a page, with scores or a mask that differ between heads."""
+    """True for one query, and one key in a page, with scores or a mask that differ between heads."""
     program = problem.settings.program
     of_head = program is not None and any(step.mode == "index" and step.name == "h" for step in program.steps)
     of_head |= any(spec.shape[2] > 1 for spec in problem.captured)
@@ -123,14 +125,14 @@ def _one_paged_key_of_heads(problem: Problem) -> bool:
 
 
 def _one_paged_query_with_sinks(problem: Problem) -> bool:
-    """One query, grouped heads and sinks, with paged keys that are not split because of another option."""
+    """True for one query, grouped heads and sinks, with paged keys that are not split because of another option."""
     _, _, hq, hkv, *_ = problem.sizes
     affected = _one_query_forward(problem) and problem.paged and not problem.packed
     return bool(affected and problem.sinks is not None and hq != hkv and obstacle(problem))
 
 
 def _may_mask_all_keys(problem: Problem) -> bool:
-    """Whether a band may leave a query without keys, although its sequence has keys."""
+    """True if a band may leave a query without keys, although its sequence has keys."""
     band, (*_, sq, skv, _) = problem.band, problem.sizes
     if band is None:
         return False
@@ -254,7 +256,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         name="packed-misaligned-queries",
         condition=lambda p: p.packed and p.backward and p.q.alignment < 16,
-        when="gradients of packed sequences with queries at an address that is no multiple of 16 bytes",
+        when="gradients of packed sequences with queries at an address that is not a multiple of 16 bytes",
         effect="a misaligned address (seen once, with 9.19)",
         guards=frozenset({"dense-queries"}),
     ),
@@ -302,7 +304,7 @@ BUGS: tuple[Bug, ...] = (
         name="backward-one-row",
         first=92600,
         condition=lambda p: p.backward and _one_query(p) and p.sizes[2] == p.sizes[6] == 1,
-        when="gradients of one query, one head and one batch entry",
+        when="gradients of one query, one head and one batch item",
         effect="planning ends in a segmentation fault",
         remedy="pass the batch twice",
         link=f"{FRONTEND}/issues/1071",
@@ -360,28 +362,28 @@ BUGS: tuple[Bug, ...] = (
         name="one-query-lengths",
         condition=lambda p: _one_query_forward(p) and p.seq_lens_q is not None,
         when="one query with a length of 0 in seq_lens_q",
-        effect="the result is that of a query with length 1, or NaN",
+        effect="the result of a query with length 1, or NaN",
         guards=frozenset({"clear-last"}),
     ),
     Bug(
         name="one-paged-key",
         capabilities=range(80, 100),
         condition=_one_paged_key_of_heads,
-        when="one query and one paged key, with a mask or bias of several heads or batch entries, or a function of the head",
+        when="one query and one paged key, with a mask or bias of several heads or batch items, or a function of the head",
         effect="every head of a group has the scores and the mask of the first one",
         remedy="pass the key without pages",
     ),
     Bug(
         name="one-paged-query-sinks",
         condition=_one_paged_query_with_sinks,
-        when="one query, grouped heads, paged keys and sinks, beside an option with which keys are not split, such as a mask",
+        when="one query, grouped heads, paged keys and sinks, with an option that prevents splitting the keys, such as a mask",
         effect="every head of a group has the sink of the first one",
         guards=frozenset({"merged-sinks"}),
     ),
     Bug(
         name="fp8-empty-sequences",
         condition=lambda p: p.fp8 and p.seq_lens_kv is not None,
-        when="FP8 with a length of 0 in seq_lens_kv, beside other lengths and more than one tile per multiprocessor",
+        when="FP8 with a length of 0 in seq_lens_kv, together with other lengths and more than one tile per multiprocessor",
         effect="the kernel never ends",
         guards=frozenset({"one-key"}),
     ),

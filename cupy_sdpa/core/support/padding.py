@@ -1,10 +1,10 @@
-"""The padding of a batch with lengths: either cuDNN does not read it, or arrays are copied with zeros in its place.
+"""The padding of a batch with lengths: either cuDNN does not read it, or arrays are copied with zeros as padding.
 
 cuDNN's kernels for dense arrays multiply the padding by a probability of 0, so NaN there would spread. Its kernels for packed
-sequences read each sequence up to its length only. A padded batch is a packed one whose sequences begin at multiples of the
+sequences read each sequence only up to its length. A padded batch is a packed batch whose sequences begin at multiples of the
 batch stride: with these constants as ragged offsets nothing is copied (``Settings.padded``). Where packed sequences are
-refused, wrong or not measured, inputs are copied. The form does not depend on the version or the GPU, because arrays are
-prepared, and plans are stored, before these are known.
+unsupported, wrong or not measured, inputs are copied. The form does not depend on the version or the GPU, because arrays are
+prepared and plans are stored before they are known.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ..problem.tensor_spec import TensorSpec
 
 
 def has_padding(problem: Problem) -> bool:
-    """Whether the problem is a batch of dense arrays with lengths."""
+    """True if the problem is a batch of dense arrays with lengths."""
     return problem.seq_lens_q is not None and not problem.paged and not problem.packed
 
 
 def obstacle(problem: Problem) -> str:
-    """Why arrays of a batch with lengths are copied; empty if they are not."""
+    """Return why arrays of a batch with lengths are copied; empty if they are not."""
     d, dv, _, _, sq, _, _ = problem.sizes
     settings, backward = problem.settings, problem.backward
     large = (problem.q, problem.k, problem.v, problem.out, problem.dout, problem.dq, problem.dk, problem.dv)
@@ -29,7 +29,7 @@ def obstacle(problem: Problem) -> str:
         # its kernel for packed sequences ends in an illegal instruction on Hopper
         "FP8": problem.fp8,
         # the distance of two offsets would be less than the extent of a sequence, which was not measured
-        "batch entries that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
+        "batch items that are interleaved in memory": any(spec and _is_interleaved(spec) for spec in large),
         # both passes need the same random numbers, and the other pass may need copies
         "dropout_p": settings.dropout,
         "deterministic=True": backward and problem.deterministic,
@@ -47,14 +47,14 @@ def obstacle(problem: Problem) -> str:
 
 
 def _is_interleaved(spec: TensorSpec) -> bool:
-    """Whether a batch entry of an array begins before the end of the one before; also if it is broadcast along the batch."""
+    """True if a batch item begins before the previous one ends; also if the array is broadcast along the batch."""
     *shape, batch = spec.shape
     extent = sum(stride * (length - 1) for stride, length in zip(spec.strides, shape, strict=False))
     return batch > 1 and spec.strides[3] <= extent
 
 
 def masked_inputs(problem: Problem) -> dict[str, str]:
-    """The inputs that are copied with zeros as padding, each with the array of its lengths.
+    """Return the inputs that are copied with zeros as padding, each with the array of its lengths.
 
     The values are multiplied by a probability of 0 in the forward pass, every operand in the backward pass.
     """
@@ -66,7 +66,7 @@ def masked_inputs(problem: Problem) -> dict[str, str]:
 
 
 def description(problem: Problem) -> str:
-    """How the padding of a problem that the engine runs is kept from spreading; empty without padding."""
+    """Return how the engine's problem keeps padding from spreading; empty without padding."""
     if not has_padding(problem):
         return ""
     if problem.settings.padded:

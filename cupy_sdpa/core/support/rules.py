@@ -1,11 +1,11 @@
 """The rules: what a cuDNN version or a GPU cannot run, one :class:`Rule` entry each.
 
 A rule is an entry in :data:`RULES`: a condition and a message (:func:`when`), or a generator function that yields a message for
-every violation. The message contains the value, the limit and the remedy, in terms of the caller's arguments. Wrong results and
+every violation. The message contains the value, the limit and the fix, in terms of the caller's arguments. Wrong results and
 crashes of single versions are known bugs (:mod:`.known_bugs`), not rules.
 
 To add a rule, write the entry, add a case for each side of the limit to ``SIDES`` in tests/support/test_support.py (to
-``DOUBTS`` if the rule does not refuse), and regenerate docs/support.md:
+``DOUBTS`` if the rule raises no error), and regenerate docs/support.md:
 ``python tools/support_table.py page > docs/support.md``.
 """
 
@@ -29,7 +29,7 @@ WITHOUT_CUDNN = (
 )
 #: The lowest compute capability with cuDNN's flash attention (Ampere); 8.0 is 80.
 MINIMUM_CAPABILITY = 80
-#: Compute capabilities: those of the supported GPUs, some generations, and all but these.
+#: Compute capabilities: of the supported GPUs, of some generations, and of all other generations.
 ALL_GPUS, HOPPER, BLACKWELL = range(MINIMUM_CAPABILITY, 130), range(90, 100), range(100, 120)
 _ANY = range(130)
 _NOT_HOPPER, _NOT_BLACKWELL = ({*_ANY}.difference(gpus) for gpus in (HOPPER, BLACKWELL))
@@ -39,7 +39,7 @@ Violations = Callable[[Problem, int, int], Iterator[str]]
 
 
 def when(condition: Callable[[Problem], Any], text: str, capabilities: Container[int] = _ANY) -> Violations:
-    """The violation of problems with a condition on some GPUs.
+    """Yield the violation of problems with a condition on some GPUs.
 
     ``text`` is a format of the problem ``p``, the compute capability ``gpu`` and the version ``cudnn``.
     """
@@ -61,8 +61,8 @@ class Rule:
         error: the exception that a call raises.
         violations: yields a message for every violation.
         link: the source. Default: measured.
-        refuses: whether a call is refused. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
-        planned: whether cuDNN plans what the rule refuses, with wrong or irreproducible results, so that
+        refuses: whether a call raises an error. Otherwise it runs if cuDNN can plan it, and is reported as unverified.
+        planned: whether cuDNN plans what the rule rules out, with wrong or irreproducible results, so that
             ``tools/support_table.py measure`` cannot confirm the rule. Default False.
     """
 
@@ -172,7 +172,7 @@ def _dropout_one_query(problem: Problem, cudnn: int, capability: int) -> Iterato
 
 
 def writes_16_bits(capability: int) -> bool:
-    """Whether a GPU writes outputs of FP8 arrays in 16 bits."""
+    """True if a GPU writes outputs of FP8 arrays in 16 bits."""
     return capability in BLACKWELL
 
 
@@ -260,7 +260,7 @@ def _query_numbers(problem: Problem, cudnn: int, capability: int) -> Iterator[st
 
 
 def _has_gradients_through_scores(problem: Problem) -> Any:
-    """Whether the gradients are those of a bias or ``tensors``, or pass through a softcap or a score function."""
+    """True for gradients of a bias or ``tensors``, or through a softcap or a score function."""
     return problem.backward and (problem.ds_reductions or problem.settings.softcap or problem.has_score_mod)
 
 
@@ -308,10 +308,10 @@ RULES: tuple[Rule, ...] = (
          when(lambda p: p.fp8, "q, k and v are {p.dtype}; compute capability {gpu} does not support FP8, 9.0 (Hopper) and "
               "newer do: pass float16 or bfloat16 arrays", range(90))),
     Rule("fp8-head-dim", "FP8: head dims up to 256, and up to 128 on SM 12.x.", Unsupported, _fp8_head_dim),
-    Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 with those of q and k above 128 only; others end in an "
-         "illegal memory access.", Unsupported,
+    Rule("fp8-wide-values", "FP8: on Hopper head dims of v above 128 only if q and k are also above 128; otherwise the kernel "
+         "ends in an illegal memory access.", Unsupported,
          when(lambda p: p.fp8 and p.sizes[0] <= 128 < p.sizes[1],
-              "the head_dim of q and k is {p.sizes[0]} and that of v {p.sizes[1]}; on compute capability {gpu} values above "
+              "the head_dim of q and k is {p.sizes[0]} and of v {p.sizes[1]}; on compute capability {gpu} values above "
               "128 need q and k above 128 in FP8: pad q and k with zeros to 144 and pass scale=, or pass bfloat16 arrays",
               range(100)), planned=True),
     Rule("fp8-output", "FP8: an output of another dtype on SM 10.x only.", Unsupported,
@@ -337,7 +337,7 @@ RULES: tuple[Rule, ...] = (
     Rule("memory-alignment", "Memory aligned to 16 bytes.", ValueError, _aligned_memory, FRONTEND),
     Rule("dense-stats", "stats, bias and all other small arrays dense in Fortran order; cuDNN ignores other strides.",
          ValueError, _dense_stats, "https://github.com/JuliaGPU/CUDA.jl/pull/3238"),
-    Rule("grid", "At most 65535 batch entries and query heads.", Unsupported, _grid, PYTORCH),
+    Rule("grid", "At most 65535 batch items and query heads.", Unsupported, _grid, PYTORCH),
     Rule("backward-head-dim", "Gradients: head dims up to 256 on Hopper; up to 128 on Ampere, Ada and SM 12.x; on SM 10.x up "
          "to 128, 192 with 128 for v, and 256 since 9.23.", Unsupported, _backward_head_dim, FRONTEND),
     Rule("bias-dtype", "A bias of 16 or 32 bits.", TypeError, _bias_dtype),
@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
          when(lambda p: p.paged and p.settings.dropout and _is_one_query(p), "dropout with page_table and a single query is "
               "not supported: omit dropout_p, or pass the query twice")),
     Rule("deterministic-sinks", "No deterministic gradient of sinks.", Unsupported,
-         when(lambda p: p.dsinks and p.deterministic, "the gradient of sinks is not deterministic, because cuDNN adds it up in "
+         when(lambda p: p.dsinks and p.deterministic, "the gradient of sinks is not deterministic, because cuDNN sums it in "
               "varying order: omit deterministic=True or return_dsinks=True"), planned=True),
     Rule("one-key-integers", "No int32 tensors with one query and one key.", Unsupported,
          when(lambda p: p.sizes[4:6] == (1, 1) and any(spec.dtype == "int32" for spec in p.captured),

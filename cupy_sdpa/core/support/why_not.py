@@ -1,7 +1,7 @@
 """Queries on the tables: why a problem cannot run, which bugs are avoided, and what is unverified on a GPU.
 
 :func:`why_not` checks a problem against every rule (:mod:`.rules`) and every bug without a guard (:mod:`.known_bugs`). An empty
-result means that no reason is known; cuDNN may still refuse to plan it. :func:`guards` and :func:`staging_guards` return the
+result means that no reason is known; cuDNN may still fail to plan it. :func:`guards` and :func:`staging_guards` return the
 guards that a problem needs.
 """
 
@@ -31,8 +31,8 @@ class Reason(NamedTuple):
     Attributes:
         rule: the name of the rule or of the bug.
         error: the class of the exception that a call raises.
-        text: the values and the remedy.
-        lift: the cuDNN versions and GPUs that run the problem; empty if there are none.
+        text: the values and the fix.
+        lift: the cuDNN versions and GPUs that run the problem; empty if nothing runs it.
     """
 
     rule: str
@@ -45,7 +45,7 @@ class Reason(NamedTuple):
 
 
 def why_not(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
-    """Every known reason why cuDNN cannot run a problem, with this version (9.19.0 is 91900) on this GPU (9.0 is 90)."""
+    """Return every known reason why cuDNN cannot run a problem, with this version (9.19.0 is 91900) on this GPU (9.0 is 90)."""
     return [reason._replace(lift=_lift(reason, problem, cudnn, capability)) for reason in _reasons(problem, cudnn, capability)]
 
 
@@ -56,7 +56,7 @@ def _reasons(problem: Problem, cudnn: int, capability: int) -> list[Reason]:
 
 
 def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
-    """The cuDNN releases and the GPUs that have no reason against the problem; empty if there are none."""
+    """Return the cuDNN releases and the GPUs that have no reason against the problem; empty if all have one."""
     if reason.error is not Unsupported:
         return ""
 
@@ -72,7 +72,7 @@ def _lift(reason: Reason, problem: Problem, cudnn: int, capability: int) -> str:
 
 @functools.cache
 def disabled_names() -> frozenset[str]:
-    """The rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
+    """Return the rules and bugs that :data:`GUARDS_OFF` disables; the variable is read once.
 
     Raises:
         ValueError: a name is unknown, or names a rule that protects memory.
@@ -85,7 +85,7 @@ def disabled_names() -> frozenset[str]:
 
 
 def _bugs_of(problem: Problem, cudnn: int, capability: int) -> list[Bug]:
-    """The bugs that affect a problem and are not disabled."""
+    """Return the bugs that affect a problem and are not disabled."""
     disabled = disabled_names()
     return [bug for bug in BUGS if bug.name not in disabled and bug.affects(problem, cudnn, capability)]
 
@@ -99,7 +99,7 @@ _STAGING_BUGS = tuple(bug for bug in BUGS if bug.guards & STAGING_GUARDS)
 
 
 def staging_guards(problem: Problem) -> frozenset[str]:
-    """Return the guards that change the arrays of a problem: those of :data:`~.known_bugs.STAGING_GUARDS` that it needs."""
+    """Return the guards that change a problem's arrays: the guards in :data:`~.known_bugs.STAGING_GUARDS` that it needs."""
     disabled = disabled_names()
     bugs = (bug for bug in _STAGING_BUGS if bug.name not in disabled and bug.condition(problem))
     return frozenset().union(*(bug.guards for bug in bugs))
@@ -115,7 +115,7 @@ def workarounds(problem: Problem, cudnn: int, capability: int) -> tuple[str, ...
 
 
 def unverified_rules(problem: Problem, cudnn: int, capability: int) -> list[tuple[str, str]]:
-    """Return the name and message of every violated rule that does not refuse the problem."""
+    """Return the name and message of every violated rule that raises no error."""
     rules = [rule for rule in RULES if not rule.refuses and rule.name not in disabled_names()]
     return [(rule.name, text) for rule in rules for text in rule.violations(problem, cudnn, capability)]
 

@@ -71,7 +71,7 @@ def capability(name: str) -> int:
 
 
 def origin(name: str) -> str:
-    """How a described GPU became known: ``read`` from a device, or ``constructed`` from its published properties.
+    """Return how a described GPU became known: ``read`` from a device, or ``constructed`` from its published properties.
 
     >>> origin("H200"), origin("h100")
     ('read', 'constructed')
