@@ -35,7 +35,6 @@ from .positions import functions_of
 from .shards import Layout
 
 
-
 class Offsets:
     """The offsets of packed sequences, which are read on the host: part of a call's key."""
 
