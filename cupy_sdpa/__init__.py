@@ -68,13 +68,14 @@ _MODULES = ("fp8", "layout", "nnlib", "parallel", "reference", "store", "zoo")
 _NAMES = {
     "attention_functions": ("attention", "attention_backward"),
     "block_masks.block_mask": ("BlockMask", "block_mask"),
-    "core.errors": ("CudnnError", "DiskCacheWarning", "OutOfPages", "Unsupported"),
+    "core.errors": ("CudnnError", "DiskCacheWarning", "Unsupported"),
     "explanation": ("explain", "explain_function", "get_plan_cache", "problem", "supported"),
     "helpers": ("alibi_slopes", "dropout_mask", "merge", "merge_backward"),
     "derivatives.derivative": ("widen",),
     "derivatives.jvp": ("attention_jvp", "jvp_problems"),
     "derivatives.weights": ("weight_entropy", "weight_sums", "weight_sums_problems"),
     "kv_cache.cache": ("KVCache",),
+    "kv_cache.page_tables": ("OutOfPages",),
     "kv_cache.shared_prefix": ("shared_prefix_attention",),
     "preparation": ("Prepared", "prepare"),
     "core.problem.problem": ("Problem",),
@@ -105,7 +106,6 @@ if TYPE_CHECKING:
     from .block_masks.block_mask import BlockMask, block_mask
     from .core.errors import CudnnError as CudnnError
     from .core.errors import DiskCacheWarning as DiskCacheWarning
-    from .core.errors import OutOfPages as OutOfPages
     from .core.errors import Unsupported as Unsupported
     from .core.problem.problem import Problem as Problem
     from .core.replay.call_report import Report as Report
@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from .explanation import explain, explain_function, get_plan_cache, problem, supported
     from .helpers import alibi_slopes, dropout_mask, merge, merge_backward
     from .kv_cache.cache import KVCache
+    from .kv_cache.page_tables import OutOfPages as OutOfPages
     from .kv_cache.rope import Rope, apply_rope
     from .kv_cache.sequences import cu_seqlens_with_gaps, page_table_from_lists
     from .kv_cache.shared_prefix import shared_prefix_attention

@@ -13,7 +13,6 @@ from .block_masks.block_mask_calls import dense_options
 from .core._typing import Array, ArrayT
 from .core.boundary.compute import COMPUTE_DTYPES
 from .core.boundary.conversion import Conversion, gradient_names, needs_conversion
-from .core.boundary.engine import refuse_fp8
 from .core.boundary.layouts import has_own_axes
 from .core.boundary.options import special_call, split_requests, takes_options
 from .core.boundary.user_functions import kept_options
@@ -32,7 +31,7 @@ from .core.replay.call_key import CallKey
 from .core.runtime import cupy_runtime
 from .core.support.batch import NOT_DETERMINISTIC, not_invariant
 from .fp8.array import Fp8Array
-from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8
+from .fp8.fp8_attention import forward_in_fp8, gradients_in_fp8, refuse_fp8
 
 GradientsT = TypeVar("GradientsT")
 #: The arguments of the forward pass for results that are created here.

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import _html
-from ..core._typing import Array
-from ..core.boundary.argument import NoArray
-from ..core.score_fn.tracer import check_function
-from ..extend import Recorded, read_count
+from ..extend import Array, Recorded, read_count, with_title
+from ..extend.arrays import NoArray
+from ..extend.functions import check_function
 from . import segments
 from .block_size import (
     TILE,
@@ -347,7 +345,7 @@ class BlockMask(NoArray):
         return f"<BlockMask {self.sq} x {self.skv}{groups}: {of}; sparsity {100 * self.sparsity:.1f} %>"
 
     def _repr_html_(self) -> str:
-        return _html.with_title(repr(self)[1:-1], self.picture())
+        return with_title(repr(self)[1:-1], self.picture())
 
     def picture(self, head: int = 0, entry: int = 0) -> str:
         """Draw the blocks of one head and sequence as SVG: queries from top to bottom, keys from left to right.

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.boundary.engine import interpreted
-from ..core.boundary.options import check_spelling
-from ..core.options.table import OPTIONS
-from ..core.options.values import is_one_of
-from ..core.runtime.interpreted_array import plain
-from ..extend import Constant, View, as_int32, cupy_runtime
+from ..extend import Constant, View, as_int32, cupy_runtime, is_one_of
+from ..extend.arrays import interpreted, plain
+from ..extend.options import OPTIONS, check_spelling
 from .block_mask import BlockMask
 from .entries import Sizes
 from .method import check_groups, check_type, method_of

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..core.kernels.merge import Sources, sum_blocks
-from ..core.problem.arrays import FORWARD, KEY_ARRAYS
-from ..core.score_fn.expression import AXES
 from ..extend import Builder, Constant, Parts, ReadOptions, View, merge, row_stats_dtype
+from ..extend.arrays import FORWARD, KEY_ARRAYS
+from ..extend.functions import AXES
+from ..extend.kernels import Sources, sum_blocks
 from .block_mask import BlockMask
 from .block_positions import MovableFunction, Positions, of_copies, of_entries, of_packed, of_slice
 from .blocks import BLOCK, copy_blocks, copy_elements

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.score_fn.expression import AXES
-from ..core.score_fn.tracer import record, trace
 from ..extend import Access, Recorded, relocated
+from ..extend.functions import AXES, record, trace
 from .block_mask import BlockMask
 from .blocks import BLOCK
 from .entries import Entries, PackedCopies, Sizes

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.kernels.merge import BLOCK as BLOCK
-from ..core.runtime.interpreted_array import strided
-from ..core.runtime.memory import UNITS
 from ..extend import Struct, cuda_kernel, cupy_runtime
+from ..extend.arrays import strided
+from ..extend.kernels import BLOCK as BLOCK
+from ..extend.kernels import UNITS
 
 #: The number of threads in a thread block.
 THREADS = 128

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.options.band import Band
-from ..core.runtime.interpreted_array import plain
-from ..core.score_fn.mask_analysis import Sides
+from ..extend.arrays import plain
+from ..extend.functions import Sides
+from ..extend.options import Band
 from .blocks import BLOCK
 from .evaluate import Function, evaluate_blocks
 from .method import blocks_of_band

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.options.band import Band
-from ..core.score_fn.tracer import record
 from ..extend import Recorded
+from ..extend.functions import record
+from ..extend.options import Band
 from .block_mask import BlockMask, numbers_of, segments_of
 from .block_size import with_exact_kinds
 from .blocks import BLOCK

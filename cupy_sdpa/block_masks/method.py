@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.boundary import argument
-from ..core.problem.view import device_of
-from ..core.score_fn.expression import AXES
-from ..core.score_fn.mask_analysis import Sides
-from ..core.score_fn.tracer import trace
-from ..extend import View, check_strides_of, dtype_name, expected_arrays
+from ..extend import View, check_strides_of, device_of, dtype_name, expected_arrays
+from ..extend import check_arrays as check_specs
+from ..extend.functions import AXES, Sides, trace
 from . import segments
 from .block_mask import BlockMask
 from .blocks import BLOCK
@@ -192,7 +189,7 @@ def check_arrays(
     table = expected_arrays(q, k, v, given=given, computed="float32" if rounded else None)
     if dtype is not None:
         table |= {name: table[name]._replace(dtype=dtype_name(dtype)) for name in ("dout", "dq", "dk", "dv")}
-    argument.check_arrays([one._replace(writable=one.name in results) for one in table.values()], given)
+    check_specs([one._replace(writable=one.name in results) for one in table.values()], given)
     for name in table:
         if name != "stats" and given.get(name) is not None:
             check_strides_of(name, given[name], required=device_of(q) is not None, written=name in results)

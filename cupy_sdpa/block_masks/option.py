@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.options.band import read_band
-from ..core.problem.bucket import read_bucket
+from ..extend.options import read_band, read_bucket
 from . import method
 from .block_mask import BlockMask
 from .block_mask_calls import reasons_for_dense, with_dense_mask

@@ -13,7 +13,7 @@ import numpy as np
 
 import cupy_sdpa
 
-from ..core import layout
+from .. import layout
 from ..core.problem.arrays import REQUESTED_GRADIENTS
 from .case import GRADIENTS, Case, Outcome
 from .data import build, call_options, dense_shape, dropout_options

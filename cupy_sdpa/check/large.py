@@ -26,7 +26,7 @@ from .. import (
     reference,
     weight_sums,
 )
-from ..core.runtime import cupy_runtime
+from ..extend import cupy_runtime
 
 #: The number of elements that the arrays of a case exceed.
 ELEMENTS = 2**31

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core.problem.arrays import REQUESTED_GRADIENTS
-from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import ITEMSIZE, TensorSpec, dense_strides
-from ..core.score_fn.expression import Expression, Writer
+from ..core.problem.tensor_spec import dense_strides
+from ..core.score_fn.expression import Writer
+from ..extend import Problem
+from ..extend.arrays import ITEMSIZE, TensorSpec
+from ..extend.functions import Expression
 from ..offline.problem_file import encoded
 from .case import SIZES, Case, Dropout, Packed, Paged
 from .sampler import Limits, within

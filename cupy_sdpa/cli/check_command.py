@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.cudnn.library import library
-from ..core.errors import CudnnError
-from ..core.runtime import cupy_runtime
-from ..core.version import __version__, version_text
+from .. import __version__
+from ..core.version import version_text
+from ..extend import CudnnError, cupy_runtime
+from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, Status, brief, command_errors, counted, one_line, output_file, positive, print_labeled
 

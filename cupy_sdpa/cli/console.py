@@ -16,11 +16,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..core.errors import CudnnError
 from ..core.version import version_text
+from ..extend import CudnnError
 
 if TYPE_CHECKING:
-    from ..core.cudnn_engine.plan import PlanInfo
+    from ..extend.cudnn import PlanInfo
 
 #: The maximum width of a line, and the width of the labels at the start of lines.
 WIDTH, LABEL = 100, 10

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import reference
+from .. import __version__, reference
 from ..attention_functions import attention
-from ..core.cudnn.library import library
 from ..core.errors import pip_install
-from ..core.problem.tensor_spec import FLOAT_DTYPES, numpy_dtype
-from ..core.runtime import cupy_runtime
-from ..core.version import __version__, version_text
+from ..core.version import version_text
 from ..explanation import explain
+from ..extend import cupy_runtime, numpy_dtype
+from ..extend.arrays import FLOAT_DTYPES
+from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, command_errors, milliseconds, one_line, output_file, positive, print_labeled, working
 

@@ -7,12 +7,10 @@ import dataclasses
 from typing import Any
 
 from .. import explain as explained
-from ..core.errors import CudnnError
-from ..core.problem.problem import Problem
-from ..core.replay.call_report import Report
-from ..core.runtime import cupy_runtime
 from ..core.support import gpus
 from ..core.version import RELEASES, version_text
+from ..extend import CudnnError, Problem, cupy_runtime
+from ..extend.planning import Report
 from . import problem_options
 from .console import CommandError, add_json, command_errors, one_line, plan_facts, print_wrapped, result, working
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import __version__, store
 from ..core.cudnn.deviceless import read_description
-from ..core.cudnn.library import library
 from ..core.cudnn.nvrtc import nvrtc
-from ..core.cudnn_engine import disk_cache
-from ..core.errors import CudnnError
-from ..core.version import __version__, version_text
+from ..core.version import version_text
+from ..extend import CudnnError
+from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, add_json, one_line, result, working
 
@@ -70,7 +70,7 @@ def _facts() -> dict[str, Any]:
     obstacles, of_cupy = machine.obstacles(), machine.obstacles_of_cupy()
     dtypes = ["float16", "bfloat16", "float32", "float64"]
     return {
-        "packages": packages, **_cudnn(), "gpus": _gpus(), "plans": str(disk_cache.current()).removeprefix("plans "),
+        "packages": packages, **_cudnn(), "gpus": _gpus(), "plans": str(store.kept()).removeprefix("plans "),
         "engines": [
             {"name": "numpy", "runs": True, "dtypes": dtypes, "reasons": []},
             {"name": "CuPy", "runs": not of_cupy, "dtypes": dtypes, "reasons": of_cupy},

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from ..core.cudnn.library import OVERRIDE, library
-from ..core.errors import INSTALL_FOR_GPU, CudnnError, pip_install
-from ..core.runtime import cupy_runtime
+from ..core.errors import INSTALL_FOR_GPU, pip_install
 from ..core.support.rules import MINIMUM_CAPABILITY
 from ..core.version import MINIMUM_CUDNN, version_text
+from ..extend import CudnnError, cupy_runtime
+from ..extend.cudnn import OVERRIDE, library
 from .console import one_line
 
 #: Exceptions that the import of a broken installation raises: a linked library is missing, CuPy cannot write its cache folder,

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .. import __version__
 from ..core._interrupt import restore
-from ..core.version import __version__
 from .console import CommandError, Help, one_line, output_of
 
 #: The commands and their purposes. Each is a module of this folder such as ``demo_command``, with the texts of its help,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.problem.problem import Problem
 from ..explanation import problem
+from ..extend import Problem
 
 
 def problem_of_sizes(

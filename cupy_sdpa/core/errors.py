@@ -52,9 +52,5 @@ class CudnnError(RuntimeError):
         return str(self).partition(" Searched:")[0]
 
 
-class OutOfPages(MemoryError):
-    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message gives the fix."""
-
-
 class DiskCacheWarning(UserWarning):
     """The disk cache, or an entry of it, cannot be used; plans are compiled instead."""

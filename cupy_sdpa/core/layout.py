@@ -25,7 +25,7 @@ LAYOUTS = {
 
 #: The layout of calls without ``layout=``, in this thread and context; None for this package's layout.
 _default: ContextVar[str | None] = ContextVar("default_layout", default=None)
-#: This layout; a function of C, because every call calls it.
+#: Return the layout of calls without ``layout=``, or None; a function of C, because every call calls it.
 default_layout = _default.get
 
 

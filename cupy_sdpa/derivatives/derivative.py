@@ -9,17 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..block_masks.method import check as check_mask
-from ..core._typing import Array
-from ..core.boundary.argument import spec_of
-from ..core.boundary.compute import cast, check_converted
-from ..core.boundary.conversion import convert, needs_conversion
-from ..core.boundary.user_functions import FUNCTIONS
-from ..core.hooks import PassOption
-from ..core.kernels.concatenation import concatenate
-from ..core.kernels.row_means import row_means
-from ..core.problem.arrays import CU_SEQLENS, REQUESTS
-from ..core.programs.decided_options import decided_options, split_options
 from ..extend import (
+    Array,
     Builder,
     Check,
     Expected,
@@ -31,6 +22,7 @@ from ..extend import (
     check_names,
     check_strides_of,
     cupy_runtime,
+    dtype_name,
     expected_arrays,
     in_words,
     passes,
@@ -40,6 +32,10 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
+from ..extend.arrays import CU_SEQLENS, REQUESTS, convert, needs_conversion
+from ..extend.functions import FUNCTIONS
+from ..extend.kernels import concatenate, row_means
+from ..extend.options import PassOption, cast, check_converted, decided_options, split_options
 from .derivative_form import DROPOUT, Form, Widened, form_of, wide_arrays
 from .derivative_terms import Terms, add_terms
 
@@ -211,7 +207,7 @@ def check_copies(dtype: str | None, arrays: Mapping[str, Any]) -> None:
 def check_like(name: str, array: Any, of: str, like: Any, shape: tuple[int, ...]) -> None:
     """Check that an array has the type, device and dtype of another one, and a shape."""
     legend = f"the shape and dtype of {of}" if shape == like.shape else f"the shape of {of} {like.shape} with another head dim"
-    check_arrays([Expected(name, shape, spec_of(of, read_array(of, like)).dtype, legend)], {of: like, name: array})
+    check_arrays([Expected(name, shape, dtype_name(read_array(of, like).dtype), legend)], {of: like, name: array})
 
 
 def check_results(given: Mapping[str, Any], q: Any, v: Any, dtype: str | None) -> None:

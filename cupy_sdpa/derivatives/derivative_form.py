@@ -20,9 +20,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..core.kernels.concatenation import Concatenation, Constant
-from ..core.programs.stats_gradient import MULTIPLE, rounded_up
 from ..extend import View
+from ..extend.kernels import MULTIPLE, Concatenation, Filler, rounded_up
 
 #: The inputs of dropout.
 DROPOUT = ("seed", "offset", "dropout_mask")
@@ -150,12 +149,12 @@ def wide_arrays(
 
     def join(width: int, *parts: Any) -> Any:
         given = [part for part in parts if part is not None]
-        missing = width - sum(part.width if isinstance(part, Constant) else part.shape[0] for part in given)
-        first = next(part for part in given if not isinstance(part, Constant))
+        missing = width - sum(part.width if isinstance(part, Filler) else part.shape[0] for part in given)
+        first = next(part for part in given if not isinstance(part, Filler))
         if not copied and len(given) == 1 and not missing and _is_dense(first):
             return first
         target = new(first, (width, *first.shape[1:]), first.dtype)
-        wanted.append(Concatenation(target, [*given, Constant(missing)] if missing else given))
+        wanted.append(Concatenation(target, [*given, Filler(missing)] if missing else given))
         return target
 
     made: dict[str, Any] = dict.fromkeys(("q", "k", "v", "dout", "values", "ones"))
@@ -171,9 +170,9 @@ def wide_arrays(
     return Widened(**made, form=form), wanted
 
 
-def _ones(width: int, present: bool) -> list[Constant]:
+def _ones(width: int, present: bool) -> list[Filler]:
     """Return a row of 1 and rows of 0, if it is present."""
-    return [Constant(width, 1.0)] if present else []
+    return [Filler(width, 1.0)] if present else []
 
 
 def _is_dense(array: Any) -> bool:

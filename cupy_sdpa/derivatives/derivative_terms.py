@@ -6,8 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.kernels.concatenation import COLUMNS, MAX_BLOCKS, ROWS, VECTOR, Address, address, alignment_of
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
+from ..extend.kernels import Address, address, alignment_of
+
+#: Threads along head_dim and along rows, and the maximum number of blocks.
+COLUMNS, ROWS, MAX_BLOCKS = 8, 32, 4096
+#: Bytes that a thread adds at once.
+VECTOR = 16
 
 
 class Terms(NamedTuple):

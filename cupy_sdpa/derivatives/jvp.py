@@ -6,19 +6,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from ..core._typing import Array, ArrayT
-from ..core.boundary.arguments import views_of_shapes
-from ..core.boundary.compute import check_converted
-from ..core.boundary.layouts import in_own_layout
-from ..core.problem.arrays import ROW_STATS
-from ..core.problem.problem import Problem
-from ..core.programs.decided_options import decided_options, split_options
-from ..core.programs.describe import problems_of
-from ..core.replay.replay_cache import run_cached
 from ..extend import (
+    Array,
+    ArrayT,
     Call,
     CallKey,
     Options,
+    Problem,
     ReadCall,
     Unsupported,
     View,
@@ -35,8 +29,12 @@ from ..extend import (
     row_stats_dtype,
     row_stats_shape,
     run,
+    run_cached,
     takes_options,
 )
+from ..extend.arrays import ROW_STATS, in_own_layout
+from ..extend.options import check_converted, decided_options, split_options
+from ..extend.planning import problems_of, views_of_shapes
 from .derivative import (
     ARRAYS,
     NO_PAGED_DERIVATIVES,

@@ -10,23 +10,15 @@ from typing import Any, Unpack
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..core._typing import Array
-from ..core.boundary.arguments import views_of_shapes
-from ..core.boundary.conversion import convert
-from ..core.boundary.libraries import library_of
-from ..core.boundary.user_functions import FUNCTIONS
-from ..core.options.band import Band
-from ..core.options.table import OPTIONS, refused_by
-from ..core.problem.arrays import has_score_axes
-from ..core.problem.problem import Problem
-from ..core.programs.describe import problems_of
 from ..extend import (
     Access,
+    Array,
     Builder,
     Call,
     CallKey,
     Constant,
     Options,
+    Problem,
     ReadCall,
     ReadOptions,
     Recorded,
@@ -48,6 +40,10 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
+from ..extend.arrays import SCORE_INPUTS, convert, library_of
+from ..extend.functions import FUNCTIONS
+from ..extend.options import OPTIONS, Band, refused_by
+from ..extend.planning import problems_of, views_of_shapes
 from .weights_kernel import exponentials, gathered, negated_rows, row_entropies
 
 #: The options of queries, and the options of keys that take their place.
@@ -283,7 +279,7 @@ def _swapped(builder: Builder, options: ReadOptions, own: slice, count: int) -> 
     for name, value in options.items():
         if OPTIONS[name].parts != "sliced" or name in FUNCTIONS or name in _LENGTHS:
             continue
-        if has_score_axes(name):
+        if name in SCORE_INPUTS:
             value = (value if value.shape[2] == 1 else value[:, :, own]).transpose(1, 0, 2, 3)
         elif group > 1:  # an element of each head
             value = builder.copied(value[own])

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..core.runtime.cupy_runtime import elementwise
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
 
 #: The negated number x; -inf of -inf.
@@ -23,7 +22,7 @@ def negated_rows(bias: Any, stats: Any, starts: Any) -> None:
     if not cupy_runtime.is_array(bias):
         _negated_rows_on_numpy(bias, stats, starts)
     elif starts is None:
-        elementwise("float32 x", "float32 y", _NEGATED, "negated_rows")(stats, bias[:, 0])
+        cupy_runtime.elementwise("float32 x", "float32 y", _NEGATED, "negated_rows")(stats, bias[:, 0])
     elif bias.size:
         queries, _, heads, batch = bias.shape
         head, token = (stride // 4 for stride in stats.strides)
@@ -66,9 +65,10 @@ def exponentials(sums: Any, logarithms: Any, add: bool) -> None:
     if not cupy_runtime.is_array(sums):
         sums[...] = (sums if add else 0) + np.exp(logarithms)
     elif add:
-        elementwise("float32 x, float32 z", "float32 y", "y = z + expf(x)", "added_exponentials")(logarithms, sums, sums)
+        kernel = cupy_runtime.elementwise("float32 x, float32 z", "float32 y", "y = z + expf(x)", "added_exponentials")
+        kernel(logarithms, sums, sums)
     else:
-        elementwise("float32 x", "float32 y", "y = expf(x)", "exponentials")(logarithms, sums)
+        cupy_runtime.elementwise("float32 x", "float32 y", "y = expf(x)", "exponentials")(logarithms, sums)
 
 
 def gathered(target: Any, pages: Any, table: Any, lengths: Any) -> None:

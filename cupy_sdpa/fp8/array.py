@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core._typing import Array
-from ..core.problem.tensor_spec import FP8_LARGEST
-from ..extend import cupy_runtime, dtype_name, in_words, numpy_dtype
+from ..extend import Array, cupy_runtime, dtype_name, in_words, numpy_dtype
+from ..extend.arrays import FP8_LARGEST
 from . import fp8_kernels
 
 #: The dtypes that :meth:`Fp8Array.dequantize` gives.

@@ -9,35 +9,32 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..core._typing import Array
-from ..core.boundary.arguments import read_backward
-from ..core.boundary.conversion import OUTPUTS
-from ..core.boundary.engine import refuse_fp8
-from ..core.boundary.options import special_call
-from ..core.layout import default_layout
-from ..core.problem.tensor_spec import storage_dtype
-from ..core.problem.view import device_of
-from ..core.programs.passes import read_stats_gradient, result_views
-from ..core.support.rules import writes_16_bits
 from ..extend import (
+    Array,
     Call,
     CallKey,
     Options,
     ReadCall,
+    Unsupported,
     View,
     check_names,
     composed,
     cupy_runtime,
+    device_of,
     dtype_name,
     in_words,
     kept_options,
     operation,
     other_layout,
+    passes,
     read_flag,
     read_operands,
     results_of,
     takes_options,
 )
+from ..extend.arrays import OUTPUTS, default_layout, read_backward, storage_dtype
+from ..extend.options import special_call
+from ..extend.planning import writes_16_bits
 from .array import Fp8Array, descales, factor, made
 from .fp8_kernels import FACTOR_STEP
 from .fp8_passes import FACTORS, MEAN, backward, forward, keep_in_fp8, mean_shape, read_results
@@ -181,7 +178,7 @@ class _Request(NamedTuple):
         writes = _writes(out_dtype, arrays["k"], converts=self.converts)
         inner = {name: view for name, view in views.items() if name != "out"}
         call = read_results(inner, out_dtype=out_dtype if writes else None, **of_call)
-        results = result_views(call, views, storage_dtype(out_dtype or dtype, device_of(arrays["k"]) is not None))
+        results = passes.result_views(call, views, storage_dtype(out_dtype or dtype, device_of(arrays["k"]) is not None))
         amax = {"amax_out": results.pop("amax_out")}
         results |= amax if self.return_amax else {}  # the last one
         of_call |= {"views": views, "rotated": self.k.rotated, "out_dtype": out_dtype, "writes_out": writes}
@@ -276,7 +273,7 @@ def _parse_forward(key: CallKey, *, dtype: str) -> ReadCall:
     one = View.dense("factor", (1,), np.float32, device)
     of_call: dict[str, Any] = {"options": options, "dtype": dtype, "return_stats": True}
     call = read_results(elements | dict.fromkeys(FACTORS, one), out_dtype=None, **of_call)
-    of_kernel = result_views(call, views, q.dtype)
+    of_kernel = passes.result_views(call, views, q.dtype)
     results = {x: of_kernel[x] for x in ("out", "stats")}
     results |= {f"kept {x}": View.dense(f"kept {x}", shape, storage, device) for x, shape in shapes.items()}
     results["factors"] = View.dense("factors", (6 * FACTOR_STEP,), np.float32, device)
@@ -313,9 +310,9 @@ def _parse_gradients(key: CallKey, *, dtype: str, outputs: Mapping[str, Any]) ->
     for name in ("q", "k", "v"):
         own[name] = View.dense(name, views[name].shape, out.dtype, views[name].storage.device)
     call = read_backward(**own, options=options, **outputs)
-    refusal = read_stats_gradient({**views, **own}, None)
+    refusal = passes.read_stats_gradient({**views, **own}, None)
     build = functools.partial(backward, views=views, options=options, dtype=dtype, **outputs)
-    results = result_views(call, views, out.dtype)
+    results = passes.result_views(call, views, out.dtype)
     return composed(key, arrays, views, results, build, gradients=call.gradients, refusal=refusal)
 
 
@@ -394,3 +391,12 @@ def _check_axes(arrays: Mapping[str, Fp8Array], options: Mapping[str, Any]) -> N
                 f"{name} was rotated along axis {x.axis}, and with layout={layout!r} head_dim is axis {head_dim}: pass "
                 "the layout of the arrays to both, cupy_sdpa.fp8.quantize and attention"
             )
+
+
+def refuse_fp8(options: Mapping[str, Any]) -> None:
+    """Raise an error for ``engine="cupy"`` in an FP8 call."""
+    if isinstance(engine := options.get("engine"), str) and engine == "cupy":
+        raise Unsupported(
+            "engine is 'cupy', which does not compute in FP8: CuPy has no FP8 dtype. Pass the values of FP8 arrays, their "
+            "method dequantize('float16'), and no FP8 compute_dtype; or omit engine for cuDNN"
+        )

@@ -13,9 +13,42 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem.tensor_spec import FP8_LARGEST, rounded
-from ..core.runtime.dtypes import PACK, ROTATION
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name, numpy_dtype
+from ..extend.arrays import FP8_LARGEST, rounded
+
+#: A rotation, for the kernels that convert to and from FP8. Its operations are rounded one by one, in the order of
+#: :func:`rotate`: every kernel and numpy compute the same bits.
+ROTATION = """
+// The Walsh-Hadamard transform of parts of n elements, divided by sqrt(n). Every thread of the warp calls it.
+__device__ void rotate(float* x, int n) {
+    for (int step = 1; step < 8 && step < n; step *= 2)
+        for (int i = 0; i < 8; ++i)
+            if (!(i & step)) {
+                const float a = x[i], b = x[i + step];
+                x[i] = __fadd_rn(a, b);
+                x[i + step] = __fsub_rn(a, b);
+            }
+    for (int step = 1; step < n / 8; step *= 2)
+        for (int i = 0; i < 8; ++i) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[i], step);
+            x[i] = threadIdx.x & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
+        }
+    float factor = 1;  // rsqrtf is not rounded correctly
+    for (int rest = n; rest > 1; rest /= 4) factor *= rest == 2 ? 0.70710678f : 0.5f;
+    if (n > 1) for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], factor);
+}
+"""
+#: Eight numbers as FP8, for the same kernels.
+PACK = """
+__device__ uint2 pack(const float* x, float scale) {
+    uint2 packed = make_uint2(0, 0);
+    for (int i = 0; i < 4; ++i) {
+        packed.x |= to_fp8(__fmul_rn(x[i], scale)) << 8 * i;
+        packed.y |= to_fp8(__fmul_rn(x[i + 4], scale)) << 8 * i;
+    }
+    return packed;
+}
+"""
 
 #: The elements that a thread converts, the threads of a block, and the largest number of blocks for an array. The kernels count
 #: units in 32 bits.
@@ -204,7 +237,7 @@ def rotate(x: Any, rotation: int) -> Any:
     """Multiply parts of a float32 numpy array's first axis by a normalized Hadamard matrix, which is its own inverse.
 
     The matrix is Sylvester's (1867), computed by a Walsh-Hadamard transform: with the operations of the kernels
-    (:data:`.core.runtime.dtypes.ROTATION`), so with the same bits.
+    (:data:`ROTATION`), so with the same bits.
     """
     if rotation == 1:
         return x

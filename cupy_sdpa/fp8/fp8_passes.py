@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.arguments import check_counts
-from ..core.boundary.call import BoundProblem
-from ..core.problem.tensor_spec import storage_dtype
 from ..extend import Builder, Check, ReadOptions, View, numpy_dtype, passes, read_forward, row_stats_shape
+from ..extend.arrays import BoundProblem, check_counts, storage_dtype
 from . import fp8_kernels, mean_kernels
 
 #: The factors of a call's arrays.

@@ -9,12 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core._typing import Array, Layout
-from ..core.boundary.arguments import check_counts
-from ..core.boundary.layouts import check_layout, from_own, of_caller, shapes_of, takes_default, to_own
-from ..core.problem.tensor_spec import FP8_LARGEST, storage_dtype
-from ..core.problem.view import device_of
 from ..extend import (
+    Array,
     Builder,
     Call,
     CallKey,
@@ -25,6 +21,7 @@ from ..extend import (
     check_strides_of,
     composed,
     cupy_runtime,
+    device_of,
     dtype_name,
     in_words,
     other_layout,
@@ -32,6 +29,17 @@ from ..extend import (
     read_flag,
     read_operands,
     results_of,
+)
+from ..extend.arrays import (
+    FP8_LARGEST,
+    Layout,
+    check_counts,
+    check_layout,
+    from_own,
+    of_caller,
+    storage_dtype,
+    takes_default,
+    to_own,
 )
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
@@ -325,7 +333,7 @@ def _in_layout(convert: Callable[..., list[Fp8Array]], arrays: Sequence[Any], la
     """Convert arrays of a layout; the results are views with its axes, of which head_dim is the last in C order."""
     check_layout(layout)
     given, other = dict(zip(_NAMES, arrays, strict=False)), other_layout({"layout": layout})
-    with of_caller(layout, shapes_of(given, {})):
+    with of_caller(layout, {name: tuple(x.shape) for name, x in given.items() if hasattr(x, "shape")}):
         if other is None:
             return convert(*arrays)
         found = convert(*(to_own(name, x, other) for name, x in given.items()))

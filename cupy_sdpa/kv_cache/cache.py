@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import _html
-from ..core._typing import Array, Layout
-from ..core.boundary.layouts import check_layout, from_own, to_own
-from ..core.layout import default_layout
-from ..core.options.values import read_positive
-from ..core.problem.tensor_spec import FLOAT_DTYPES, FP8_LARGEST, FloatDtype, storage_dtype
-from ..extend import cupy_runtime, dtype_name, numpy_dtype, other_layout, read_flag
+from ..extend import Array, cupy_runtime, dtype_name, numpy_dtype, other_layout, read_flag, read_positive, with_title
+from ..extend.arrays import (
+    FLOAT_DTYPES,
+    FP8_LARGEST,
+    FloatDtype,
+    Layout,
+    check_layout,
+    default_layout,
+    from_own,
+    storage_dtype,
+    to_own,
+)
 from . import cache_kernels
 from .cache_arguments import check_new_tokens, check_tokens, index, read_lengths, read_order, read_path, refuse_names, tokens_of
 from .fp8_pages import Fp8Pages
@@ -174,7 +179,7 @@ class KVCache(CacheState):
         )
 
     def _repr_html_(self) -> str:
-        return _html.with_title(repr(self)[1:-1], picture(self._pages))
+        return with_title(repr(self)[1:-1], picture(self._pages))
 
     @property
     def free_pages(self) -> int:

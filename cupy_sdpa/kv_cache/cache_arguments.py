@@ -5,16 +5,34 @@ from __future__ import annotations
 import functools
 import itertools
 import numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..core.boundary.options import other_names
 from ..extend import cupy_runtime, in_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def other_names(answers: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Raise TypeError in calls with other libraries' parameters, with what to write instead of them."""
+    known = {name: answer for answer, names in answers.items() for name in names.split()}
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() & known.keys():
+                raise TypeError(f"there is no parameter {name}: {known[name]}")
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 #: Raises an error for other libraries' names of ``seq_lens_q`` in the methods of a cache.

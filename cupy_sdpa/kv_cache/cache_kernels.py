@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem.tensor_spec import rounded
-from ..core.runtime.dtypes import PACK, ROTATION
-from ..core.runtime.memory import UNITS
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime, dtype_name
-from ..fp8.fp8_kernels import rotated_values
+from ..extend.arrays import rounded
+from ..extend.kernels import UNITS
+from ..fp8.fp8_kernels import PACK, ROTATION, rotated_values
 from .rope_kernel import ROPE, SHARED_TURNS, rotated, steps_of, types_of
 
 

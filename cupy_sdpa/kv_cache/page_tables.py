@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..core.errors import OutOfPages
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
+
+
+class OutOfPages(MemoryError):
+    """A key/value cache has fewer free pages than a step needs. The cache is unchanged; the message gives the fix."""
 
 
 class Entry(NamedTuple):

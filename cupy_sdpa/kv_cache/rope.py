@@ -9,15 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core._typing import Array, ArrayT, Layout
-from ..core.boundary.argument import spec_of
-from ..core.boundary.arguments import check_counts, check_offsets
-from ..core.boundary.layouts import check_layout, from_own, takes_default, to_own
-from ..core.boundary.options import other_names
-from ..core.options.values import as_float
-from ..core.problem.tensor_spec import FLOAT_DTYPES, TensorSpec, check_spec, stride_obstacle
-from ..extend import Expected, arrays_on_gpu, as_int32, cupy_runtime, other_layout, read_array, read_count, read_flag
+from ..extend import (
+    Array,
+    ArrayT,
+    Expected,
+    arrays_on_gpu,
+    as_int32,
+    check_arrays,
+    cupy_runtime,
+    other_layout,
+    read_array,
+    read_count,
+    read_flag,
+)
+from ..extend.arrays import (
+    FLOAT_DTYPES,
+    Layout,
+    TensorSpec,
+    check_counts,
+    check_layout,
+    check_offsets,
+    from_own,
+    spec_of,
+    stride_obstacle,
+    takes_default,
+    to_own,
+)
+from ..extend.options import as_float
 from . import rope_kernel as kernels
+from .cache_arguments import other_names
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -318,7 +338,7 @@ def _check(spec: TensorSpec, others: dict[str, Any]) -> None:
         batch = offsets.size - 1
     for name, other in others.items():
         if name != "cu_seqlens_q":
-            check_spec(spec_of(name, other), Expected(name, (batch,), "int32", "(B,)"))
+            check_arrays([Expected(name, (batch,), "int32", "(B,)")], {name: other})
 
 
 def in_own_axes(positions: Any) -> Any:
@@ -339,4 +359,4 @@ def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
     """Check the positions of all tokens of an array ``(D, H, S, B)`` or packed ``(D, H, T)``."""
     wanted = shape[2:] if positions.ndim == 2 else shape[2:3]
     legend = "(T,), the position of every token" if len(shape) == 3 else "(S,) or (S, B), the position of every token"
-    check_spec(spec_of("positions", positions), Expected("positions", wanted, "int32", legend))
+    check_arrays([Expected("positions", wanted, "int32", legend)], {"positions": positions})

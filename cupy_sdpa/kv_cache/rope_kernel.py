@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.runtime.dtypes import CudaType
 from ..extend import TYPES, Struct, cuda_kernel, cupy_runtime
+from ..extend.kernels import CudaType
 
 #: The maximum number of rotated pairs of channels. Their frequencies are an argument of the kernels.
 MAX_PAIRS = 128

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core._typing import Array
-from ..core.options.values import read_positive
-from ..extend import Expected, as_int32, check_arrays, cupy_runtime, read_array
+from ..extend import Array, Expected, as_int32, check_arrays, cupy_runtime, read_array, read_positive
 from .page_lists import fill_table
 
 

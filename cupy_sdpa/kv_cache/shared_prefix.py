@@ -9,28 +9,25 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ..core._typing import Array
-from ..core.boundary.argument import spec_of
-from ..core.boundary.arguments import check_lengths
-from ..core.boundary.conversion import OUTPUTS
-from ..core.kernels import merge, paged
-from ..core.options.table import OPTIONS, takes
-from ..core.options.values import is_one_of
-from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import check_spec
-from ..core.programs.passes import result_views
 from ..extend import (
+    Array,
     Builder,
     Call,
     CallKey,
     Check,
     Expected,
     Options,
+    Parts,
+    Problem,
     ReadCall,
     ReadOptions,
     View,
+    check_arrays,
     composed,
+    is_one_of,
+    merge,
     operation,
+    passes,
     read_forward,
     read_operands,
     results_of,
@@ -38,7 +35,10 @@ from ..extend import (
     row_stats_shape,
     takes_options,
 )
+from ..extend.arrays import OUTPUTS, check_lengths
+from ..extend.options import OPTIONS, takes
 from ..fp8.array import Fp8Array
+from .shared_prefix_kernel import divide
 
 
 @takes_options
@@ -132,7 +132,7 @@ def _parse(key: CallKey, *, shared_prefix: int, return_stats: bool) -> ReadCall:
             results: dict[str, Any] = {name: views.get(name) for name in ("out", "stats")}
             builder.attend("attention", views["q"], views["k"], views["v"], options, **results)
 
-    return composed(key, arrays, views, result_views(call, views, views["q"].dtype), build)
+    return composed(key, arrays, views, passes.result_views(call, views, views["q"].dtype), build)
 
 
 def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions, pages: int) -> None:
@@ -142,7 +142,7 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
     table, lengths = options["page_table"], options["seq_lens_kv"]
     (_, _, sq, b), integers, stats_dtype = q.shape, np.dtype(np.int32), np.dtype(row_stats_dtype(q.dtype))
     shared, length, rest = (builder.temporary(shape, integers) for shape in ((pages, 1), (1,), (b,)))
-    builder.run(paged.divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
+    builder.run(divide, table, lengths, pages * k.shape[2], shared, length, rest, writes=(shared, length, rest))
     own = {"page_table": table[pages:], "seq_lens_kv": rest}
     results: dict[str, Any] = {
         "out": builder.temporary(out.shape, out.dtype), "stats": builder.temporary(row_stats_shape(q.shape), stats_dtype)
@@ -156,8 +156,8 @@ def _add_steps(builder: Builder, views: Mapping[str, View], options: ReadOptions
         "shared prefix", _as_one_entry(builder, q), k, v, options | prefix, deterministic=builder.on_gpu
     )
     groups = [_of_sequences(part, sq, b) for part in parts]
-    groups.append(merge.Parts(results["out"][..., None], results["stats"][..., None]))
-    builder.run(merge.merge, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
+    groups.append(Parts(results["out"][..., None], results["stats"][..., None]))
+    builder.run(merge, groups, out, stats, sinks, writes=[x for x in (out, stats) if x is not None])
 
 
 def _as_one_entry(builder: Builder, q: View) -> View:
@@ -169,12 +169,12 @@ def _as_one_entry(builder: Builder, q: View) -> View:
     return q.strided((d, heads, sq * b, 1), (*q.strides[:2], step, step * sq * b))
 
 
-def _of_sequences(parts: merge.Parts, sq: int, b: int) -> merge.Parts:
+def _of_sequences(parts: Parts, sq: int, b: int) -> Parts:
     """Parts of one batch item as parts of the sequences."""
     out, stats = parts.out, parts.stats
     (dv, heads, _, _, chunks), (d, head, row, _, chunk) = out.shape, out.strides
     of_row, of_head, _, of_chunk = stats.strides
-    return merge.Parts(
+    return Parts(
         out.strided((dv, heads, sq, b, chunks), (d, head, row, row * sq, chunk)),
         stats.strided((sq, heads, b, chunks), (of_row, of_head, of_row * sq, of_chunk)),
     )
@@ -186,8 +186,7 @@ def _check(q: Array, k: Array, shared_prefix: int, options: ReadOptions) -> None
         raise ValueError("shared_prefix_attention needs page_table and seq_lens_kv; dense arrays have no shared pages")
     if not isinstance(shared_prefix, numbers.Integral) or isinstance(shared_prefix, bool):
         raise TypeError(f"shared_prefix is {shared_prefix!r}; it must be a number of keys")
-    lengths = spec_of("seq_lens_kv", options["seq_lens_kv"])
-    check_spec(lengths, Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)"))
+    check_arrays([Expected("seq_lens_kv", q.shape[3:], "int32", "(B,)")], {"seq_lens_kv": options["seq_lens_kv"]})
     page, width = k.shape[2], options["page_table"].shape[0]
     if not 0 <= shared_prefix <= page * width or (page and shared_prefix % page):
         raise ValueError(

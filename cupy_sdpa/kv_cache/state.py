@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..core.runtime import memory
 from ..extend import cupy_runtime
+from ..extend.kernels import clear
 from . import cache_kernels
 from .cache_arguments import tokens_of, uniform
 from .cache_lengths import register
@@ -105,7 +105,7 @@ class CacheState:
         if self._numpy:
             return np.zeros(shape, dtype, order="F")
         array = cupy_runtime.empty(shape, dtype)
-        memory.clear(array, 0)
+        clear(array, 0)
         return array
 
     @property

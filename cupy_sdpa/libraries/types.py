@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.libraries import Library, is_on_gpu
 from ..extend import cupy_runtime, numpy_dtype
+from ..extend.arrays import Library, is_on_gpu
 
 
 def library_of_type(kind: type) -> Library | None:

@@ -9,11 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..attention_functions import attention, attention_backward
-from ..core.boundary.layouts import VECTORS, has_own_axes
-from ..core.replay.bound_program import shares_memory
-from ..core.replay.replay_cache import run_cached
-from ..core.support.rules import WITHOUT_CUDNN
-from ..extend import CallKey, call_of, cupy_runtime, read_flag, run
+from ..extend import CallKey, call_of, cupy_runtime, read_flag, run, run_cached
+from ..extend.arrays import VECTORS, has_own_axes, shares_memory
+from ..extend.planning import WITHOUT_CUDNN
 from ..vjp import attention_vjp
 from .masks import Mask
 from .nnlib_arrays import check_array, fold, to_four_axes, unfold

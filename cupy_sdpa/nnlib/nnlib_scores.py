@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.problem.tensor_spec import FLOAT_DTYPES
 from ..extend import arrays_on_gpu, cupy_runtime, read_array
+from ..extend.arrays import FLOAT_DTYPES
 from .masks import Mask
 from .nnlib_arrays import check_array, to_four_axes
 

@@ -11,11 +11,8 @@ import functools
 import traceback
 from typing import Any
 
-from ..core.cudnn.deviceless import load_driver_or_stub
-from ..core.cudnn.library import library
-from ..core.cudnn_engine.disk_cache import DiskCache, NotStored
-from ..core.cudnn_engine.planner import plan_for
-from ..core.errors import CudnnError, Unsupported
+from ..extend import CudnnError, Unsupported
+from ..extend.cudnn import DiskCache, NotStored, library, load_driver_or_stub, plan_for
 from ._workers import serve
 
 

@@ -13,11 +13,11 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.options.band import Band
-from ..core.options.table import DEFAULT_SETTINGS, Settings, Split
-from ..core.problem.problem import Problem
-from ..core.problem.tensor_spec import ITEMSIZE, TensorSpec
-from ..core.score_fn.expression import Expression, Step
+from ..extend import Problem
+from ..extend.arrays import ITEMSIZE, TensorSpec
+from ..extend.functions import Expression, Step
+from ..extend.options import Band
+from ..extend.planning import Settings, Split
 
 try:
     import fcntl
@@ -35,7 +35,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Problem) if field.ini
 def to_json(problem: Problem) -> dict[str, Any]:
     """Return a problem as JSON values."""
     values = {name: getattr(problem, name) for name in _FIELDS}
-    return {name: encoded(value) for name, value in values.items() if value not in (None, (), DEFAULT_SETTINGS)}
+    return {name: encoded(value) for name, value in values.items() if value not in (None, (), Settings())}
 
 
 def encoded(value: Any) -> Any:

@@ -17,12 +17,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from ..core.cudnn.library import OVERRIDE
-from ..core.cudnn_engine.plan import PlanInfo, Target
-from ..core.errors import CudnnError
-from ..core.problem.problem import Problem
-from ..core.runtime.cupy_runtime import model_of
-from ..core.support import gpus
+from ..extend import CudnnError, Problem
+from ..extend.cudnn import OVERRIDE, PlanInfo, Target, capability, describe, model_of
 from . import _workers
 
 _COMMAND = [sys.executable, "-m", f"{__package__}.plan_worker"]
@@ -34,11 +30,9 @@ def load_target(gpu: str) -> Target:
     Raises:
         ValueError: there is no such description.
     """
-    text = gpus.describe(gpu)
-    properties, capability = json.loads(text), gpus.capability(gpu)
-    return Target(
-        model_of(properties["deviceName"], capability, properties["multiProcessorCount"]), capability, description=text
-    )
+    text = describe(gpu)
+    properties, number = json.loads(text), capability(gpu)
+    return Target(model_of(properties["deviceName"], number, properties["multiProcessorCount"]), number, description=text)
 
 
 class Planner(_workers.Pool):

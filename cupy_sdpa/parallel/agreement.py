@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..block_masks.block_mask_calls import dense_options
-from ..core.boundary.compute import check_converted, read_compute_dtype
-from ..core.options.values import is_one_of
-from ..core.programs.executor import Operands
-from ..core.programs.program import Program
-from ..core.replay.replay_cache import keep_recent
-from ..extend import CallKey, ReadCall, cupy_runtime
+from ..extend import CallKey, Operands, Program, ReadCall, cupy_runtime, is_one_of
+from ..extend.options import check_converted, keep_recent, read_compute_dtype
 from .channel import TAG_BYTES, Channel
 from .configuration import METHODS, Request
 from .group import GroupError, Transfer

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.runtime import memory
-from ..extend import cupy_runtime
+from ..extend import cuda_kernel, cupy_runtime
 from .group import Exchanger, GroupError, Transfer
 
 #: The alignment in bytes of the arrays in a message.
@@ -65,8 +64,8 @@ class Channel:
         """
         if not isinstance(received, np.ndarray):
             if self._failed is None:
-                self._failed = memory.host_int32()
-            memory.differs(received, tag, self._failed)
+                self._failed = _host_int32()
+            _differs(received, tag, self._failed)
         elif received[0] != tag:
             raise self._other_call()
 
@@ -103,3 +102,24 @@ class Channel:
         """Create the stream of the exchanges on a device, which is the current one."""
         cuda = cupy_runtime.cupy().cuda
         self._streams[device], self._current_stream = cuda.Stream(non_blocking=True), cuda.get_current_stream
+
+
+def _host_int32() -> Any:
+    """Return a numpy array int32 ``(1,)`` that contains 0 and that kernels can write to (page-locked memory)."""
+    memory = cupy_runtime.cupy().cuda.alloc_pinned_memory(4)
+    array = np.frombuffer(memory, np.int32, 1)
+    array[0] = 0
+    return array
+
+
+def _differs(found: Any, expected: int, flag: Any) -> None:
+    """Enqueue a comparison: ``flag``, of :func:`_host_int32`, becomes 1 if ``found``, int32 ``(1,)``, is another number."""
+    _differs_kernel()((1,), (1,), (found, np.int32(expected), np.uint64(flag.ctypes.data)))
+
+
+@cuda_kernel
+def _differs_kernel() -> str:
+    """Return the kernel of :func:`_differs`."""
+    return """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
+            if (*found != expected) *flag = 1;
+        }"""

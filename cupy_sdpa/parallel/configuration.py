@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem.arrays import LENGTHS, SEEDS
-from ..core.problem.problem import Problem
-from ..core.programs.executor import Operands
-from ..extend import Builder, Constant, ReadOptions, Recorded, View, numpy_dtype, row_stats_dtype
+from ..extend import Builder, Constant, Operands, Problem, ReadOptions, Recorded, View, numpy_dtype, row_stats_dtype
+from ..extend.arrays import LENGTHS, SEEDS
 from ..helpers import dropout_mask
 from .parts import Part, Selection, parts, share_buffers
 from .positions import Window, aligned, options_at

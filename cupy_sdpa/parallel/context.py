@@ -7,11 +7,6 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from ..core.boundary.layouts import has_own_axes, takes_default
-from ..core.problem.arrays import CU_SEQLENS, REQUESTS
-from ..core.programs.describe import OF_FORWARD
-from ..core.replay.replay_cache import BoundPrograms, run_cached
-from ..core.runtime import memory
 from ..extend import (
     Builder,
     Call,
@@ -25,7 +20,12 @@ from ..extend import (
     read,
     read_flag,
     run,
+    run_cached,
 )
+from ..extend.arrays import CU_SEQLENS, REQUESTS, has_own_axes, takes_default
+from ..extend.kernels import copy
+from ..extend.options import BoundPrograms
+from ..extend.planning import OF_FORWARD
 from .agreement import Agreement, Parser, decided_options
 from .channel import Channel
 from .configuration import Request
@@ -283,7 +283,7 @@ class ContextParallel:
         shape = (*x.shape[:along], layout.share(self.rank), *x.shape[along + 1 :])
         own = _new_like(x, shape)
         for local, positions in layout.slices(self.rank):
-            memory.copy(own[_slices(along, local)], x[_slices(along, positions)])
+            copy(own[_slices(along, local)], x[_slices(along, positions)])
         return own
 
     @_collective

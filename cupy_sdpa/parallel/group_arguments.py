@@ -9,27 +9,25 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..core.boundary.argument import tensor_name
-from ..core.boundary.user_functions import FUNCTIONS, function_identities
-from ..core.options import table
-from ..core.problem.arrays import CU_SEQLENS
-from ..core.problem.problem import Problem
-from ..core.problem.view import device_of
-from ..core.programs.executor import Operands
-from ..core.runtime.interpreted_array import InterpretedArray
 from ..extend import (
+    Operands,
+    Problem,
     ReadOptions,
     Unsupported,
     View,
     check_arrays,
     check_strides_of,
     cupy_runtime,
+    device_of,
     expected_arrays,
     in_words,
     numpy_dtype,
     read_forward,
     read_operands,
 )
+from ..extend.arrays import CU_SEQLENS, InterpretedArray, tensor_name
+from ..extend.functions import FUNCTIONS, function_identities
+from ..extend.options import OPTIONS, refused_by
 from .configuration import Configuration, Request
 from .positions import functions_of
 from .shards import Layout
@@ -68,8 +66,8 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     Raises:
         TypeError, ValueError, Unsupported: as :func:`cupy_sdpa.attention`; and if arrays are not the member's part.
     """
-    for name, reason in table.refused_by("ContextParallel").items():
-        if table.OPTIONS[name].is_passed(options.get(name)):
+    for name, reason in refused_by("ContextParallel").items():
+        if OPTIONS[name].is_passed(options.get(name)):
             raise Unsupported(f"{name} is passed, which a group does not support: {reason}")
     given = {name: operands.views[name] for name in of.arrays}
     q, k, _ = (given[name] for name in "qkv")
@@ -104,7 +102,7 @@ def configure(rank: int, size: int, operands: Operands, options: Mapping[str, An
     aligned = band is not None and band.bottom_right
     diagonals = tuple(m - n if aligned else 0 for n, m in zip(queries.lengths, keys.lengths, strict=True))
     functions = functions_of(operands.options, problem)
-    positional = drawn or any(table.OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
+    positional = drawn or any(OPTIONS[name].parts == "sliced" for name, value in options.items() if value is not None)
     text = _text(problem, {**options, **functions}, queries, keys)
     return Configuration(rank, problem, queries, keys, diagonals, functions, positional, drawn, on_gpu, text)
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.programs.describe import report_of
-from ..core.replay.call_report import Report
 from ..extend import ReadCall, Unsupported
+from ..extend.planning import Report, report_of
 from .configuration import METHODS, Configuration
 from .member_steps import bytes_sent
 from .parts import Part

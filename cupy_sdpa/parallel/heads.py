@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ..core.kernels.merge import accumulate
-from ..core.problem.arrays import KEY_ARRAYS
 from ..extend import ReadOptions, View, row_stats_shape
+from ..extend.arrays import KEY_ARRAYS
+from ..extend.kernels import accumulate
 from .configuration import Configuration
 from .member_steps import MemberSteps, Message, attend, attend_backward
 from .shards import Layout

@@ -10,8 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..core.options.values import read_positive
-from ..extend import cupy_runtime, in_words
+from ..extend import cupy_runtime, in_words, read_positive
 from .group import Failing, GroupError, Transfer
 
 #: The seconds for which a member waits for a message before the group fails.

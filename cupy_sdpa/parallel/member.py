@@ -9,13 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from ..core.boundary.arguments import check_lengths
-from ..core.boundary.layouts import of_caller
-from ..core.problem.arrays import LENGTHS
-from ..core.programs.executor import Operands
-from ..core.programs.passes import rounded
-from ..core.programs.program import Program
-from ..extend import Builder, CallKey, Check, ReadCall, ReadOptions, View, composed, cupy_runtime, row_stats_shape
+from ..extend import (
+    Builder,
+    CallKey,
+    Check,
+    Operands,
+    Program,
+    ReadCall,
+    ReadOptions,
+    View,
+    composed,
+    cupy_runtime,
+    passes,
+    row_stats_shape,
+)
+from ..extend.arrays import LENGTHS, check_lengths, of_caller
 from .channel import Channel
 from .configuration import Configuration, Request
 from .group_report import Choice
@@ -73,7 +81,7 @@ class Member:
         steps = MemberSteps(builder, self._channel, zlib.crc32(self._text.encode()) >> 1 if self._compare else None)
         if config.size > 1:
             builder.run(self.begin, writes=(), on_host=True)
-        own, finish = rounded(builder, views, of.dtype, of.results)
+        own, finish = passes.rounded(builder, views, of.dtype, of.results)
         given = {"deterministic": of.deterministic} if of.backward else {}
         build = _BACKWARD[self.choice.method] if of.backward else _FORWARD[self.choice.method]
         with of_caller("dhsb", {}):  # parts of the options of the whole call

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.boundary.call import GivenStats
-from ..core.problem.arrays import BACKWARD, REQUESTS
-from ..core.programs.program import Program
-from ..extend import Builder, ReadOptions, View, passes
+from ..extend import Builder, Program, ReadOptions, View, passes
+from ..extend.arrays import BACKWARD, REQUESTS, GivenStats
 from .channel import ALIGNMENT, TAG_BYTES, Channel
 from .configuration import Spec
 from .group import Transfer

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..core.runtime import driver
 from ..extend import cupy_runtime
+from ..extend.kernels import bindings
 from .group import Failing, GroupError, Transfer
 
 #: The seconds after which an exchange that began but does not end counts as failed.
@@ -172,7 +172,7 @@ class NcclGroup(Failing):
     def _run(self, device: int) -> None:
         """Check the exchanges until the group fails."""
         with contextlib.suppress(Exception), self._cuda.Device(device):
-            cuda = driver.bindings()  # queries of events must not end a capture of another thread
+            cuda = bindings()  # queries of events must not end a capture of another thread
             cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             while not self._stopped.wait(_INTERVAL):
                 self._inspect(time.monotonic())

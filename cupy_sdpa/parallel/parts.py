@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.kernels.merge import accumulate
-from ..core.options.band import Band
-from ..core.runtime import memory
 from ..extend import Builder, Constant, View
+from ..extend.kernels import accumulate, common_rows, copy_rows
+from ..extend.options import Band
 from .shards import Interval, Layout
 
 
@@ -130,8 +129,8 @@ def _cut(intervals: Sequence[Interval], position: int) -> list[Interval]:
 
 def copy(builder: Builder, target: View, source: View) -> None:
     """Add a copy of an array into another one of the same shape. If both consist of rows, the rows are found here, once."""
-    if rows := memory.common_rows(target, source):
-        builder.run(memory.copy_rows, target, source, rows, writes=(target,))
+    if rows := common_rows(target, source):
+        builder.run(copy_rows, target, source, rows, writes=(target,))
     else:
         builder.copy(target, source)
 

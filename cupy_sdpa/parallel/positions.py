@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.boundary.user_functions import FUNCTIONS, trace_functions
-from ..core.options import table
-from ..core.problem.arrays import LENGTHS
-from ..core.problem.problem import Problem
-from ..core.score_fn.expression import AXES
-from ..core.score_fn.tracer import record
-from ..extend import Access, Builder, ReadOptions, Recorded, View, relocated
+from ..extend import Access, Builder, Problem, ReadOptions, Recorded, View, relocated
+from ..extend.arrays import LENGTHS
+from ..extend.functions import AXES, FUNCTIONS, record, trace_functions
+from ..extend.options import OPTIONS
 
 
 class Window(NamedTuple):
@@ -56,13 +53,13 @@ def options_at(builder: Builder, options: ReadOptions, recorded: Mapping[str, Re
     sizes = dict(zip(("Skv", "Sq", "Hq", "B"), ((j, keys), (i, queries), (h, heads), (b, entries)), strict=True))
     of_lengths = dict(zip(LENGTHS, ((i, queries), (j, keys)), strict=True))
     for name, array in options.items():
-        if table.OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
+        if OPTIONS[name].parts != "sliced" or name in FUNCTIONS:
             continue
         if name in of_lengths:
             made[name] = target = builder.temporary(array.shape, array.dtype)
             builder.run(lengths_from, target, array, *of_lengths[name], writes=(target,))
         else:
-            made[name] = _sliced(builder, array, [sizes[letter] for letter in table.OPTIONS[name].axes.split()])
+            made[name] = _sliced(builder, array, [sizes[letter] for letter in OPTIONS[name].axes.split()])
     functions, tensors = dict(recorded), dict(options.get("tensors") or {})
     if "alibi_slopes" in made and window.own_diagonal != i - j + window.diagonal:  # the call's own diagonal is another one
         del made["alibi_slopes"]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.kernels import ragged
 from ..extend import Builder, Parts, ReadOptions, View, cupy_runtime, merge, row_stats_shape
+from ..extend.kernels import replace_infinite
 from .configuration import Configuration
 from .heads import to_heads, to_positions
 from .member_steps import Exchange, MemberSteps, attend, attend_backward
@@ -204,5 +204,5 @@ def _with_finite_bias(builder: Builder, options: Options) -> Options:
         return options
     finite = builder.temporary(bias.shape, np.float32)
     builder.copy(finite, bias)
-    builder.run(ragged.replace_infinite, finite, writes=(finite,))
+    builder.run(replace_infinite, finite, writes=(finite,))
     return options | {"bias": finite}

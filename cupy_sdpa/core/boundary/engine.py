@@ -6,12 +6,10 @@ arrays become :class:`.InterpretedArray`, and from there their type selects this
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..errors import Unsupported
 from ..problem.arrays import SEEDS
 from ..problem.view import View
 from ..runtime import cupy_runtime
@@ -44,15 +42,6 @@ def read_engine(engine: Any, array: Any) -> str | None:
     else:
         remedy = "pass engine='cupy' for CuPy's own operations, or copy the arrays to the CPU with cupy.asnumpy(...)"
     raise TypeError(f"engine is {engine!r}, which computes with {ENGINES[engine]} arrays, and q is a {kind} array: {remedy}")
-
-
-def refuse_fp8(options: Mapping[str, Any]) -> None:
-    """Raise an error for ``engine="cupy"`` in an FP8 call."""
-    if isinstance(engine := options.get("engine"), str) and engine == "cupy":
-        raise Unsupported(
-            "engine is 'cupy', which does not compute in FP8: CuPy has no FP8 dtype. Pass the values of FP8 arrays, their "
-            "method dequantize('float16'), and no FP8 compute_dtype; or omit engine for cuDNN"
-        )
 
 
 def interpreted(name: str, array: Any, device: int) -> Any:

@@ -103,22 +103,6 @@ _ANSWERS = {
 OTHER_NAMES = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
 
 
-def other_names(answers: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Raise TypeError in calls with other libraries' parameters, with what to write instead of them."""
-    known = {name: answer for answer, names in answers.items() for name in names.split()}
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs.keys() & known.keys():
-                raise TypeError(f"there is no parameter {name}: {known[name]}")
-            return function(*args, **kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
 class _Annotation(str):
     """The text of an annotation, which ``help`` shows without quotes."""
 

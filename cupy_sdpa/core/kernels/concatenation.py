@@ -25,7 +25,7 @@ class Address(NamedTuple):
 NOWHERE = Address(0, 0, 0, 0, 0)
 
 
-class Constant(NamedTuple):
+class Filler(NamedTuple):
     """``width`` constants along head_dim: ``first``, then zeros."""
 
     width: int
@@ -76,8 +76,8 @@ def concatenate(wanted: Sequence[Concatenation]) -> None:
 def _concatenate_on_cpu(target: Any, parts: Sequence[Any]) -> None:
     start = 0
     for part in parts:
-        width = part.width if isinstance(part, Constant) else part.shape[0]
-        if isinstance(part, Constant):
+        width = part.width if isinstance(part, Filler) else part.shape[0]
+        if isinstance(part, Filler):
             target[start : start + width] = 0
             target[start : start + min(width, 1)] = part.first
         else:
@@ -92,7 +92,7 @@ def _add_parts(parts: list[tuple[Any, ...]], wanted: Concatenation) -> bool:
     itemsize, pitch, start = target.itemsize, target.shape[0] * target.itemsize, target.data.ptr
     aligned, places = True, pitch
     for part in wanted.parts:
-        if isinstance(part, Constant):
+        if isinstance(part, Filler):
             width, first = part.width, int(np.array(part.first, target.dtype).view(f"u{itemsize}"))
             source = NOWHERE
         else:

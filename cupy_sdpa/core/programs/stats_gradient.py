@@ -12,7 +12,7 @@ from typing import Any
 
 from ..boundary.arguments import views_of_shapes
 from ..boundary.layouts import in_own_layout
-from ..kernels.concatenation import Concatenation, Constant, concatenate
+from ..kernels.concatenation import Concatenation, Filler, concatenate
 from ..kernels.ragged import sum_over_scores
 from ..kernels.stats_gradient import ROWS, append_stats_gradient
 from ..options.scale import read_scale
@@ -75,7 +75,7 @@ def with_rows(steps: Steps, arrays: Mapping[str, Any], *, equal: bool) -> tuple[
     def widen(name: str, like: View, width: int, *, copied: bool = True) -> None:
         """An array with more rows, which are 0; if not ``copied`` all of them are."""
         made[name] = steps.temporary((width, *like.shape[1:]), like.dtype)
-        parts = [like, Constant(width - like.shape[0])] if copied else [Constant(width)]
+        parts = [like, Filler(width - like.shape[0])] if copied else [Filler(width)]
         wanted.append(Concatenation(made[name], parts))
 
     def widen_result(name: str, width: int) -> None:

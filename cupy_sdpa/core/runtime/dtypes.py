@@ -13,39 +13,6 @@ class CudaType(NamedTuple):
     header: str = ""
 
 
-#: A rotation, for the kernels that convert to and from FP8. Its operations are rounded one by one, in the order of
-#: :func:`cupy_sdpa.fp8.array.rotate`: every kernel and numpy compute the same bits.
-ROTATION = """
-// The Walsh-Hadamard transform of parts of n elements, divided by sqrt(n). Every thread of the warp calls it.
-__device__ void rotate(float* x, int n) {
-    for (int step = 1; step < 8 && step < n; step *= 2)
-        for (int i = 0; i < 8; ++i)
-            if (!(i & step)) {
-                const float a = x[i], b = x[i + step];
-                x[i] = __fadd_rn(a, b);
-                x[i + step] = __fsub_rn(a, b);
-            }
-    for (int step = 1; step < n / 8; step *= 2)
-        for (int i = 0; i < 8; ++i) {
-            const float other = __shfl_xor_sync(0xffffffffu, x[i], step);
-            x[i] = threadIdx.x & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
-        }
-    float factor = 1;  // rsqrtf is not rounded correctly
-    for (int rest = n; rest > 1; rest /= 4) factor *= rest == 2 ? 0.70710678f : 0.5f;
-    if (n > 1) for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], factor);
-}
-"""
-#: Eight numbers as FP8, for the same kernels.
-PACK = """
-__device__ uint2 pack(const float* x, float scale) {
-    uint2 packed = make_uint2(0, 0);
-    for (int i = 0; i < 4; ++i) {
-        packed.x |= to_fp8(__fmul_rn(x[i], scale)) << 8 * i;
-        packed.y |= to_fp8(__fmul_rn(x[i + 4], scale)) << 8 * i;
-    }
-    return packed;
-}
-"""
 #: The conversions between float and FP8, and the type of an element.
 _FP8 = """
 // A float as FP8: rounded to nearest even, saturated. The macros are the bits of the mantissa, the bias of the exponent, the

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import driver
-from .cuda_code import cuda_kernel
 from .cupy_runtime import capturing, cupy, empty, is_array, stream
 
 #: The C types in which kernels copy memory, by their size in bytes.
@@ -108,27 +107,6 @@ def clear(array: Any, value: float) -> None:
         else:
             bits = int(np.asarray(value, array.dtype).view(np.uint32))
             driver.check(driver.bindings().cuMemsetD32Async(array.data.ptr, bits, array.size, stream()))
-
-
-def host_int32() -> Any:
-    """Return a numpy array int32 ``(1,)`` that contains 0 and that kernels can write to (page-locked memory)."""
-    memory = cupy().cuda.alloc_pinned_memory(4)
-    array = np.frombuffer(memory, np.int32, 1)
-    array[0] = 0
-    return array
-
-
-def differs(found: Any, expected: int, flag: Any) -> None:
-    """Enqueue a comparison: ``flag``, of :func:`host_int32`, becomes 1 if ``found``, int32 ``(1,)``, is another number."""
-    _differs_kernel()((1,), (1,), (found, np.int32(expected), np.uint64(flag.ctypes.data)))
-
-
-@cuda_kernel
-def _differs_kernel() -> str:
-    """Return the kernel of :func:`differs`."""
-    return """extern "C" __global__ void cupy_sdpa_differs(const int* found, int expected, volatile int* flag) {
-            if (*found != expected) *flag = 1;
-        }"""
 
 
 #: The constant arrays ``start, start + step, start + 2 step, ...`` by the id of the CUDA context, start, step and dtype.

@@ -1,0 +1,96 @@
+"""Arrays of a call: their names and dtypes, checks, layouts, other libraries, and ``engine="cupy"``.
+
+============= ===============================================================================================================
+names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS, OUTPUTS,
+              tensor_name, VECTORS
+dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, FloatDtype, rounded, storage_dtype
+checks        NoArray, spec_of, check_counts, check_lengths, check_offsets, read_backward, BoundProblem, GivenStats,
+              TensorSpec, stride_obstacle, shares_memory
+layouts       Layout, default_layout, check_layout, from_own, has_own_axes, in_own_layout, of_caller, takes_default, to_own,
+              convert, needs_conversion
+libraries     Library, is_on_gpu, library_of
+engine="cupy" InterpretedArray, plain, strided, interpreted
+============= ===============================================================================================================
+"""
+
+from ..core._typing import Layout
+from ..core.boundary.argument import NoArray, spec_of, tensor_name
+from ..core.boundary.arguments import check_counts, check_lengths, check_offsets, read_backward
+from ..core.boundary.call import BoundProblem, GivenStats
+from ..core.boundary.conversion import OUTPUTS, convert, needs_conversion
+from ..core.boundary.engine import interpreted
+from ..core.boundary.layouts import (
+    VECTORS,
+    check_layout,
+    from_own,
+    has_own_axes,
+    in_own_layout,
+    of_caller,
+    takes_default,
+    to_own,
+)
+from ..core.boundary.libraries import Library, is_on_gpu, library_of
+from ..core.layout import default_layout
+from ..core.problem.arrays import BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_STATS, SCORE_INPUTS, SEEDS
+from ..core.problem.tensor_spec import (
+    FLOAT_DTYPES,
+    FP8_LARGEST,
+    ITEMSIZE,
+    FloatDtype,
+    TensorSpec,
+    rounded,
+    storage_dtype,
+    stride_obstacle,
+)
+from ..core.replay.bound_program import shares_memory
+from ..core.runtime.interpreted_array import InterpretedArray, plain, strided
+
+__all__ = [
+    "BACKWARD",
+    "CU_SEQLENS",
+    "FLOAT_DTYPES",
+    "FORWARD",
+    "FP8_LARGEST",
+    "ITEMSIZE",
+    "KEY_ARRAYS",
+    "LENGTHS",
+    "OUTPUTS",
+    "REQUESTS",
+    "ROW_STATS",
+    "SCORE_INPUTS",
+    "SEEDS",
+    "VECTORS",
+    "BoundProblem",
+    "FloatDtype",
+    "GivenStats",
+    "InterpretedArray",
+    "Layout",
+    "Library",
+    "NoArray",
+    "TensorSpec",
+    "check_counts",
+    "check_layout",
+    "check_lengths",
+    "check_offsets",
+    "convert",
+    "default_layout",
+    "from_own",
+    "has_own_axes",
+    "in_own_layout",
+    "interpreted",
+    "is_on_gpu",
+    "library_of",
+    "needs_conversion",
+    "of_caller",
+    "plain",
+    "read_backward",
+    "rounded",
+    "shares_memory",
+    "spec_of",
+    "storage_dtype",
+    "stride_obstacle",
+    "strided",
+    "takes_default",
+    "tensor_name",
+    "to_own",
+]
