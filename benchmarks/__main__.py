@@ -13,6 +13,7 @@ from cupy_sdpa.cli.main import exit_status
 COMMANDS = {
     "compare": "presets against PyTorch, cudnn-frontend, FlexAttention, JAX",
     "cpu": "the CPU engine against plain numpy and PyTorch; needs no GPU",
+    "first_use": "what the first call on numpy arrays loads: modules, lines, CPU time; needs no GPU",
     "host_options": "host time of every option, alone and in a mix, against PyTorch",
     "host_trees": "host time of repeated calls, compared with another checkout",
     "sparse": "block masks against FlexAttention",

@@ -12,7 +12,7 @@ import pytest
 from command_line import run as run_command
 from tiers import missing
 
-from benchmarks import compare, cpu, device, figures, presets, runner, table, tables, timing
+from benchmarks import compare, cpu, device, figures, first_use, presets, runner, table, tables, timing
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.contenders import contender, registry
 from benchmarks.presets import PRESETS, Preset
@@ -283,10 +283,24 @@ def test_another_tree(folder):
     assert "is no tree of this repository" in run("host_trees --cpu --before .").complaint
 
 
+def test_first_use(folder):
+    """A first call on numpy arrays loads no kernel, no table of cuDNN, and no layer; docs/design.md says what it loads."""
+    tree = runner.__file__.rpartition("/benchmarks")[0]
+    done = run(f"first_use x.csv --runs 1 --before {tree}")
+    rows = tables.read(str(folder / "x.csv"))
+    assert [row["tree"] for row in rows] == ["before", "now"], done.err
+    assert all(int(row["modules"]) <= 80 and int(row["lines"]) <= 13_600 for row in rows), rows
+    assert "is no tree of this repository" in run("first_use --before .").complaint
+    _, lines = first_use.measure(first_use.ROOT)
+    loaded = {name.split(".")[2] for name in lines if name.startswith("cupy_sdpa.core.")}
+    assert not loaded & {"kernels", "cudnn", "cudnn_engine"}
+    assert {name for name in lines if not name.startswith("cupy_sdpa.core.")} == {"cupy_sdpa.attention_functions"}
+
+
 @with_gpu
 def test_without_a_gpu_the_reason_is_one_line():
     """Every command says that it needs a GPU, or which library it lacks."""
-    for name in COMMANDS.keys() - {"cpu", "tables"}:
+    for name in COMMANDS.keys() - {"cpu", "first_use", "tables"}:
         said = run(f"{name} {WITH_GPU.get(name, '')}").complaint
         assert re.fullmatch(rf"{name}.* needs a GPU \(no GPU: .*\).*|{name} needs \w+, which is not installed", said)
 

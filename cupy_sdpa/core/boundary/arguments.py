@@ -19,7 +19,6 @@ from ..problem.validation import RequestedOutputs, make_problem, with_captured_g
 from ..problem.view import Storage, View
 from ..runtime import cupy_runtime
 from ..runtime.interpreted_array import InterpretedArray
-from ..support.batch import check_batch_invariant
 from . import layouts, user_functions
 from .argument import check_separate, read_arrays, spec_of, tensor_name
 from .call import BoundProblem, Fill
@@ -140,6 +139,8 @@ def _read(
         check_separate(results, tensors | passed)  # arrays in tensors by the caller's names
     bucket = _rounding(options, problem)
     if options.batch_invariant:
+        from ..support.batch import check_batch_invariant
+
         check_batch_invariant(problem, on_cudnn=on_gpu)
     layouts.check_strides(problem, options.layout, on_gpu=on_gpu)
     return BoundProblem(problem, passed, scalars, on_gpu, bucket, functions, gradients, fills)

@@ -14,12 +14,12 @@ from ..problem.bucket import Rounding
 from ..problem.problem import Problem
 from ..runtime import cupy_runtime, driver
 from ..support.engine_problem import engine_problem
-from ..support.why_not import Reason, why_not
 from .user_functions import NO_FUNCTIONS, Functions, Gradients
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
     from ..cudnn_engine.sessions import Session
+    from ..support.why_not import Reason
 
 T = TypeVar("T")
 
@@ -99,6 +99,7 @@ class BoundProblem:
 def unsupported_reasons(problem: Problem, device: int) -> list[Reason]:
     """Return why the loaded cuDNN cannot run a problem on a device, from the support table; empty if no reason is known."""
     from ..cudnn.library import library
+    from ..support.why_not import why_not
 
     return why_not(problem, library().version, cupy_runtime.capability(device))
 

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .. import _html
 from ..options.band import Band
 from ..options.table import DEFAULT_SETTINGS, OF_DIAGONAL, OPTIONS, Settings
 from .arrays import GRADIENTS, REQUESTED_GRADIENTS, RESULTS, SCORE_GRADIENTS
@@ -217,6 +216,8 @@ class Problem:
     def _repr_html_(self) -> str:
         rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype, "" if spec.dense else str(spec.strides))
                 for spec in self.tensors]  # fmt: skip
+        from .. import _html
+
         return _html.with_title(str(self), _html.table(("array", "shape", "dtype", "strides in bytes, if not dense"), rows))
 
     def _features(self) -> Iterator[str]:

@@ -19,7 +19,6 @@ from ..boundary.user_functions import NO_FUNCTIONS, Functions, Gradients, functi
 from ..errors import CudnnError, Unsupported
 from ..graph import graph_of
 from ..graph.nodes import Graph
-from ..kernels.stats_gradient import ROWS
 from ..numpy_engine.interpreter import evaluate
 from ..numpy_engine.row_check import RowCheck
 from ..problem import trace
@@ -30,7 +29,6 @@ from ..problem.view import View, device_of, on_host
 from ..replay.call_key import HOST, CallKey, read_key
 from ..replay.replay_cache import keep_recent
 from ..runtime import cupy_runtime, memory
-from ..runtime.cuda_graph import OnHost
 from ..runtime.interpreted_array import InterpretedArray
 from ..support.engine_problem import engine_problem
 from . import attention_steps
@@ -41,6 +39,7 @@ from .steps import Attend, Step
 
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan import Plan
+    from ..runtime.cuda_graph import OnHost
 
 
 @dataclass
@@ -313,7 +312,11 @@ def _row_check(graph: Graph, attend: Attend, arrays: Mapping[str, Any]) -> RowCh
         return None
     if not isinstance(arrays["q"], np.ndarray):  # on a GPU the check would synchronize in every tile
         return None
-    whole, appended = attend.given_stats in ("whole", "appended"), ROWS if attend.given_stats == "appended" else 0
+    whole, appended = attend.given_stats in ("whole", "appended"), 0
+    if attend.given_stats == "appended":
+        from ..kernels.stats_gradient import ROWS
+
+        appended = ROWS
     return RowCheck(graph, arrays.get("sinks"), problem.settings.dropout, whole=whole, appended=appended)
 
 

@@ -12,9 +12,6 @@ from typing import Any
 from ..boundary.argument import check_arrays
 from ..boundary.read_options import ReadOptions
 from ..errors import in_words
-from ..kernels.ragged import sum_over_scores
-from ..kernels.row_means import row_means
-from ..kernels.scale_kernel import scale_heads
 from ..problem.tensor_spec import Expected
 from ..problem.view import View
 from .executor import is_any_array
@@ -61,6 +58,8 @@ def scaled(
     made, scale = {**arrays}, options.get("scale")
     if not isinstance(scale, View):
         return made, options, lambda: None
+    from ..kernels.scale_kernel import scale_heads
+
     q, dq = arrays["q"], arrays.get("dq")
     made["q"] = steps.temporary(q.shape, q.dtype)
     steps.run(scale_heads, made["q"], q, scale, writes=[made["q"]])
@@ -79,6 +78,9 @@ def scaled(
 
 def _add_gradient(steps: Steps, dscale: View, stats: View, q: View, dq: View) -> None:
     """The sum of the products of q and the gradient of q times its scale, over the elements of each head."""
+    from ..kernels.ragged import sum_over_scores
+    from ..kernels.row_means import row_means
+
     if not stats.size:
         steps.fill(dscale, 0)
         return

@@ -24,7 +24,6 @@ from .decided_options import split_options
 from .executor import ReadCall, compiled, composed, read_operands
 from .head_scales import check_request, check_scales, is_per_head, plain, scaled
 from .program import Builder
-from .stats_gradient import needs_equal, refusal, sum_of_sinks, with_rows
 
 #: The arrays of :func:`cupy_sdpa.attention_backward`, in the order of the cache key: also the gradient of the log-sum-exp.
 GRADIENT_ARRAYS = (*BACKWARD, "dstats")
@@ -94,6 +93,8 @@ def read_stats_gradient(views: Mapping[str, View], dtype: str | None) -> Callabl
     """
     if "dstats" not in views:
         return None
+    from .stats_gradient import refusal
+
     q, k, v = (views[name] for name in "qkv")
     table = expected_arrays(q, k, v, given=views, computed=dtype)
     check_specs([table["dstats"]], {"q": q, "dstats": views["dstats"]})
@@ -204,6 +205,8 @@ def add(
     ``views`` has the arrays of the pass and its results; and "kept q" and others to keep what is rounded.
     ``outputs`` are the results that the caller asked for, ``return_stats`` and others.
     """
+    from .stats_gradient import needs_equal, sum_of_sinks, with_rows
+
     backward, of_stats = "dout" in views, "dstats" in views
     backward |= of_stats
     kept = {name: views[f"kept {name}"] for name in _KEPT if f"kept {name}" in views}

@@ -11,15 +11,17 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..boundary.arguments import read_backward, read_forward
 from ..boundary.call import BoundProblem, Fill
-from ..kernels.merge import Parts
 from ..problem.view import View
 from . import attention_steps
 from .binding import Bindings
 from .steps import Attend, Check, Constant, Step, Steps, join_of
+
+if TYPE_CHECKING:
+    from ..kernels.merge import Parts
 
 #: The alignment of temporaries in their block of memory, in bytes.
 ALIGNMENT = 256

@@ -69,6 +69,11 @@ def add(
     return parts
 
 
+def whole(results: Mapping[str, View]) -> merge.Parts:
+    """The results of a pass over all keys as one part."""
+    return merge.Parts(results["out"][..., None], results["stats"][..., None])
+
+
 def merge_parts(steps: Steps, problem: Problem, parts: Sequence[merge.Parts], arrays: Mapping[str, View]) -> None:
     """Add the step that merges the parts of a problem into its results."""
     factors = None

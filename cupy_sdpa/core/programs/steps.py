@@ -12,6 +12,7 @@ from ..boundary.call import Fill, GivenStats
 from ..boundary.compute import copy
 from ..problem.arrays import INTEGERS
 from ..problem.problem import Problem
+from ..problem.tensor_spec import TensorSpec, storage_dtype
 from ..problem.view import View
 from ..runtime import cupy_runtime, driver, memory
 
@@ -168,6 +169,10 @@ class Steps:
         view = View.dense(f"temporary {len(self.sizes) + 1}", shape, dtype, self.device)
         self.sizes[view.storage.name] = view.nbytes
         return view
+
+    def temporary_of(self, spec: TensorSpec) -> View:
+        """An array of a problem that only this program uses, see :meth:`temporary`."""
+        return self.temporary(spec.shape, storage_dtype(spec.dtype, self.on_gpu))
 
     def constant(self, constant: Constant, *, keep: bool = False) -> View:
         """Add an array that is known now; ``keep``: the program keeps it alive, because nothing that the caller holds does."""

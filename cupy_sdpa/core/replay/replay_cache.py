@@ -39,7 +39,6 @@ from ..boundary.call import logger
 from ..boundary.layouts import is_named
 from ..boundary.user_functions import function_identities
 from ..runtime import cupy_runtime, driver
-from ..runtime.cuda_graph import Recording
 from ..runtime.memory import is_constant
 from .bound_program import BoundProgram, HostProgram, Repeatable, equal_runs, next_use, operands, results_by_name, shares_memory
 from .call_key import HOST, Arguments, ArrayType, CallKey, address, array_names, read_key
@@ -47,6 +46,7 @@ from .call_key import HOST, Arguments, ArrayType, CallKey, address, array_names,
 if TYPE_CHECKING:  # modules that load cuDNN are imported only for CuPy arrays
     from ..cudnn_engine.plan_cache import PlanCache
     from ..cudnn_engine.sessions import Session
+    from ..runtime.cuda_graph import Recording
 
 #: The maximum number of calls in a session, and of address sets counted per call; the least recently used are removed first.
 MAX_CALLS, MAX_ADDRESS_SETS = 1024, 1024
@@ -313,6 +313,8 @@ class DeviceProgram(BoundProgram):
         recorded = self._cache.recorded
         few = (len(self._graphs) + 1) * self._segments <= FEW_GRAPHS
         least = 0 if few else LEAST_NODES if recorded.bytes < recorded.limit // 2 else sys.maxsize
+        from ..runtime.cuda_graph import Recording
+
         try:
             graph = Recording(call.enqueue, own, memory=memory, least_nodes=least)
         finally:

@@ -1,7 +1,7 @@
 """The problem that the engine runs for a caller's problem: lengths, dtypes and layouts in the form that the engine supports.
 
 It depends on the problem alone, so plans can be built before there are arrays. The copies are made by the steps of
-core/programs/attention_steps.py.
+core/programs/engine_form.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any
 from ..problem.arrays import has_score_axes
 from ..problem.bucket import Rounding
 from ..problem.problem import Problem
-from ..problem.slices import launches
 from ..problem.split import split_of, split_problem, with_whole_tiles
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
 from .padding import has_padding, masked_inputs, obstacle
-from .why_not import staging_guards
 
 
 def engine_problem(problem: Problem, bucket: Rounding | None, on_gpu: bool) -> Problem:
@@ -34,7 +32,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     if on_gpu and problem.paged:
         split = split_of(problem)
         problem = split_problem(problem, split) if split else with_whole_tiles(problem)
-    if on_gpu and "merged-sinks" in staging_guards(problem):
+    if "merged-sinks" in staging_guards_of(problem, on_gpu):
         problem = without_sinks(problem)
     if problem.captured:
         problem = replace(problem, captured=tuple(_captured_spec(problem, spec, on_gpu) for spec in problem.captured))
@@ -46,7 +44,7 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     for name in masked_inputs(problem):
         spec = getattr(problem, name)
         specs[name] = dense_spec(name, spec.dtype, spec.shape)
-    guards = staging_guards(problem)
+    guards = staging_guards_of(problem, on_gpu)
     specs |= _bias_and_mask_specs(problem, guards)
     specs |= _gradient_specs(problem)
     if "dense-queries" in guards:
@@ -65,9 +63,27 @@ def _engine_problem(problem: Problem, on_gpu: bool) -> Problem:
     return round_up_totals(problem) if problem.packed else problem
 
 
+def staging_guards_of(problem: Problem, on_gpu: bool) -> frozenset[str]:
+    """The guards of known bugs that decide about copies and launches; none on numpy, which loads no tables of cuDNN."""
+    if not on_gpu:
+        return frozenset()
+    from .why_not import staging_guards
+
+    return staging_guards(problem)
+
+
+def may_mask_rows(problem: Problem) -> bool:
+    """True if the backward pass may have rows that are masked by a bias, a score function, or as padding with sinks."""
+    return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
+
+
 def launched_problems(problem: Problem) -> tuple[Problem, ...]:
     """Return the problems of all launches that compute a problem of the engine, each once."""
-    parts = launches(problem) if "slices" in staging_guards(problem) else (problem,)
+    parts: tuple[Problem, ...] = (problem,)
+    if "slices" in staging_guards_of(problem, True):
+        from ..problem.slices import launches
+
+        parts = tuple(launches(problem))
     return tuple(dict.fromkeys(launch for part in parts for launch in subproblems(part)))
 
 
