@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import __version__
+from .. import CudnnError, __version__
 from ..core.version import version_text
-from ..extend import CudnnError, cupy_runtime
+from ..extend import cupy_runtime
 from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, Status, brief, command_errors, counted, one_line, output_file, positive, print_labeled

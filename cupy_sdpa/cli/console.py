@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from .. import CudnnError
 from ..core.version import version_text
-from ..extend import CudnnError
 
 if TYPE_CHECKING:
     from ..extend.cudnn import PlanInfo

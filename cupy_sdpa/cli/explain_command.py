@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from typing import Any
 
+from .. import CudnnError, Problem, Report
 from .. import explain as explained
 from ..core.support import gpus
 from ..core.version import RELEASES, version_text
-from ..extend import CudnnError, Problem, cupy_runtime
-from ..extend.planning import Report
+from ..extend import cupy_runtime
 from . import problem_options
 from .console import CommandError, add_json, command_errors, one_line, plan_facts, print_wrapped, result, working
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import __version__, store
+from .. import CudnnError, __version__, store
 from ..core.cudnn.deviceless import read_description
 from ..core.cudnn.nvrtc import nvrtc
 from ..core.version import version_text
-from ..extend import CudnnError
 from ..extend.cudnn import library
 from . import machine
 from .console import CommandError, add_json, one_line, result, working

@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from .. import CudnnError
 from ..core.errors import INSTALL_FOR_GPU, pip_install
 from ..core.support.rules import MINIMUM_CAPABILITY
 from ..core.version import MINIMUM_CUDNN, version_text
-from ..extend import CudnnError, cupy_runtime
+from ..extend import cupy_runtime
 from ..extend.cudnn import OVERRIDE, library
 from .console import one_line
 

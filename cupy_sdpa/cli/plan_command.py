@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import Problem
 from ..core.support import gpus
-from ..extend import Problem
 from . import console, problem_options
 from .console import CommandError, Progress, add_json, command_errors, plan_facts, positive, print_labeled, result, working
 

@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Any
 
+from .. import Problem
 from ..explanation import problem
-from ..extend import Problem
 from .console import CommandError, positive
 
 #: The layouts of ``--layout``: the order of the axes, and their names.

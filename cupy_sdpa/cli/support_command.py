@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .. import Problem
 from ..core.support import gpus
 from ..core.support.known_bugs import BUGS, GUARDS, Bug
 from ..core.support.rules import RULES
 from ..core.support.why_not import GUARDS_OFF, unverified_rules, why_not
 from ..core.version import MINIMUM_CUDNN, RELEASES, version_number, version_text
-from ..extend import Problem
 from .console import add_json, command_errors, print_wrapped, result
 from .support_problems import PROBES
 

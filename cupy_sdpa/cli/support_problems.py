@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import Problem
 from ..explanation import problem
-from ..extend import Problem
 
 
 def problem_of_sizes(
