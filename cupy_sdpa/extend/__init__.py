@@ -9,7 +9,7 @@ operation  Call, call_of, operation, read, results_of, run, CallKey, run_cached,
 steps      Builder, Program, View, Check, Constant, passes
 options    Options, ReadOptions, check_names, takes_options, kept_options, is_one_of, read_count, read_flag, read_positive,
            register_option, other_layout
-arrays     Array, ArrayT, arrays_on_gpu, as_int32, check_arrays, read_array, Expected, dtype_name, numpy_dtype,
+arrays     Array, ArrayT, Layout, arrays_on_gpu, as_int32, check_arrays, read_array, Expected, dtype_name, numpy_dtype,
            expected_arrays, check_strides_of, read_forward, device_of, Problem, row_stats_dtype, row_stats_shape
 functions  Access, Recorded, relocated
 kernels    cupy_runtime, Struct, cuda_kernel, TYPES
@@ -20,7 +20,7 @@ errors     CudnnError, Unsupported, in_words
 """
 
 from ..core._html import with_title
-from ..core._typing import Array, ArrayT
+from ..core._typing import Array, ArrayT, Layout
 from ..core.boundary.argument import arrays_on_gpu, as_int32, check_arrays, read_array
 from ..core.boundary.arguments import read_forward
 from ..core.boundary.layouts import check_strides_of, other_layout
@@ -60,6 +60,7 @@ __all__ = [
     "Constant",
     "CudnnError",
     "Expected",
+    "Layout",
     "Operands",
     "Options",
     "Parts",

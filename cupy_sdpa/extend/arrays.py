@@ -6,14 +6,13 @@ names         BACKWARD, CU_SEQLENS, FORWARD, KEY_ARRAYS, LENGTHS, REQUESTS, ROW_
 dtypes        ITEMSIZE, FLOAT_DTYPES, FP8_LARGEST, FloatDtype, rounded, storage_dtype
 checks        NoArray, spec_of, check_counts, check_lengths, check_offsets, read_backward, BoundProblem, GivenStats,
               TensorSpec, stride_obstacle, shares_memory
-layouts       Layout, default_layout, check_layout, from_own, has_own_axes, in_own_layout, of_caller, takes_default, to_own,
-              convert, needs_conversion
+layouts       default_layout, check_layout, from_own, has_own_axes, in_own_layout, of_caller, takes_default, to_own, convert,
+              needs_conversion
 libraries     Library, is_on_gpu, library_of
 engine="cupy" InterpretedArray, plain, strided, interpreted
 ============= ===============================================================================================================
 """
 
-from ..core._typing import Layout
 from ..core.boundary.argument import NoArray, spec_of, tensor_name
 from ..core.boundary.arguments import check_counts, check_lengths, check_offsets, read_backward
 from ..core.boundary.call import BoundProblem, GivenStats
@@ -64,7 +63,6 @@ __all__ = [
     "FloatDtype",
     "GivenStats",
     "InterpretedArray",
-    "Layout",
     "Library",
     "NoArray",
     "TensorSpec",

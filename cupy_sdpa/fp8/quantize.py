@@ -14,6 +14,7 @@ from ..extend import (
     Builder,
     Call,
     CallKey,
+    Layout,
     ReadCall,
     View,
     arrays_on_gpu,
@@ -30,17 +31,7 @@ from ..extend import (
     read_operands,
     results_of,
 )
-from ..extend.arrays import (
-    FP8_LARGEST,
-    Layout,
-    check_counts,
-    check_layout,
-    from_own,
-    of_caller,
-    storage_dtype,
-    takes_default,
-    to_own,
-)
+from ..extend.arrays import FP8_LARGEST, check_counts, check_layout, from_own, of_caller, storage_dtype, takes_default, to_own
 from . import fp8_kernels
 from .array import Fp8Array, along_keys, factor, is_factor, of_factors
 from .fp8_passes import add_conversions, mean_shape

@@ -13,6 +13,7 @@ from ..extend import (
     Array,
     ArrayT,
     Expected,
+    Layout,
     arrays_on_gpu,
     as_int32,
     check_arrays,
@@ -24,7 +25,6 @@ from ..extend import (
 )
 from ..extend.arrays import (
     FLOAT_DTYPES,
-    Layout,
     TensorSpec,
     check_counts,
     check_layout,
