@@ -54,7 +54,7 @@ COMMON = {
     "more queries than keys": {"sq": 300, "skv": 100, "options": {"causal": "top_left"}},
     "lengths beside a tile": {"sq": 127, "skv": 129},
     "71 heads": {"hq": 71, "hkv": 1, "sq": 33, "skv": 33, "b": 1},
-    "slopes from the bottom right": {
+    "slopes of keys on both sides, from the bottom right": {
         "sq": 5, "skv": 90, "options": {"alibi_slopes": "random", "window": (None, None, "bottom_right")}
     },
     "one query": {"d": 128, "dv": 128, "hq": 8, "sq": 1, "skv": 500, "options": {"causal": "bottom_right"}},
