@@ -183,8 +183,8 @@ def attention_backward(
             are always deterministic). True needs a workspace of 2 x Hq x Sq x Skv x B bytes; if that exceeds ``max_workspace``,
             Hopper with cuDNN 9.25.1 or newer uses a slower engine with a small workspace. The choice does not depend on free
             memory; :func:`cupy_sdpa.explain` shows the workspace. Default False.
-        return_dbias: also return the gradient of the bias, with its shape and dtype, summed over its broadcast axes. On the GPU
-            it is accumulated in 16 bits, even for a float32 bias. Default False.
+        return_dbias: also return the gradient of the bias, with its shape and dtype, summed over its broadcast axes and over
+            the batch items that share it. On the GPU it is accumulated in 16 bits, even for a float32 bias. Default False.
         return_dsinks: also return the gradient of the sinks, ``(Hq,)`` float32. Default False.
         return_dscale: also return the gradient of a scale for each head, ``(Hq,)``, with its dtype. Default False.
         return_dtensors: also return the gradients of the floating-point arrays in ``tensors``: True for all, or some names. An

@@ -65,7 +65,8 @@ def attention(
             ``cu_seqlens[b]:cu_seqlens[b + 1]``. Bias, mask and dropout_mask keep their four axes; each sequence uses their
             first keys and queries.
         max_sumexp: whether to also return :math:`m` and :math:`\ell`.
-        options: softcap, alibi_slopes, bias, mask, causal, window, seq_lens_q, seq_lens_kv, as for :func:`scores`.
+        options: softcap, alibi_slopes, bias, bias_repeats, mask, causal, window, seq_lens_q, seq_lens_kv, as for
+            :func:`scores`.
 
     Returns:
         out ``(Dv, Hq, Sq, B)`` and stats ``(Sq, Hq, B)``, float64; with ``max_sumexp`` also max and sum_exp, in the shape of
@@ -117,6 +118,7 @@ def attention_backward(
     scale: float | None = None,
     softcap: float | None = None,
     bias: NDArray[Any] | None = None,
+    bias_repeats: int = 1,
     sinks: NDArray[Any] | None = None,
     dropout_p: float = 0.0,
     dropout_mask: NDArray[Any] | None = None,
@@ -141,14 +143,15 @@ def attention_backward(
 
     Args:
         dout: the gradient of the output, ``(Dv, Hq, Sq, B)``.
-        q, k, v, scale, softcap, bias, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as for
-            :func:`attention`.
+        q, k, v, scale, softcap, bias, bias_repeats, sinks, dropout_p, dropout_mask, cu_seqlens_q, cu_seqlens_kv, options: as
+            for :func:`attention`.
         dstats: :math:`dL`, the gradient of the log-sum-exp, ``(Sq, Hq, B)``, packed ``(Hq, Tq)``; None is 0.
         return_dbias, return_dsinks: whether to also return the gradients of the bias and of the sinks.
 
     Returns:
         dq ``(D, Hq, Sq, B)``, dk ``(D, Hkv, Skv, B)``, dv ``(Dv, Hkv, Skv, B)``, float64; dk and dv are summed over the
-        query heads of a group. With ``return_dbias`` dbias, in the shape of the bias, summed over its axes of length 1; with
+        query heads of a group. With ``return_dbias`` dbias, in the shape of the bias, summed over its axes of length 1 and over
+        the batch entries that share it; with
         ``return_dsinks`` dsinks ``(Hq,)``. For packed sequences dq, dk and dv have the shapes of q, k and v.
 
     >>> x = np.ones((8, 1, 2, 1))
@@ -156,7 +159,8 @@ def attention_backward(
     >>> float(abs(dq).max()), dv.ravel()[0]
     (0.0, np.float64(1.0))
     """
-    _check(q, k, v, dout, bias, packed=cu_seqlens_q is not None, needs_bias=return_dbias, **options)
+    packed = cu_seqlens_q is not None
+    _check(q, k, v, dout, bias, packed=packed, needs_bias=return_dbias, bias_repeats=bias_repeats, **options)
     tau = 1 / math.sqrt(len(q)) if scale is None else scale
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dbias: NDArray[np.float64] = np.zeros((1, 1, 1, 1) if bias is None else bias.shape)
@@ -178,7 +182,7 @@ def attention_backward(
         return results
     for b, h in np.ndindex(q.shape[3], q.shape[1]):
         g = h // (q.shape[1] // k.shape[1])
-        s = scores(q, k, h, b, scale=scale, softcap=softcap, bias=bias, **options)
+        s = scores(q, k, h, b, scale=scale, softcap=softcap, bias=bias, bias_repeats=bias_repeats, **options)
         qh, doh = (_attending(x[:, h, :, b], s != -np.inf) for x in (q, dout))
         kh, vh = (_attended(x[:, g, :, b], s != -np.inf) for x in (k, v))
         p, p_sink, _, _ = _softmax(s, _sink(sinks, h, b, q.shape[2], options))
@@ -191,7 +195,7 @@ def attention_backward(
         dk[:, g, :, b] += own_dk.T
         dv[:, g, :, b] += own_dv.T
         dsinks[h] -= (p_sink * delta[:, 0]).sum()
-        part = dbias[:, :, h % dbias.shape[2], b % dbias.shape[3]]
+        part = dbias[:, :, h % dbias.shape[2], b // bias_repeats % dbias.shape[3]]
         part += ds.T.sum(axis=tuple(axis for axis in (0, 1) if part.shape[axis] == 1), keepdims=True)
     return results
 
@@ -206,6 +210,7 @@ def scores(
     softcap: float | None = None,
     alibi_slopes: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
+    bias_repeats: int = 1,
     mask: NDArray[Any] | None = None,
     **options: Any,
 ) -> NDArray[np.float64]:
@@ -223,6 +228,7 @@ def scores(
         alibi_slopes: :math:`a`, ``(Hq,)``; :math:`\delta_i` is the :func:`diagonal`.
         bias: :math:`\beta`, ``(Skv, Sq, Hq, B)``; an axis of length 1 is broadcast. A score of at most -5e8 with the
             bias is masked.
+        bias_repeats: how many consecutive batch entries share a bias, which is then ``(Skv, Sq, Hq, B / bias_repeats)``.
         mask: bool, with the axes of the bias; False masks a key.
         options: causal, window, seq_lens_q, seq_lens_kv, as for :func:`visible`.
 
@@ -245,7 +251,8 @@ def scores(
         lengths = _length(queries, b, options.get("seq_lens_q")), _length(keys, b, options.get("seq_lens_kv"))
         center = diagonal(i, *lengths, causal=options.get("causal", False), window=options.get("window"))
         penalty = float(alibi_slopes[h]) * np.abs(center - j)
-    of_head = 0.0 if bias is None else np.broadcast_to(bias, shape)[:, :, h, b].T.astype(np.float64)
+    of_entries = bias if bias is None or bias_repeats == 1 else bias.repeat(bias_repeats, axis=3)
+    of_head = 0.0 if of_entries is None else np.broadcast_to(of_entries, shape)[:, :, h, b].T.astype(np.float64)
     s = modified(tau * (qh.T @ kh), softcap=softcap, penalty=penalty, bias=of_head)
     if bias is not None:
         attends = attends & ~(s <= MASKED)  # NaN is not masked
@@ -431,6 +438,8 @@ def _check(
         full = (k.shape[2], q.shape[2], q.shape[1], q.shape[3])
         if any(length not in (1, whole) for length, whole in zip(mask.shape, full, strict=True)):
             raise ValueError(f"mask has shape {mask.shape}; it must broadcast to {full}, (Skv, Sq, Hq, B)")
+    if packed and (repeats := options.get("bias_repeats", 1)) != 1:
+        raise ValueError(f"bias_repeats is {repeats}; the reference does not take it with packed sequences")
     if bias is None and needs_bias:
         raise ValueError("return_dbias is True and bias is None: pass bias=")
 

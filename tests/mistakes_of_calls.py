@@ -40,6 +40,11 @@ def c_order(x, *axes):
     return x.xp.ascontiguousarray(x.s.transpose(axes))
 
 
+def twice(x):
+    """An array with each batch item twice."""
+    return np.asfortranarray(np.concatenate([x, x], axis=-1))
+
+
 #: Options of other libraries, and what the message recommends.
 OTHER_NAMES = {
     "bottom_right_diagonal": "causal='bottom_right'", "return_max_logit": "return_stats='max_sumexp'", "qkv_layer": "three arrays",
@@ -128,6 +133,20 @@ MASKS = [
     row("attention", "a Boolean bias", passing(bias=np.ones((7, 6, 4, 3), bool)), TypeError, "bias is bool", "mask="),
     row("attention", "True as the mask", passing(mask=True), TypeError, "mask is a bool", "numpy.asarray"),
     row("attention", "PyTorch's mask (Sq, Skv)", passing(mask=np.ones((6, 7), bool)), ValueError, "mask.T[..., None, None]"),
+    row("attention", "a bias for half of the batch, such as that of another batch", lambda x: attention(*map(twice, x.qkv),
+        bias=x.normal(7, 6, 4, 2)), ValueError, "bias", "(7, 6, 4, 2)", "6", "bias_repeats=3"),
+    row("attention", "bias_repeats of another batch", passing(bias=np.zeros((7, 6, 4, 2), "f4"), bias_repeats=2), ValueError,
+        "bias", "(7, 6, 4, 2)", "bias_repeats is 2", "a batch of 4", "a batch of 3"),
+    row("attention", "the number of biases as bias_repeats", lambda x: attention(*map(twice, x.qkv), bias=x.normal(7, 6, 4, 2),
+        bias_repeats=2), ValueError, "bias_repeats is 2", "a batch of 4", "a batch of 6", "bias_repeats=3"),
+    row("attention", "bias_repeats, and the bias is forgotten", passing(bias_repeats=3), ValueError, "bias_repeats is 3", "bias is None"),
+    row("attention", "bias_repeats of a bias for all items", passing(bias=np.full((7, 6, 1, 1), 0.25, "f4", order="F"), bias_repeats=3),
+        dense_of(bias=0.25)),
+    row("attention", "a fraction as bias_repeats", passing(bias=np.zeros((7, 6, 4, 2), "f4"), bias_repeats=1.5), ValueError,
+        "bias_repeats is 1.5"),
+    row("attention_backward", "the gradient of shared biases, and bias_repeats is forgotten", lambda x: attention_backward(
+        *map(twice, (x.dout, *x.qkv, *attention(*x.qkv, return_stats=True))), bias=x.normal(7, 6, 4, 2), return_dbias=True), ValueError,
+        "(7, 6, 4, 2)", "bias_repeats=3"),
     row("attention", "a bias in float64 for float32 arrays", passing(bias=np.full((7, 1, 1, 1), 0.25)), dense_of(bias=0.25)),
     row("attention", "a mask as causal=", passing(causal=np.ones((7, 6, 1, 1), bool)), ValueError, "causal", "'bottom_right'"),
     row("attention", "causal=None, as wrappers pass it", passing(causal=None, window=(2, 0)), lambda x: attention(*x.qkv, window=(2, 0))),

@@ -48,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"sq": 19, "skv": 16, "hq": 4, "hkv": 2, "b": 3, "options": {"packed": ("some_zero", "random", 0, 3, 0, "int32")}},
     "mask": {"sq": 20, "skv": 20, "b": 2, "options": {"mask": ("k11b", "random")}},
     "bias": {"sq": 20, "skv": 20, "hq": 2, "options": {"bias": ("11hb", "float16", "normal"), "return_dbias": True}},
+    "shared biases": {
+        "sq": 20, "skv": 20, "hq": 2, "b": 6, "options": {"bias": ("kqhb", "float16", "normal"), "bias_repeats": 2, "return_dbias": True},
+    },
     "sinks": {"sq": 20, "skv": 20, "hq": 2, "options": {"sinks": "normal", "alibi_slopes": "usual", "return_dsinks": True}},
     "functions": {
         "sq": 20, "skv": 20, "hq": 2, "b": 2,

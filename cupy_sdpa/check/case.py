@@ -9,6 +9,8 @@ The options of a case are literals. Their values:
 ``window``          as in the call
 ``mask``            (axes, kind); axes is a string such as ``"k1h1"`` for the shape (Skv, 1, Hq, 1)
 ``bias``            (axes, dtype, kind)
+``bias_repeats``    a number; the call gets its greatest common divisor with the batch, by which the axis ``"b"`` of the bias is
+                    shorter; without this axis the call gets the batch
 ``seq_lens_q``      kind of lengths: ``"random"``, ``"zero"``, ``"some_zero"``, ``"full"`` or ``"one"``; the same for
                     ``seq_lens_kv``
 ``paged``           the fields of :class:`Paged`
@@ -58,7 +60,7 @@ SIZES = ("d", "dv", "hq", "hkv", "sq", "skv", "b")
 GRADIENTS = {f"return_d{name}": name for name, row in ROWS.items() if row.slope is not None}
 GRADIENTS |= {"return_dsinks": "sinks", "return_dscale": "head_scales", "return_dtensors": "score_mod"}
 #: The options that require another one.
-REQUIRES = GRADIENTS | {"shared_prefix": "paged", "mean": "fp8"}
+REQUIRES = GRADIENTS | {"shared_prefix": "paged", "mean": "fp8", "bias_repeats": "bias"}
 
 
 class Packed(NamedTuple):

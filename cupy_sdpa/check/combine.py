@@ -28,7 +28,7 @@ _OF_PAGES = {*_OF_SCORES, "causal", "window", "seq_lens_q"}
 ONLY_WITH = {
     "fp8": {"scale", "causal", "window", "seq_lens_q", "seq_lens_kv", "stats", "bucket", "max_workspace", "paged", "mean"},
     "shared_prefix": {*_OF_SCORES, "paged", "causal"},
-    "merge": {*_OF_SCORES, "mask", "bias", "deterministic"},
+    "merge": {*_OF_SCORES, "mask", "bias", "bias_repeats", "deterministic"},
     "cache": {*_OF_PAGES, "tree", "deterministic", "preallocated"},
     "weight_sums": {
         "scale", "softcap", "sinks", "max_workspace", "causal", "window", "mask", "seq_lens_q", "seq_lens_kv", "packed",
@@ -39,7 +39,8 @@ ONLY_WITH = {
         "mask_mod", "block_mask", "bucket", "offset",
     },
     "parallel": {
-        *_OF_SCORES, "causal", "window", "mask", "bias", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes", "dropout",
+        *_OF_SCORES, "causal", "window", "mask", "bias", "bias_repeats", "seq_lens_q", "seq_lens_kv", "packed", "alibi_slopes",
+        "dropout",
         "score_mod", "mask_mod", "block_mask", "deterministic", "return_dsinks",
     },
 }  # fmt: skip
@@ -52,7 +53,7 @@ CONFLICTS: tuple[set[str], ...] = (
     {"mean", "paged"},
     {"weight_sums", "packed", "paged"},
     *({"block_mask", "mask", other} for other in ("mask_mod", "tree")),
-    *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree")),
+    *({"packed", other} for other in ("seq_lens_q", "seq_lens_kv", "tree", "bias_repeats")),
     *({"packed", "bucket", other} for other in _NOT_IN_PACKED_BUCKETS),
     *({"paged", other} for other in ("seq_lens_kv", "bucket", "jvp", "dstats", *GRADIENTS)),
     *({"jvp", other} for other in ("dstats", *GRADIENTS)),

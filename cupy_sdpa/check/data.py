@@ -11,7 +11,7 @@ import numpy as np
 from .case import Case, Packed
 from .formats import FP8_SCALE, dtype_of, round_fp8
 from .functions import function_of, tensor_shape
-from .weight_options import ROWS, random_mask, score_shape
+from .weight_options import ROWS, bias_repeats, random_mask, score_shape
 
 #: Options whose literals are passed to the call unchanged.
 LITERAL_OPTIONS = (
@@ -338,6 +338,8 @@ def call_options(case: Case, arrays: dict[str, Any], tensors: dict[str, Any], in
     """Return the forward call's options, with arrays as in :class:`Data`; the dropout seed depends on the set of values."""
     options = {name: case.options[name] for name in LITERAL_OPTIONS if name in case.options}
     options |= {name: arrays[name] for name in ARRAY_OPTIONS if name in arrays}
+    if "bias_repeats" in case.options:
+        options["bias_repeats"] = bias_repeats(case) or None
     if "packed" in case.options:
         options |= {"max_seqlen_q": case.sq} | ({} if case.paged else {"max_seqlen_kv": case.skv})
     if case.paged and case.paged.num_splits:

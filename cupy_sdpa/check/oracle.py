@@ -175,10 +175,15 @@ class Inputs:
         return packed.transpose(2, 0, 1) if packed.ndim == 3 else packed
 
     def sum_to_shape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Sum an array of the shape of the scores to one that broadcasts to ``(Skv, Sq, Hq, B)``, or to ``(Hq,)``."""
+        """Sum an array of the shape of the scores to one that broadcasts to ``(Skv, Sq, Hq, B)``, or to ``(Hq,)``.
+
+        The axis B of the result may be shorter: groups of batch items then share an element.
+        """
         full = np.broadcast_to(array, self.shape).reshape(self.merged_shape).transpose(3, 2, 1, 0)
         if len(shape) == 1:
             return np.asarray(full.sum(axis=(0, 1, 3)))
+        if shape[3] not in (1, full.shape[3]):
+            full = full.reshape(*full.shape[:3], shape[3], full.shape[3] // shape[3]).sum(axis=4)
         axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
         result: Array = full.sum(axis=axes, keepdims=True)
         return result

@@ -5,6 +5,7 @@ It uses no other code of the package, as the oracle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,6 +54,25 @@ def axes_of(problem: Any, spec: Any) -> str:
     return "".join(letter if length > 1 or full <= 1 else "1" for letter, length, full in pairs)
 
 
+def bias_repeats(case: Any) -> int:
+    """How many consecutive batch items share a bias: all of them if the bias has no batch axis."""
+    axes, *_ = case.options["bias"]
+    return case.b if axes[3] == "1" else math.gcd(case.options["bias_repeats"], case.b)
+
+
+def _draw_repeats(sampler: Any) -> int:
+    """Draw how many batch items share a bias, whose batch axis then has one element for each group of them."""
+    b, (axes, *others) = sampler.sizes["b"], sampler.options["bias"]
+    repeats = int(sampler.pick(*(n for n in range(1, max(b, 1) + 1) if b % n == 0)))
+    sampler.options["bias"] = (f"{axes[:3]}{sampler.pick('b', 'b', 'b', '1')}", *others)
+    return repeats
+
+
+def _saved_repeats(problem: Any) -> int | None:
+    batch, groups = problem.sizes[6], problem.bias.shape[3] if problem.bias else 1
+    return None if groups in (1, batch) else batch // groups
+
+
 def _draw_bias(sampler: Any) -> Any:
     axes = sampler.axes()
     dtype = sampler.pick("float16", "bfloat16", "float32", *(["float64"] if sampler.engine == "cpu" else []))
@@ -76,6 +96,8 @@ def _bias(case: Any, rng: np.random.Generator, value: Any) -> Any:
     """Return the option ``bias``."""
     axes, dtype, kind = value
     shape = score_shape(case, axes)
+    if "bias_repeats" in case.options and axes[3] == "b":
+        shape = (*shape[:3], shape[3] // bias_repeats(case))
     bias = rng.standard_normal(shape).astype(dtype_of(dtype))
     if kind != "normal":
         finite = -2e6 if kind.startswith("low") and dtype != "float16" else -LARGEST[dtype]
@@ -98,8 +120,11 @@ def _sinks(case: Any, rng: np.random.Generator, kind: str) -> Any:
 
 
 def _of_bias(inputs: Any, value: Any, work: np.dtype[Any]) -> dict[str, Any]:
+    bias = inputs.data.arrays["bias"]
+    if "bias_repeats" in inputs.case.options:
+        bias = np.repeat(bias, bias_repeats(inputs.case), axis=3)
     with np.errstate(over="ignore"):  # finfo.min of float64 becomes -inf
-        return {"bias": inputs.expand_scores(inputs.data.arrays["bias"]).astype(work)}
+        return {"bias": inputs.expand_scores(bias).astype(work)}
 
 
 def _of_slopes(inputs: Any, value: Any, work: np.dtype[Any]) -> dict[str, Any]:
@@ -125,4 +150,5 @@ ROWS = {
         lambda inputs, value, work: {"softcap": work.type(value)},
     ),
     "sinks": Row(lambda s: s.pick("normal", "high"), "normal", _sinks, lambda p: p.sinks and "normal"),
+    "bias_repeats": Row(_draw_repeats, 2, None, _saved_repeats),
 }  # fmt: skip

@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=shape, nargs="?", const=(), metavar="Skv,Sq,H,B",
             help=f"a {name} (default shape: one for all heads and sequences)",
         )  # fmt: skip
+    options.add_argument("--bias-repeats", type=positive, metavar="N", help="consecutive batch items that share a bias")
     options.add_argument("--scale", type=float, metavar="TAU", help="scale of the scores (default: 1/sqrt(D))")
     options.add_argument("--softcap", type=float, metavar="C", help="softcap of the scores")
     options.add_argument("--alibi", action="store_true", help="ALiBi slopes")
@@ -163,7 +164,7 @@ def _axes(arguments: argparse.Namespace, name: str) -> str:
 def _options(arguments: argparse.Namespace, sizes: list[dict[str, int]]) -> Any:
     """Yield the options of the call; adds the lengths of packed and paged axes to the sizes."""
     q, k, v = sizes
-    for name in ("window", "scale", "softcap", "num_splits", "bucket", "max_workspace"):
+    for name in ("window", "scale", "softcap", "bias_repeats", "num_splits", "bucket", "max_workspace"):
         if (value := getattr(arguments, name)) is not None:
             yield name, value
     for name in ("mask", "bias"):

@@ -36,13 +36,13 @@ from cupy_sdpa.core.problem.arrays import ARRAYS, GRADIENTS, OPTION_ARRAYS, REQU
 from cupy_sdpa.core.problem.problem import Problem
 from cupy_sdpa.parallel import ContextParallel, Loopback, run_threads
 
-D, HQ, HKV, S, B = 16, 4, 2, 140, 2
+D, HQ, HKV, S, B = 16, 4, 2, 140, 4
 RNG = np.random.default_rng(5)
 Q, K, V, DOUT = (np.asfortranarray(RNG.standard_normal((D, heads, S, B)).astype(np.float32)) for heads in (HQ, HKV, HKV, HQ))
 TABLE = np.asfortranarray(np.arange(2 * B, dtype=np.int32).reshape(2, B))
 PAGES = [x.reshape((D, HKV, S // 2, 2 * B), order="F") for x in (K, V)]
 BLOCKS = BlockMask.from_blocks(np.array([[True, True], [False, True]])[:, :, None, None], S, S)
-LENGTHS = np.array([S, 17], np.int32)
+LENGTHS = np.array([S, 17, 60, S], np.int32)
 
 #: The options: the keyword-only parameters of ``attention`` that are no results.
 OPTIONS = {
@@ -78,6 +78,10 @@ VALUES = {
 CASE = Case("cpu", "float32", D, D, HQ, HKV, S, S, B)
 VALUES |= {
     name: {name: row.simplest if row.array is None else row.array(CASE, RNG, row.simplest)} for name, row in ROWS.items()
+}
+VALUES["bias_repeats"] = {
+    "bias": np.asfortranarray(RNG.standard_normal((S, S, HQ, B // 2)).astype(np.float32)),
+    "bias_repeats": 2,
 }
 #: The options that occur with others, and those without an effect on results of the CPU engine.
 WITH = {"cu_seqlens_kv": "cu_seqlens_q", "max_seqlen_q": "cu_seqlens_q", "max_seqlen_kv": "cu_seqlens_q", "seed": "dropout_p",
@@ -170,13 +174,15 @@ EXCLUDED = {
     **{(call, option): "page_table" for call in ("attention_backward", "attention_vjp", "gradients of stats", "attention_jvp", "groups")
        for option in ("page_table", "num_splits")},
     **{(call, option): words for call in ("weight_sums", "weight_entropy") for option, words in {
-        "bias": "score", "dropout_p": "before dropout", "dropout_mask": "before dropout", "num_splits": "omit it",
+        "bias": "score", "bias_repeats": "bias", "dropout_p": "before dropout", "dropout_mask": "before dropout",
+        "num_splits": "omit it",
         "batch_invariant": "its own call", "layout": "(head_dim, heads, seq, batch)", "compute_dtype": ".astype",
     }.items()},
     **{("weight_entropy", option): "only if scores are scale * q k" for option in ("alibi_slopes", "score_mod", "softcap")},
     ("block masks", "cu_seqlens_q"): "140 queries",
     ("block masks", "num_splits"): "mask",
     ("FP8", "batch_invariant"): "factors",
+    ("FP8", "bias_repeats"): "amax_out",
     ("FP8", "compute_dtype"): "compute_dtype",
     ("FP8", "engine"): "engine",
     ("groups", "batch_invariant"): "not measured",

@@ -184,7 +184,8 @@ def _define_problem(
     if user_functions.has_functions(options):
         functions = user_functions.trace_functions(options, problem)
         captured = [spec_of(name, array) for name, array in functions.arrays.items()]
-        problem = make_problem((*specs.values(), *captured), functions.settings, outputs)
+        traced = functions.settings._replace(bias_repeats=settings.bias_repeats)
+        problem = make_problem((*specs.values(), *captured), traced, outputs)
     gradients = user_functions.requested_gradients(return_dtensors, options.get("tensors"), functions)
     if gradients:
         problem = with_captured_gradients(problem, gradients.names_in(problem))

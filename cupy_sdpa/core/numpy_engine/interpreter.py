@@ -268,23 +268,27 @@ def _row_maxima(x: Array) -> Array:
 def _bernoulli(node: Bernoulli, compiler: Compiler) -> Compute:
     """Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"): 32 random bits per element.
 
-    The numbers differ from those of cuDNN. Like those, they depend only on the seed, the offset and the indices of the element.
+    The numbers differ from those of cuDNN. Like those, they depend only on the seed, the offset and the indices of the element,
+    and the heads of all batch items, counted together, are :data:`OFFSET_OF_HEADS` apart in units of the offset.
     """
-    xp, (*_, columns) = compiler.xp, node.out.shape
+    from ..problem.slices import OFFSET_OF_HEADS
+
+    xp, (_, heads, _, columns) = compiler.xp, node.out.shape
     words = -(-columns // 8) * 4  # the number of 64-bit words per row, a multiple of Philox's block of four
 
     def compute(tile: Tile) -> Array:
-        key = [int(tile.run.views[t.name][0, 0, 0, 0]) % 2**64 for t in (node.seed, node.offset)]
+        seed, offset = (int(tile.run.views[t.name][0, 0, 0, 0]) for t in (node.seed, node.offset))
         rows, first = len(tile.rows), tile.rows.start * words // 4
         kept: Array = xp.empty((len(tile.batch), len(tile.heads), rows, len(tile.columns)), compiler.dtype)
         for entry in tile.batch:
             for head in tile.heads:
+                key = seed % 2**64, (offset + OFFSET_OF_HEADS * (entry * heads + head)) % 2**64
                 if xp is np:
-                    source = np.random.Philox(key=key, counter=[0, 0, head, entry])
+                    source = np.random.Philox(key=key)
                     source.advance(first)
                     numbers = source.random_raw(rows * words)
                 else:
-                    numbers = philox((key[0], key[1]), (first, 0, head, entry), rows * words)
+                    numbers = philox(key, (first, 0, 0, 0), rows * words)
                 bits = numbers.view(np.uint32).reshape(rows, 2 * words)[:, tile.columns.start : tile.columns.stop]
                 kept[entry - tile.batch.start, head - tile.heads.start] = bits < np.uint64(round(node.probability * 2**32))
         return kept

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     window: Sequence[int | None] | tuple[int | None, int | None, Literal["top_left", "bottom_right"]] | None
     mask: Array | None
     bias: Array | None
+    bias_repeats: int | None
     seq_lens_q: Array | None
     seq_lens_kv: Array | None
     page_table: Array | None
@@ -90,6 +91,7 @@ class Settings(NamedTuple):
         positive_scale: whether the scale is a positive normal number.
         softcap: whether scores are capped.
         dropout: the probability of dropping a weight.
+        bias_repeats: how many consecutive batch items share a bias; None in a problem, where it follows from the shapes.
         max_seqlen_q, max_seqlen_kv: the maximum lengths of packed sequences.
         deterministic: whether results must be bitwise reproducible; in the forward pass set for a single query only.
         max_workspace: the limit of cuDNN's workspace in bytes, or None.
@@ -105,6 +107,7 @@ class Settings(NamedTuple):
     positive_scale: bool = True
     softcap: bool = False
     dropout: float = 0.0
+    bias_repeats: int | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
     deterministic: bool = False
@@ -168,6 +171,10 @@ _ROWS = (
             "weight_sums weight_sums_problems",
             "adding the log-sum-exp to it would take an array of size Sq x Skv; pass it as a score function of tensors=",
         ) | _OTHER_MEAN,
+    ),
+    Option(
+        "bias_repeats", "scores", parts="same", read=bias.read_repeats, part="settings.bias_repeats",
+        refused=_refused(_SUMS, "bias is not supported: omit both") | _refused("fp8.attention", ""),
     ),
     Option("seq_lens_q", "lengths", parts="sliced", axes="B", dtype="int32"),
     Option("seq_lens_kv", "lengths", parts="sliced", axes="B", dtype="int32", taken=(_PREFIX,)),

@@ -1,14 +1,18 @@
-"""Split gradients whose output or output gradient is too large for one launch into slices of the batch or of the heads.
+"""Split a problem into slices of the batch or of the heads, one for each launch.
 
-cuDNN's kernel for rowsum(dO∘O) computes addresses in 32 bits: dq and dk are wrong where ``out`` or ``dout`` reaches beyond
-2^31 elements (measured with 9.19.0; 9.28.0 is right). All other arrays may be of any size. A slice is a range of batch items,
-where one entry is too large a range of heads. Slices are views; ``out`` and ``dout`` are copied where the view of a slice still
-reaches too far, for example because the heads of a packed array are interleaved.
+**A bias that several batch items share** has a launch for the items of each bias, which then has batch 1: cuDNN's bias has
+batch 1 or B.
+
+**Gradients whose output or output gradient is too large**: cuDNN's kernel for rowsum(dO∘O) computes addresses in 32 bits. dq
+and dk are wrong where ``out`` or ``dout`` reaches beyond 2^31 elements (measured with 9.19.0; 9.28.0 is right). All other
+arrays may be of any size. A slice is a range of batch items, where one item is too large a range of heads. Slices are
+views; ``out`` and ``dout`` are copied where the view of a slice still reaches too far, for example because the heads of a
+packed array are interleaved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -52,6 +56,16 @@ def is_too_large(problem: Problem) -> bool:
     return problem.backward and any(extent(spec) > LIMIT for spec in _limited(problem))
 
 
+def bias_slices(problem: Problem) -> tuple[Slice, ...]:
+    """Return the slices of a problem whose bias is shared by groups of batch items, one for each group; empty for others."""
+    _, _, _, hkv, _, _, batch = problem.sizes
+    groups = problem.bias.shape[3] if problem.bias else 1
+    if groups in (1, batch) or problem.trivial:
+        return ()
+    items = batch // groups
+    return tuple(Slice(range(hkv), range(first, first + items)) for first in range(0, batch, items))
+
+
 def slices(problem: Problem) -> tuple[Slice, ...]:
     """Return the slices of gradients that are too large for one launch; empty if not too large, or too large to slice."""
     _, dv, hq, hkv, sq, _, batch = problem.sizes
@@ -93,19 +107,29 @@ def _limited(problem: Problem) -> tuple[TensorSpec, ...]:
 
 
 def index_of(problem: Problem, name: str, shape: tuple[int, ...], part: Slice) -> tuple[slice, ...]:
-    """Return the elements of an array of the problem, of this name and shape, that belong to a slice."""
-    _, _, hq, hkv, *_ = problem.sizes
-    group = hq // hkv
-    sliced = {
-        "Hq": slice(part.heads.start * group, part.heads.stop * group),
-        "Hkv": slice(part.heads.start, part.heads.stop),
-        "B": slice(part.batch.start, part.batch.stop),
+    """Return the elements of an array of the problem, of this name and shape, that belong to a slice.
+
+    An axis of an array with the axes of the scores may be shorter than that of the problem: several heads or batch items then
+    share an element.
+    """
+    _, _, hq, hkv, _, _, batch = problem.sizes
+    group, whole = hq // hkv if hkv else 0, slice(None)
+    ranges = {
+        "Hq": (part.heads.start * group, part.heads.stop * group, hq),
+        "Hkv": (part.heads.start, part.heads.stop, hkv),
+        "B": (part.batch.start, part.batch.stop, batch),
     }
-    whole, broadcast = slice(None), has_score_axes(name)
+    if problem.paged and name in ("k", "v"):  # the page table selects the pages
+        return (whole,) * len(shape)
+
+    def of_axis(letter: str, length: int) -> slice:
+        if letter not in ranges:
+            return whole
+        start, stop, full = ranges[letter]
+        return slice(start * length // full, -(-stop * length // full)) if has_score_axes(name) else slice(start, stop)
+
     letters = letters_of(name, packed=problem.packed) or ("",) * len(shape)
-    return tuple(
-        whole if broadcast and length == 1 else sliced.get(letter, whole) for letter, length in zip(letters, shape, strict=True)
-    )
+    return tuple(of_axis(letter, length) for letter, length in zip(letters, shape, strict=True))
 
 
 def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> Problem:
@@ -122,9 +146,9 @@ def with_arrays(problem: Problem, specs: dict[str, TensorSpec], part: Slice) -> 
     return replace(problem, settings=settings, **fields)
 
 
-def launches(problem: Problem) -> Iterator[Problem]:
+def launches(problem: Problem, parts: Sequence[Slice]) -> Iterator[Problem]:
     """Yield the problem of each slice of a problem without arrays: slices of dense arrays are dense where they are copied."""
-    for part in slices(problem):
+    for part in parts:
         specs = {}
         for spec in problem.tensors:
             shape = tuple(len(range(*index.indices(n))) for index, n in

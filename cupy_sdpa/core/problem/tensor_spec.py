@@ -210,6 +210,13 @@ def check_broadcastable(spec: TensorSpec, scores: tuple[int, ...], packed: bool)
     name, swapped = spec.name, (1,) * (4 - len(spec.shape)) + spec.shape
     legend = "(max_seqlen_kv, max_seqlen_q, Hq, B)" if packed else "(Skv, Sq, Hq, B)"
     wanted, letters = in_callers_axes(name, scores), legend_in_callers_axes(name, legend)
+    batch = spec.shape[3] if name == "bias" and len(spec.shape) == 4 and not packed else 0
+    if batch and scores[3] % batch == 0 and _broadcasts((*spec.shape[:3], 1), scores):
+        repeats = scores[3] // batch
+        raise ValueError(
+            f"bias has shape {shown_shape(spec)}, a batch of {batch}, but q has a batch of {scores[3]}; it must broadcast to "
+            f"{wanted}, {letters}. If each bias is for {repeats} consecutive batch items, pass bias_repeats={repeats}"
+        )
     if has_callers_axes():
         reverse = _broadcasts(spec.shape[::-1], scores) if len(spec.shape) == 4 else False
         remedy = f"its axes are in reverse order: pass {name}.T" if reverse else "a mask of keys (B, Skv) is [:, None, None, :]"

@@ -132,6 +132,7 @@ def _inputs(arrays: Mapping[str, TensorSpec], settings: Settings) -> Problem:
         _check_paged(arrays, q)
     problem = Problem(q, k, v, q, settings, cu_seqlens_q=arrays.get("cu_seqlens_q"), page_table=arrays.get("page_table"))
     _check_options(arrays, problem)
+    settings = settings._replace(bias_repeats=None)  # the shapes of the problem have it
     *_, sq, skv, _ = problem.sizes
     if not packed and (maximum := settings.max_seqlen_q) is not None:
         if maximum > sq:
@@ -295,10 +296,37 @@ def _check_options(arrays: Mapping[str, TensorSpec], problem: Problem) -> None:
         check_spec(arrays[name], expected)
     for name in SCORE_INPUTS:
         if name in arrays:
-            check_broadcastable(arrays[name], scores, problem.packed)
+            repeats = problem.settings.bias_repeats if name == "bias" else None
+            of_array = scores if repeats is None else _scores_of_repeated_bias(arrays[name], repeats, problem)
+            check_broadcastable(arrays[name], of_array, problem.packed)
     if "dropout_mask" in arrays and (shape := arrays["dropout_mask"].shape) != scores:
         wanted, legend = in_callers_axes("dropout_mask", scores), legend_in_callers_axes("dropout_mask", "(Skv, Sq, Hq, B)")
         raise ValueError(f"dropout_mask has shape {in_callers_axes('dropout_mask', shape)}; it must be {wanted}, {legend}")
+
+
+def _scores_of_repeated_bias(bias: TensorSpec, repeats: int, problem: Problem) -> tuple[int, ...]:
+    """Check the batch of a bias that several batch items share, and return the shape that it broadcasts to."""
+    _, _, hq, _, sq, skv, b = problem.sizes
+    if problem.packed and repeats > 1:
+        raise Unsupported(
+            f"bias_repeats is {repeats} with packed sequences, which is not supported: only dense arrays can be divided into "
+            "the batch items of each bias. Pad the sequences and pass seq_lens_q and seq_lens_kv, or pass a bias for each "
+            "sequence"
+        )
+    if problem.fp8 and repeats > 1:
+        raise Unsupported(
+            f"bias_repeats is {repeats} with {problem.dtype} arrays, which is not supported: amax_out would be that of the "
+            "last batch items alone. Pass a bias for each batch item, or bfloat16 arrays"
+        )
+    if len(bias.shape) == 4 and bias.shape[3] * repeats != b:
+        fix = f"pass one bias for {repeats} consecutive batch items each"
+        if bias.shape[3] and not b % bias.shape[3]:
+            fix = f"pass bias_repeats={b // bias.shape[3]}" + ", or omit it" * (bias.shape[3] in (1, b))
+        raise ValueError(
+            f"bias has shape {shown_shape(bias)} and bias_repeats is {repeats}, which is for a batch of "
+            f"{bias.shape[3] * repeats}, but q has a batch of {b}: {fix}"
+        )
+    return skv, sq, hq, b // repeats
 
 
 #: The arrays whose shapes and dtypes follow from q, k and v.

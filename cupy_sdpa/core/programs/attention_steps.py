@@ -18,7 +18,7 @@ from ..problem.problem import Problem
 from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import storage_dtype
 from ..problem.view import Storage, View
-from ..support.engine_problem import engine_problem, may_mask_rows, staging_guards_of, without_sinks
+from ..support.engine_problem import engine_problem, may_mask_rows, slices_of, without_sinks
 from .steps import Attend, Steps
 
 if TYPE_CHECKING:
@@ -47,17 +47,22 @@ def add(steps: Steps, name: str, call: BoundProblem, *, with_values: bool = Fals
     problem, arrays = call.problem, _with_inputs(steps, call)
     arrays |= {spec.name: steps.temporary_of(spec) for spec in problem.results if spec.name not in arrays}
     values: dict[str, Any] = {"scalars": call.scalars, "source_lines": call.functions.source_lines} if with_values else {}
-    engine = engine_problem(problem, call.bucket, steps.on_gpu)
-    if "slices" in staging_guards_of(engine, steps.on_gpu):
-        from ..problem.slices import slices
-        from . import slice_steps
-
-        for part, own in slice_steps.parts(steps, problem, slices(engine), arrays):
-            _add_launches(steps, name, call, part, own, values)
-    else:
-        _add_launches(steps, name, call, problem, arrays, values)
+    _add_slices(steps, name, call, problem, arrays, values)
     if call.gradients:
         _collect(steps, call.gradients, arrays)
+
+
+def _add_slices(
+    steps: Steps, name: str, call: BoundProblem, problem: Problem, arrays: Mapping[str, View], values: Mapping[str, Any]
+) -> None:
+    """Add the launches of a problem, or of its slices, which may be sliced again."""
+    if parts := slices_of(engine_problem(problem, call.bucket, steps.on_gpu), steps.on_gpu):
+        from . import slice_steps
+
+        for part, own in slice_steps.parts(steps, problem, parts, arrays):
+            _add_slices(steps, name, call, part, own, values)
+    else:
+        _add_launches(steps, name, call, problem, arrays, values)
 
 
 def _add_launches(

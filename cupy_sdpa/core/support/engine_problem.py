@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..problem.arrays import has_score_axes
 from ..problem.bucket import Rounding
@@ -18,6 +18,9 @@ from ..problem.subproblems import subproblems
 from ..problem.tensor_spec import TensorSpec, dense_spec
 from ..problem.varlen import round_up_totals
 from .padding import has_padding, masked_inputs, obstacle
+
+if TYPE_CHECKING:
+    from ..problem.slices import Slice
 
 
 def engine_problem(problem: Problem, bucket: Rounding | None, on_gpu: bool) -> Problem:
@@ -77,14 +80,24 @@ def may_mask_rows(problem: Problem) -> bool:
     return problem.backward and (problem.bias is not None or problem.dsinks is not None or problem.has_score_mod)
 
 
+def slices_of(problem: Problem, on_gpu: bool) -> tuple[Slice, ...]:
+    """Return the slices that a problem of the engine is computed in, which may be sliced again; empty if it is not sliced."""
+    is_too_large = "slices" in staging_guards_of(problem, on_gpu)
+    if not is_too_large and (problem.bias is None or problem.bias.shape[3] == 1):
+        return ()
+    from ..problem.slices import bias_slices, slices
+
+    return bias_slices(problem) or (slices(problem) if is_too_large else ())
+
+
 def launched_problems(problem: Problem) -> tuple[Problem, ...]:
-    """Return the problems of all launches that compute a problem of the engine, each once."""
-    parts: tuple[Problem, ...] = (problem,)
-    if "slices" in staging_guards_of(problem, True):
+    """Return the problems of all launches that compute a problem of the engine on a GPU, each once."""
+    if parts := slices_of(problem, on_gpu=True):
         from ..problem.slices import launches
 
-        parts = tuple(launches(problem))
-    return tuple(dict.fromkeys(launch for part in parts for launch in subproblems(part)))
+        of_parts = (launched_problems(part) for part in launches(problem, parts))
+        return tuple(dict.fromkeys(launch for launched in of_parts for launch in launched))
+    return subproblems(problem)
 
 
 def without_sinks(problem: Problem) -> Problem:
