@@ -20,7 +20,7 @@ SIZE = (360, 240)
 SHOWN = {
     "03_a_training_step": 0, "04_masks_and_scores": 0, "05_speed": 0, "06_generation": 0, "08_derivatives": 1,
     "09_several_gpus": 0, "11_cache_eviction": 1, "12_relative_positions": 1, "13_one_step_generation": 0,
-    "14_tree_of_drafts": 0,
+    "14_tree_of_drafts": 0, "15_pair_bias": 0,
 }  # fmt: skip
 
 
