@@ -57,6 +57,16 @@ def test_the_items_of_a_bias_may_be_sliced(number, engine):
         engine.agrees(case, refused=True)
 
 
+@on_cudnn
+def test_launches_of_sliced_items(engine):
+    """Each launch computes a part of the items of one bias."""
+    q, k, bias = engine.normal(0, D, HQ, 18, 6), engine.normal(1, D, HKV, 18, 6), engine.normal(2, 18, 18, HQ, 2)
+    with sliced(2 * D * HQ * 18):
+        report = explain(q, k, k, backward=True, bias=bias, bias_repeats=3, return_dbias=True)
+    assert [launch.problem.q.shape[3] for launch in report.launches] == [2, 1, 2, 1]
+    assert {launch.problem.bias.shape[3] for launch in report.launches} == {1}
+
+
 def test_the_results_are_those_of_a_repeated_bias(engine):
     """Also with pullbacks, derivatives, prepared calls, other axes and options with an element for each batch item."""
     dout, q, k, v, bias = arrays_of(engine)
