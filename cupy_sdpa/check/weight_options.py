@@ -55,7 +55,7 @@ def axes_of(problem: Any, spec: Any) -> str:
 
 
 def bias_repeats(case: Any) -> int:
-    """How many consecutive batch items share a bias: all of them if the bias has no batch axis."""
+    """Return how many consecutive batch items share a bias: all of them if the bias has no batch axis."""
     axes, *_ = case.options["bias"]
     return case.b if axes[3] == "1" else math.gcd(case.options["bias_repeats"], case.b)
 
