@@ -100,7 +100,7 @@ def test_pages(engine):
     paged = (16, "heads", "random", 0, "mixed", False, False)
     for sq in (1, 5):
         options = {"paged": paged, "bias": ("kqhb", "float32", "normal"), "bias_repeats": 2, "stats": True}
-        engine.agrees(engine.case(d=16, dv=16, hq=4, hkv=2, sq=sq, skv=64, b=6, options=options))
+        engine.agrees(engine.case(d=16, dv=16, hq=4, hkv=2, sq=sq, skv=64, b=6, options=options), refused=True)
 
 
 def test_dropout_drops_what_dropout_mask_returns(engine):
