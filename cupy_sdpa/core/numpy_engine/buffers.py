@@ -80,7 +80,7 @@ def give(tile: Hashable, memory: Memory) -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array in C order, in memory that no array uses any more or in new memory. Never return it to the user."""
+    """Return an array in C order, in memory that no array uses any more or in new memory. It must not reach the user."""
     size = dtype.itemsize
     for length in shape:
         size *= length

@@ -231,7 +231,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             if sink is not None:
                 total += exponentials(sink, top)
         if of_scale is not None:
-            # p = round(scale p): from here on, p is in units of FP8
+            # p = round(scale p): then p is in units of FP8
             p *= values[of_scale]
             p = p if compiler.exact else rounded(p, node.out.dtype).astype(dtype)
         # stats = m + log(l); a row of -inf gives log 0 = -inf

@@ -502,7 +502,7 @@ def _axes(tensor: Tensor) -> tuple[list[int], tuple[slice | None, ...]]:
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
     """Return each batch item's lengths if only these queries and keys must be computed, else None.
 
-    This is so for packed sequences, unless a result has elements for all queries and keys of the longest sequence.
+    Packed sequences are computed this way, unless a result has elements for all queries and keys of the longest sequence.
     """
     first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
     if first is None or not _is_packed(first.a) or first.m is None or first.n is None:
