@@ -213,7 +213,7 @@ class Pullback(Generic[GradientsT]):
         dk: Array | None = None,
         dv: Array | None = None,
     ) -> GradientsT:
-        """``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
+        """Compute ``(dq, dk, dv)`` and the other requested gradients; see :func:`attention_backward`."""
         if dstats is not None and not self.takes_dstats:
             raise TypeError(
                 "dstats is passed, the second positional argument, but the call did not return the log-sum-exp: pass "

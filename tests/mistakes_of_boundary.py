@@ -385,7 +385,7 @@ PAGES = [
 ]  # fmt: skip
 
 ARRAYS = [
-    row("Pullback", "q changed in place", changed_in_place, ValueError, "of another call", "changed in place", "q.copy(order='F')"),
+    row("Pullback", "q changed in place", changed_in_place, ValueError, "from another call", "changed in place", "q.copy(order='F')"),
     row("attention_backward", "the order q, k, v, out, dout, stats", swapped("q", "k", "v", "out", "dout", "stats"), ValueError,
         "in another order; pass (dout, q, k, v, out, stats)", "dout (8, 4, 6, 3)"),
     *[row("attention", f"the option {name}", lambda x, name=name: attention(*x.qkv, **{name: 16}), TypeError, f"no option {name}", remedy)

@@ -237,6 +237,9 @@ def summed(**options):
 
 
 ROWS += [
+    *[row(name, "the arrays of a cache, with its values", lambda x, call=call: call(x.q, k=x.pages_k, v=x.pages_v, **x.paged), TypeError,
+        "option v", "q and k", "del view['v']")
+      for name, call in (("weight_sums", weight_sums), ("weight_entropy", weight_entropy), ("weight_sums_problems", weight_sums_problems))],
     row("weight_sums", "a bias", summed(bias=np.zeros((7, 6, 1, 1), "f4")), Unsupported, "with bias", "score function"),
     *[row("weight_entropy", f"with {name}", lambda x, name=name, value=value: weight_entropy(x.q, x.k, **{name: value}), Unsupported, f"with {name}", words)
       for name, value, words in (

@@ -167,7 +167,11 @@ NNLIB = [
         "from 1"),
     row("nnlib.make_padding_mask", "a length beyond the keys", lambda x: np.asarray(nnlib.make_padding_mask(np.array([9, -1]), 7)),
         lambda x: np.repeat([[[[1, 0]]]], 7, axis=0)),
-    row("nnlib.join_heads", "two axes", lambda x: nnlib.join_heads(x.q[:, :, 0, 0][:, 0]), ValueError, "(8,)"),
+    row("nnlib.join_heads", "one axis", lambda x: nnlib.join_heads(x.q[:, 0, 0, 0]), ValueError, "(8,)", "(d, nheads, len, batch...)"),
+    row("nnlib.join_heads", "two axes", lambda x: nnlib.join_heads(x.q[:, :, 0, 0]), ValueError, "(8, 4)",
+        "(d, nheads, len, batch...)"),
+    row("nnlib.split_heads", "one axis", lambda x: nnlib.split_heads(x.q[:, 0, 0, 0], 2), ValueError, "(8,)", "(n, len, batch...)"),
+    row("nnlib.split_heads", "a number in an array", lambda x: nnlib.split_heads(np.array(1.0), 2), ValueError, "()"),
     row("nnlib.join_heads", "the inverse of split_heads", lambda x: nnlib.join_heads(nnlib.split_heads(flat(x), 2)), flat),
 ]  # fmt: skip
 

@@ -68,6 +68,9 @@ HELPERS = [
     row("merge", "FP8 outputs", lambda x: merge([fp8.quantize(x.q)], [x.q[0]]), TypeError, "Fp8Array", "dequantize"),
     row("merge", "numpy and CuPy arrays", lambda x: merge([x.dout], [np.zeros((6, 4, 3), "f4")]), TypeError, "mixed",
         engine="fake"),
+    row("merge", "lists as statistics", lambda x: merge([x.s], [x.s[0].tolist()]), TypeError, "stats[0] is a list", "numpy.asarray"),
+    row("merge_backward", "a list as the gradient of the log-sum-exp", lambda x: merge_backward(*halves(x), x.dout, [1.0]), TypeError,
+        "dstats is a list", "numpy.asarray"),
     row("merge_backward", "no gradient", lambda x: merge_backward(*halves(x), None), TypeError, "dout and dstats are None"),
     row("merge_backward", "the gradient of missing sinks", lambda x: merge_backward(*halves(x), x.dout, return_dsinks=True), ValueError,
         "return_dsinks is True and sinks is None"),
@@ -353,6 +356,9 @@ MASKS = [
         "kv_num_blocks is an object", "numpy"),
     row("BlockMask.to_dense", "the dense mask as mask=", lambda x: attention(x.s, x.s, x.s, mask=masked(zoo.causal, 6, 6)(
         x).to_dense()), lambda x: output(x.s, x.s, x.s, allowed=causal(6, 6))),
+    row("BlockMask.picture", "the name of a head", lambda x: masked(zoo.causal)(x).picture("a"), TypeError, "head is 'a'", "0 to 0"),
+    row("BlockMask.picture", "a float as the sequence", lambda x: masked(zoo.causal)(x).picture(0, 1.0), TypeError, "entry is 1.0",
+        "0 to 0"),
     row("BlockMask.picture", "a head that does not exist", lambda x: masked(zoo.causal)(x).picture(head=4), IndexError, "head is 4",
         "1"),
     row("BlockMask", "a mask after pickling", lambda x: attention(x.s, x.s, x.s, block_mask=pickle.loads(pickle.dumps(

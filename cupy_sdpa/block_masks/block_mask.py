@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -353,9 +354,10 @@ class BlockMask(NoArray):
         Full blocks are blue, partial blocks orange. Masks of more than 128 blocks are drawn coarser.
 
         Args:
-            head, entry: the head and the sequence. Default 0.
+            head, entry: the indices of the head and the sequence; negative ones count from the end. Default 0.
 
         Raises:
+            TypeError: an index is not an integer.
             IndexError: the mask has no such head or sequence.
 
         >>> import numpy as np, cupy_sdpa
@@ -363,6 +365,8 @@ class BlockMask(NoArray):
         '<svg'
         """
         for name, index, count in (("head", head, self.heads), ("entry", entry, self.batch)):
+            if not isinstance(index, numbers.Integral):
+                raise TypeError(f"{name} is {index!r}; it must be an integer from 0 to {count - 1}")
             if not -count <= index < count:
                 raise IndexError(f"{name} is {index}; the mask has {count}, from 0 to {count - 1}")
         kinds = self._block_kinds[:, :, head, entry]

@@ -12,13 +12,16 @@ def split_heads(x: Any, nheads: int) -> Any:
     """Reshape ``(n, len, batch...)`` to ``(n / nheads, nheads, len, batch...)``; a view of a column-major array.
 
     Raises:
-        ValueError: ``n`` is not a multiple of ``nheads``.
+        TypeError: x is not an array, or nheads is not an integer.
+        ValueError: x has fewer than two axes, or ``n`` is not a multiple of ``nheads``.
 
     >>> import numpy as np
     >>> split_heads(np.zeros((8, 5, 2), order="F"), 2).shape
     (4, 2, 5, 2)
     """
     check_array("x", x)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must be (n, len, batch...)")
     n, *rest = x.shape
     return x.reshape((_head_dim(n, nheads), nheads, *rest), order="F")
 
@@ -34,13 +37,14 @@ def join_heads(x: Any) -> Any:
 
     Raises:
         TypeError: x is not an array.
+        ValueError: x has fewer than three axes.
 
     >>> import numpy as np
     >>> join_heads(np.zeros((4, 2, 5, 2), order="F")).shape
     (8, 5, 2)
     """
     check_array("x", x)
-    if x.ndim < 2:
+    if x.ndim < 3:
         raise ValueError(f"x has shape {x.shape}; it must be (d, nheads, len, batch...)")
     d, nheads, *rest = x.shape
     return x.reshape((d * nheads, *rest), order="F")

@@ -92,7 +92,7 @@ def test_results_of_another_call_are_refused(name, dtype):
     q, k, v, dout = (np.asfortranarray(rng.standard_normal((8, 4, 16, 2)).astype(dtype)) for _ in range(4))
     options = {"causal": True, "sinks": np.float32([0.5, -1, 2, 0]), "softcap": 30.0}
     make, wrong = OTHER_CALLS[name]
-    text = rf"{wrong} is of another call: at query \d+, head \d and batch (item|entry) \d .*pass the {wrong} that the forward call returned"
+    text = rf"{wrong} is from another call: at query \d+, head \d and batch item \d, .*pass the {wrong} that the forward call returned"
     with pytest.raises(ValueError, match=text):
         attention_backward(dout, q, k, v, *make(q, k, v, options), **options)
     prepared = prepare(q, k, v, backward=True, **options)
@@ -128,7 +128,7 @@ def test_rounding_of_small_outputs_is_not_another_call(dtype, head_dim):
         for size in (1e-8, 1.0):
             attention_backward(dout * v.dtype.type(size), q, k, values, out, stats)
         attention_vjp(*(x.astype(np.float32) for x in (q, k, values)), compute_dtype=dtype)[1](dout.astype(np.float32))
-        with pytest.raises(ValueError, match="out is of another call"):
+        with pytest.raises(ValueError, match="out is from another call"):
             attention_backward(dout, q, k, values, out + v.dtype.type(max(scale, 1e-3)), stats)
 
 

@@ -217,3 +217,12 @@ def test_float64_parts_merge_exactly(ends):
     found = cupy_sdpa.attention_backward(dout, q, k, v, out, stats)
     for got, wanted in zip(found, cupy_sdpa.reference.attention_backward(dout, q, k, v), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_list_instead_of_an_array():
+    """The message speaks of the merge, and not of attention."""
+    x, stats = np.ones((8, 2, 3, 1), np.float32, order="F"), np.ones((3, 2, 1), np.float32, order="F")
+    with pytest.raises(TypeError, match=r"^stats\[0\] is a list; this call takes numpy and CuPy arrays"):
+        cupy_sdpa.merge([x], [stats.tolist()])
+    with pytest.raises(TypeError, match=r"^dstats is a list; this call takes numpy and CuPy arrays"):
+        cupy_sdpa.merge_backward([x], [stats], x, stats.tolist())

@@ -199,6 +199,8 @@ def test_display():
     assert html.count("<rect") == 8
     assert "7 of 8 blocks" in html
     assert BlockMask.from_blocks(np.ones((300, 300), bool)).picture().count("<rect") == 100**2
+    with pytest.raises(TypeError, match=r"^head is 'a'; it must be an integer from 0 to 0$"):
+        mask.picture("a")
 
 
 def test_masks_are_read_only():

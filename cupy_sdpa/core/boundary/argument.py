@@ -90,7 +90,7 @@ def read_array(name: str, array: Any) -> Any:
         if callable(array):
             remedy = "it is a function: call it, and pass the result"
         raise TypeError(
-            f"{name} is {in_words(array)}; attention takes numpy and CuPy arrays, or arrays of a single "
+            f"{name} is {in_words(array)}; this call takes numpy and CuPy arrays, or arrays of a single "
             f"other library: {remedy or 'convert with numpy.asarray, cupy.asarray or cupy.from_dlpack'}"
         )
     return array

@@ -76,6 +76,7 @@ _ANSWERS = {
         "alpha need_weights output_attentions return_attention_scores",
     "pass q, k and v by position, or as q=, k= and v=": "key key_layer query query_layer value value_layer",
     "pass q, k and v by position, as three arrays: views such as qkv[:, :, 0] are not copied": "kv kv_layer qkv qkv_layer",
+    "this function takes q and k, but not v: omit v. With a cache: view = cache.view(); del view['v']; then pass **view": "v",
     "the dtype is q's; for float32 arrays pass compute_dtype=": "dtype precision",
     "no option is needed: scores and the softmax are float32, and float64 for float64 arrays": "logits_dtype softmax_dtype",
     "no option is needed: the page size is axis 2 of k and v, or axis 1 with layout='bshd'": "page_size",

@@ -1,4 +1,4 @@
-"""Which axes of the tensors of a graph are the rows and the columns of its scores: the axes along which tiles are blocks."""
+"""Find the tensor axes that are rows and columns of a graph's scores: tiles are blocks along these axes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from ..graph.nodes import Graph, Matmul, Node, PagedLoad, Reduction, Softmax, Tensor, Transpose
 
-#: The axes of the scores, the first product of a graph: queries and keys.
+#: The axes of the scores (the graph's first product): queries and keys.
 ROWS, COLUMNS = "rows", "columns"
-#: What the last two axes of a tensor are: rows or columns of the scores, or None if a tile has all of them.
+#: What a tensor's last two axes are: rows or columns of the scores, or None if every tile has the whole axis.
 MatrixAxes = tuple[str | None, str | None]
 
 
 def matrix_axes(graph: Graph) -> dict[str, MatrixAxes]:
-    """The last two axes of every tensor, by name."""
-    # the axes that have the same positions as an axis
+    """Return what the last two axes of every tensor are, by tensor name."""
+    # for each axis, the axes that have the same positions
     equal: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for node in graph.nodes:
         for one, other in _equal_axes(node):
@@ -32,7 +32,7 @@ def matrix_axes(graph: Graph) -> dict[str, MatrixAxes]:
 
 
 def _equal_axes(node: Node) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """The axes of the tensors of a node that have the same positions."""
+    """Yield the pairs of axes of a node's tensors that have the same positions."""
     out = node.out.name
     if isinstance(node, Matmul):
         yield (node.a.name, 2), (out, 2)
@@ -43,18 +43,18 @@ def _equal_axes(node: Node) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]
         yield (node.x.name, 3), (out, 2)
     elif not isinstance(node, PagedLoad):
         for tensor in (*node.inputs, *node.outputs):
-            broadcast = 1 if tensor.role in ("input", "scalar", "constant") else 0  # axes of this length
+            broadcast = 1 if tensor.role in ("input", "scalar", "constant") else 0  # axes of this length are skipped
             for axis in (2, 3):
                 if tensor.shape[axis] == node.out.shape[axis] > broadcast:
                     yield (tensor.name, axis), (out, axis)
 
 
 class RowBlocks(NamedTuple):
-    """How a graph is computed one block of rows at a time: products that sum over rows are added up.
+    """How to compute a graph one block of rows at a time: products that sum over rows are added up over the blocks.
 
     Attributes:
         summed: the products that are summed over the blocks, such as ``dV = P^T dO``.
-        later: these, and the results of the nodes that read them. They are complete with the last block.
+        later: the summed products and the results of nodes that read them. They are complete after the last block.
     """
 
     summed: frozenset[str]
@@ -62,7 +62,7 @@ class RowBlocks(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, axes: dict[str, MatrixAxes]) -> RowBlocks | None:
-        """How blocks of rows of a graph are computed; None if a step needs all rows at once."""
+        """Return how to compute a graph in blocks of rows; None if a step needs all rows at once."""
         summed: set[str] = set()
         later: set[str] = set()
         for node in graph.nodes:
@@ -79,7 +79,7 @@ class RowBlocks(NamedTuple):
 
 
 def _with_all_columns(node: Node) -> tuple[Tensor, ...]:
-    """The tensors of which a node needs every column."""
+    """Return the tensors of which a node needs every column."""
     if isinstance(node, Matmul):
         return (node.b,)
     if isinstance(node, Softmax) or (isinstance(node, Reduction) and node.out.shape[3] == 1):

@@ -1,7 +1,7 @@
-"""Bands: the conditions of a graph on positions, from which the columns follow that the rows of a tile attend to.
+"""Bands: a graph's conditions on positions, which determine the columns that a tile's rows attend to.
 
-A causal mask, a window, lengths and many mask functions compare positions, as in ``i + Skv - Sq >= j``. Columns where no row
-of a tile satisfies the conditions have the weight 0, and are not computed. Where all rows satisfy one, nothing is masked.
+Causal masks, windows, lengths and many mask functions compare positions, as in ``i + Skv - Sq >= j``. A column where no row
+of the tile satisfies the conditions has weight 0 and is not computed. Where all rows satisfy a condition, nothing is masked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .axes import COLUMNS, ROWS, MatrixAxes
 
 
 class Linear(NamedTuple):
-    """``row i + column j + number + sum(lengths)`` of the positions i and j, with the lengths by name and sign."""
+    """The sum ``row i + column j + number + sum(lengths)`` for positions i and j; each length has a name and a factor."""
 
     row: int
     column: int
@@ -24,7 +24,7 @@ class Linear(NamedTuple):
     lengths: tuple[tuple[str, int], ...] = ()
 
     def plus(self, other: Linear, sign: int = 1) -> Linear:
-        """The sum or the difference."""
+        """Return the sum, or the difference if ``sign`` is -1."""
         lengths = dict(self.lengths)
         for name, times in other.lengths:
             lengths[name] = lengths.get(name, 0) + sign * times
@@ -33,14 +33,14 @@ class Linear(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The condition ``row i + column j <= most``, with coefficients -1, 0 or 1 and numbers for the lengths."""
+    """The condition ``row i + column j <= most``, with coefficients -1, 0 or 1; the lengths are part of ``most``."""
 
     row: int
     column: int
     most: int
 
     def columns(self, rows: range, columns: range, *, every: bool = False) -> range:
-        """The columns where some row, or ``every`` row, satisfies the condition."""
+        """Return the columns where some row (with ``every``, each row) satisfies the condition."""
         if not rows:
             return columns if every else columns[:0]
         ends = (self.row * rows[0], self.row * rows[-1])
@@ -52,7 +52,7 @@ class Bound(NamedTuple):
         return range(min(columns.stop, max(columns.start, -most)), columns.stop)
 
     def rows(self, rows: range) -> range:
-        """The rows that satisfy a condition on rows alone."""
+        """Return the rows that satisfy the condition if it depends on rows alone, else all rows."""
         if self.column or not self.row:
             return rows
         return Bound(0, self.row, self.most).columns(range(1), rows)
@@ -60,7 +60,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Masked(Node):
-    """``out = x`` where all conditions hold, each ``<= 0``, else -inf: a selection whose conditions have no array."""
+    """``out = x`` where every condition is ``<= 0``, else -inf: a selection without an array for its conditions."""
 
     x: Tensor
     conditions: tuple[Linear, ...]
@@ -68,7 +68,7 @@ class Masked(Node):
 
 
 class Bands:
-    """The conditions of a graph: of every selection of -inf, and ``visible``, which hold where a weight is not 0."""
+    """A graph's conditions: ``selections`` for each selection of -inf; ``visible`` hold wherever a weight is not 0."""
 
     def __init__(self, graph: Graph, axes: Mapping[str, MatrixAxes], lengths: Collection[str]) -> None:
         self._axes, self._lengths = axes, lengths
@@ -82,7 +82,7 @@ class Bands:
         self.visible = tuple(dict.fromkeys(self._visible(graph)))
 
     def _visible(self, graph: Graph) -> Iterator[Linear]:
-        """The conditions of the selections before the weights; none if a result has a number for every row and column."""
+        """Yield the conditions of selections before the weights; none if a result has an element for each row and column."""
         if any(self._axes[t.name] == (ROWS, COLUMNS) and not _is_sum(self._nodes[t.name]) for t in graph.by_role("output")):
             return
         weights = [node for node in graph.nodes if isinstance(node, Softmax) or node.out.name == WEIGHTS]
@@ -93,7 +93,7 @@ class Bands:
                 name = found.inputs[0].name
 
     def _conditions(self, tensor: Tensor | None) -> tuple[Linear, ...] | None:
-        """The conditions ``<= 0`` of a boolean tensor, all of which hold; None if it has others."""
+        """Return sums that are all ``<= 0`` exactly where a boolean tensor is true; None if there are no such sums."""
         node = self._nodes.get(tensor.name) if tensor else None
         if not isinstance(node, Pointwise) or node.b is None:
             return None
@@ -114,7 +114,7 @@ class Bands:
         return conditions
 
     def _positions(self, tensor: Tensor) -> Linear | None:
-        """The value of a tensor as a sum of positions and lengths; None if it is none."""
+        """Return a tensor's value as a sum of positions and lengths; None if it is not such a sum."""
         if tensor.name not in self._linear:
             self._linear[tensor.name] = self._sum(tensor)
         return self._linear[tensor.name]
@@ -137,7 +137,7 @@ class Bands:
 
 
 def masked(node: Node, bands: Bands) -> Node:
-    """A selection by conditions on positions as a :class:`Masked`; any other node unchanged."""
+    """Return a selection by conditions on positions as a :class:`Masked`; return any other node unchanged."""
     conditions = bands.selections.get(node.out.name)
     return node if conditions is None else Masked(node.formula, node.out, node.inputs[0], conditions)
 
@@ -147,7 +147,7 @@ def _selects_infinity(node: Node) -> bool:
 
 
 def _subtracts(node: Node) -> bool:
-    """True if a node subtracts the log-sum-exp of the rows: -inf remains, or becomes NaN that a later selection replaces."""
+    """Return True if a node subtracts the log-sum-exp: -inf remains, or becomes NaN, which a later selection replaces."""
     return isinstance(node, Pointwise) and node.mode == "sub" and node.b is not None and node.b.name == "stats"
 
 
@@ -156,7 +156,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def without_unread(nodes: list[Node]) -> list[Node]:
-    """The nodes without those that compute what nothing reads."""
+    """Return the nodes whose results are read or are outputs."""
     read: set[str] = set()
     kept: list[Node] = []
     for node in reversed(nodes):
@@ -167,10 +167,10 @@ def without_unread(nodes: list[Node]) -> list[Node]:
 
 
 def scaled_products(nodes: list[Node], compute_dtype: str) -> tuple[list[Node], dict[str, Tensor]]:
-    """The nodes without the steps ``scale S`` of products S, and the scales by the names of the products.
+    """Remove the steps that scale a product; return the nodes, and the scales by the names of the scaled products.
 
-    ``(scale a) b`` is computed in their place: a has fewer elements than the product, if b is wide. A scale that may be 0 is
-    excluded, since ``(-0 a) b`` is 0 and ``-0 (a b)`` is -0: a second factor follows it.
+    ``(scale a) b`` is computed instead of ``scale (a b)``: if b is wide, a has fewer elements than the product. A scale that a
+    second factor follows may be 0 and stays, because ``(-0 a) b`` is 0 but ``-0 (a b)`` is -0.
     """
     readers: dict[str, list[Node]] = {}
     for node in nodes:

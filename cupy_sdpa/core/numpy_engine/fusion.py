@@ -1,8 +1,8 @@
-"""Fused steps: on CuPy arrays one kernel computes the scale, the masks, the soft cap and the score function.
+"""Fused steps: on CuPy arrays, one kernel computes the scale, the masks, the soft cap and the score function.
 
-A pointwise node whose result is no array of the caller, is not rounded, and is read by pointwise nodes only, has no array:
-its expression is a part of the kernels of the nodes that read it. A kernel is compiled once for an expression and the dtypes
-of its operands. numpy computes node by node.
+A pointwise node gets no array if its result is not the caller's, is not rounded, and is read only by pointwise nodes. Its
+expression becomes part of the kernels of the nodes that read it. A kernel is compiled once for each expression and dtypes of
+its operands. numpy computes node by node.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..graph.nodes import Graph, Node, Pointwise, Tensor
 from ..runtime.cupy_runtime import elementwise
 from ..score_fn.modes import CONDITIONS, MODES
 
-#: The C types by the kind of a dtype; floating-point numbers are of the dtype of the evaluation.
+#: The C type for each dtype kind; floating-point numbers have the evaluation's dtype.
 _INTEGERS = {"b": "bool", "i": "long long"}
-#: The place of a tile: its first batch entry, head, row and column, and its numbers of heads, rows and columns.
+#: A tile's place: its first batch item, head, row and column, and its numbers of heads, rows and columns.
 _PLACE = ("batch", "head", "row", "column", "heads", "rows", "columns")
-#: The positions of an element, by the axis of the mode ``gen_index``; ``i`` counts the elements of a tile in C order.
+#: An element's position along each axis of the mode ``gen_index``; ``i`` counts the tile's elements in C order.
 _POSITIONS = (
     "batch + i / (heads * rows * columns)",
     "head + i / (rows * columns) % heads",
@@ -33,21 +33,21 @@ _POSITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Fused(Node):
-    """Pointwise nodes that one kernel computes, in the order of computation; ``out`` is the result of the last."""
+    """Pointwise nodes that one kernel computes, in this order; ``out`` is the result of the last node."""
 
     parts: tuple[Pointwise, ...]
-    #: The kernels by the dtypes of the operands and that of the evaluation.
+    #: The kernels by the operands' dtypes and the evaluation's dtype.
     kernels: dict[tuple[tuple[str, ...], str], tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that the kernel reads; of positions only the shape of the operand counts."""
+        """The tensors that the kernel reads, without the operands of positions, of which only the shape matters."""
         inside = {part.out.name for part in self.parts}
         read = (t for part in self.parts if part.mode != "gen_index" for t in _operands(part))
         return tuple({t.name: t for t in read if t.name not in inside}.values())
 
     def kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
-        """The kernel for dtypes of the operands and of the evaluation, and the dtype of its result.
+        """Return the kernel for the dtypes of the operands and of the evaluation, and the dtype of its result.
 
         Its arguments are the operands, :data:`_PLACE`, and the result.
         """
@@ -57,7 +57,7 @@ class Fused(Node):
 
     def _kernel(self, dtypes: tuple[str, ...], dtype: str) -> tuple[Any, str]:
         real = {"float32": "float", "float64": "double"}[dtype]
-        # the variable and the kind of every value: "b", "i" or "f"
+        # the variable and the dtype kind of every value: "b", "i" or "f"
         values: dict[str, tuple[str, str]] = {}
         for n, (t, of) in enumerate(zip(self.inputs, dtypes, strict=True)):
             values[t.name] = f"a{n}", np.dtype(of).kind
@@ -74,12 +74,12 @@ class Fused(Node):
 
 
 def _operands(node: Pointwise) -> list[Tensor]:
-    """The operands of a node, without the offsets of packed ones: a tile reads these itself."""
+    """Return a node's operands, without the offsets of packed operands, which the tile reads itself."""
     return [t for t in (node.x, node.b, node.t) if t is not None]
 
 
 def fuse(graph: Graph) -> list[Node]:
-    """The nodes of a graph with pointwise nodes fused."""
+    """Return a graph's nodes with pointwise nodes fused."""
     pointwise = {node.out.name: node for node in graph.nodes if isinstance(node, Pointwise) and _can_be_fused(node)}
     others = (node for node in graph.nodes if node.out.name not in pointwise)
     kept = {t.name for node in others for t in node.inputs}
@@ -95,43 +95,43 @@ def fuse(graph: Graph) -> list[Node]:
 
 
 def exponentials(x: Any, top: Any) -> Any:
-    """``exp(x - m)`` of the scores and the maxima of their rows, with 0 in place of -inf for m."""
+    """Return ``exp(x - m)`` for scores x and their row maxima m, with 0 instead of m = -inf."""
     dtype = x.dtype.name
     return elementwise(f"{dtype} x, {dtype} m", f"{dtype} y", f"y = exp(x - ({_FINITE}))", "exponentials")(x, top)
 
 
 def normalized(p: Any, total: Any) -> Any:
-    """``p / l`` of the sums of rows, written to p; rows without a key are divided by 1."""
+    """Divide p by its row sums l in place, rows without a key by 1."""
     dtype = p.dtype.name
     kernel = elementwise(f"{dtype} x, {dtype} l", f"{dtype} y", "y = x / (l == 0 ? 1 : l)", "normalized")
     return kernel(p, total, p)
 
 
 def log_sum_exp(top: Any, total: Any) -> Any:
-    """``m + log(l)``, with 0 in place of -inf for m: log 0 = -inf is the result of a row without a key."""
+    """Return ``m + log(l)``, with 0 instead of m = -inf: a row without a key gives log 0 = -inf."""
     dtype = top.dtype.name
     kernel = elementwise(f"{dtype} m, {dtype} l", f"{dtype} y", f"y = ({_FINITE}) + log(l)", "row_log_sum_exp")
     return kernel(top, total)
 
 
-#: The maximum m of a row, 0 in place of -inf.
+#: The maximum m of a row, or 0 instead of -inf.
 _FINITE = "isinf(m) && m < 0 ? 0 : m"
 
 
 def _can_be_fused(node: Pointwise) -> bool:
-    """Whether C has an expression for a node; numpy's powers of integers have none."""
+    """Return True if C has an expression for a node; there is none for numpy's powers of integers."""
     return not (node.mode == "pow" and node.out.dtype.startswith("int"))
 
 
 def _is_rounded(tensor: Tensor, graph: Graph) -> bool:
-    """Whether a result has a floating-point dtype with fewer digits than the arithmetic."""
+    """Return True if a result has a floating-point dtype other than the compute dtype."""
     return "float" in tensor.dtype and tensor.dtype != graph.compute_dtype
 
 
 def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Collection[str]) -> list[Pointwise]:
-    """A node after the nodes that its kernel computes, each after those that it reads."""
+    """Return the nodes that a node's kernel computes, each after the nodes that it reads; the node itself is last."""
     found, waiting = {node.out.name}, [node]
-    while waiting:  # functions may have thousands of nodes in a row
+    while waiting:  # score functions may chain thousands of nodes
         last = waiting.pop()
         names = [] if last.mode == "gen_index" else [t.name for t in last.inputs]
         added = {name for name in names if name in pointwise and name not in kept} - found
@@ -141,7 +141,7 @@ def _inside(node: Pointwise, pointwise: dict[str, Pointwise], kept: Collection[s
 
 
 def _expression(node: Pointwise, operands: list[tuple[str, str]], real: str) -> tuple[str, str]:
-    """The C expression of a node, and the kind of its value, with the dtypes of :data:`.interpreter.POINTWISE`."""
+    """Return a node's C expression and the dtype kind of its value, which is the same as in :data:`.interpreter.POINTWISE`."""
     mode, names, kinds = node.mode, [name for name, _ in operands], [kind for _, kind in operands]
     if mode == "gen_index":
         return _POSITIONS[node.axis or 0], "i"

@@ -1,13 +1,13 @@
-"""The interpreter: it evaluates a graph on arrays of numpy or CuPy, and defines the meaning of every node.
+"""The interpreter: evaluates a graph on numpy or CuPy arrays, and defines what each node means.
 
-It is the engine of numpy arrays, and of CuPy arrays with ``engine="cupy"``: the module of the arrays is ``compiler.xp``.
-Integers that the host needs, such as lengths and page tables, are numpy arrays in both cases.
+It is the engine for numpy arrays, and for CuPy arrays with ``engine="cupy"``; ``compiler.xp`` is the arrays' module. Integers
+that the host needs, such as lengths and page tables, are numpy arrays in both cases.
 
-A rule compiles a node: it is called once for a graph, and returns the function that computes the node for a tile.
+A rule compiles a node: it runs once for a graph and returns the function that computes the node for a tile.
 
 There are two precisions. *Declared*: every tensor is rounded to its dtype in the graph, and arithmetic uses the compute
-dtype. This is how calls are computed, and the naive computation to which cuDNN's error is compared. *Exact*:
-float64 without rounding, the exact value of the graph.
+dtype. Calls use this precision, and so does the naive computation with which cuDNN's error is compared. *Exact*: float64
+without rounding, which gives the graph's exact value.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def evaluate(
 ) -> None:
     """Compute a graph and write the results into the arrays of its output tensors.
 
-    ``arrays`` are the caller's, by the names of the input and output tensors: of numpy, or of CuPy except for integers that the
-    host needs. ``scalars`` have the values that the graph lacks. With ``exact`` only the results are rounded.
+    ``arrays`` are the caller's arrays by the names of the input and output tensors: numpy arrays, or CuPy arrays except for
+    integers that the host needs. ``scalars`` are the values that the graph lacks. With ``exact``, only the results are rounded.
 
     Raises:
-        ValueError: ``check`` refused the inputs of a backward pass; results may have been written.
+        ValueError: ``check`` found that the inputs of a backward pass are wrong; results may have been written.
     """
     run = Evaluation(graph, arrays, scalars, exact, check)
     keeps = run.analysis.is_small and run.xp is np
-    with np.errstate(all="ignore"):  # infinities and NaN propagate as in IEEE 754, as on a GPU
+    with np.errstate(all="ignore"):  # infinities and NaN propagate by IEEE 754, as on a GPU
         for tile in run.tiles():
             sizes = (run.analysis, exact, tile.lengths)
             if keeps:
@@ -119,7 +119,7 @@ def _matmul(node: Matmul, compiler: Compiler) -> Compute:
 
 
 def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
-    """The product ``out = a b`` divided by the sums of the rows of a. A product may be too large though the quotient is not."""
+    """Divide the product ``out = a b`` by the row sums of a. The product may overflow where the quotient does not."""
     numbers = out.reshape(-1)
     if math.isfinite(numbers.dot(numbers)):
         return _divided(out, total, np)
@@ -130,12 +130,12 @@ def _quotient(out: Array, a: Array, b: Array, total: Array) -> Array:
 
 
 def _sums_name(weights: Tensor) -> str:
-    """The name of the sums of the rows of softmax weights, which are not divided by them."""
+    """Return the name of the row sums of softmax weights that are not yet divided by them."""
     return f"sums of {weights.name}"
 
 
 def _product(a: Array, b: Array, memory: Memory, name: str) -> Array:
-    """``a b`` for each batch entry and head; the rows of a group of heads that share a head of b are one matrix."""
+    """Return ``a b`` for each batch item and head; heads that share a head of b are stacked into one matrix."""
     batch, heads, rows, terms = a.shape
     shared, columns = b.shape[1], b.shape[3]
     if heads != shared:
@@ -155,13 +155,13 @@ def _product(a: Array, b: Array, memory: Memory, name: str) -> Array:
     return result
 
 
-#: Up to this number of rows, ``b^T a^T`` is faster than ``a b`` if b is a transposed matrix: OpenBLAS packs b otherwise. With 4
-#: to 16 rows of 128 elements and 4096 columns it takes 0.4 to 0.6 of the time.
+#: Up to this number of rows, ``b^T a^T`` is faster than ``a b`` if b is a transposed matrix, which OpenBLAS would otherwise
+#: pack. With 4 to 16 rows of 128 elements and 4096 columns, it takes 0.4 to 0.6 times as long.
 _FEW_ROWS = 32
 
 
 def _sum_of_products(a: Array, b: Array, group: int, memory: Memory, name: str) -> Array:
-    """The sum of ``a b`` over each group of heads: one product of the rows of all its heads. ``a`` is a transposed matrix."""
+    """Return the sum of ``a b`` over each group of heads as one product of all their rows. ``a`` is a transposed matrix."""
     batch, heads, columns, rows = a.shape
     left = a.swapaxes(-1, -2).reshape(batch, heads // group, group * rows, columns).swapaxes(-1, -2)
     right = b.reshape(batch, heads // group, group * rows, b.shape[3])
@@ -171,7 +171,7 @@ def _sum_of_products(a: Array, b: Array, group: int, memory: Memory, name: str) 
 
 
 def _paged_load(node: PagedLoad, compiler: Compiler) -> Compute:
-    """Gather the pages that hold rows before the length; later rows are 0. All tiles of some heads share the result."""
+    """Gather the pages with rows before the length; later rows are 0. All tiles of the same heads share the result."""
     name, xp = node.out.name, compiler.xp
 
     def compute(tile: Tile) -> Array:
@@ -180,7 +180,7 @@ def _paged_load(node: PagedLoad, compiler: Compiler) -> Compute:
             pages = views[node.pages.name]
             page, columns = pages.shape[2:]
             used = xp.asarray(views[node.table.name][tile.batch.start, 0, : -(-length // page), 0])
-            # pages, rows, heads, columns: the order in memory
+            # the order in memory: pages, rows, heads, columns
             rows = pages[:, tile.heads_of(pages)].transpose(0, 2, 1, 3)[used].astype(compiler.dtype, copy=False)
             rows = rows.reshape(len(used) * page, rows.shape[2], columns)[:length]
             if length < tile.columns.stop:
@@ -209,7 +209,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             valid = xp.arange(tile.rows.start, tile.rows.start + x.shape[2])[:, None] < tile.number(node.rows)
             sink = xp.where(valid, sink, -np.inf).astype(dtype)
         if xp is np:
-            # m = max(x), with the sink; the lowest number instead of -inf: exp(-inf - m) = 0, and exp(-inf + inf) is NaN
+            # m = max(x) with the sink, at least the lowest finite number: exp(-inf - m) is then 0, but exp(-inf + inf) is NaN
             top = np.maximum.reduce(x, axis=-1, keepdims=True, initial=lowest, out=memory.get(of_top))
             memory.setdefault(of_top, top)
             if sink is not None:
@@ -231,17 +231,17 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
             if sink is not None:
                 total += exponentials(sink, top)
         if of_scale is not None:
-            # p = round(scale p), in the units of FP8 from here on
+            # p = round(scale p): then p is in units of FP8
             p *= values[of_scale]
             p = p if compiler.exact else rounded(p, node.out.dtype).astype(dtype)
-        # stats = m + log(l); log 0 = -inf is the result of a row of -inf
+        # stats = m + log(l); a row of -inf gives log 0 = -inf
         if stats is not None:
             values[stats] = top + np.log(total) if xp is np else log_sum_exp(top, total)
         if node.max is not None:
             values[node.max.name] = np.where(total == 0, -np.inf, top).astype(dtype) if xp is np else top
         if node.sum_exp is not None:
             values[node.sum_exp.name] = total.copy()
-        # p = p / l, in this step or, with numpy, after the product that reads p
+        # p = p / l, here or, with numpy, after the product that reads p
         if sums is None:
             return _divided(p, total, xp)
         values[sums] = total
@@ -251,7 +251,7 @@ def _softmax(node: Softmax, compiler: Compiler) -> Compute:
 
 
 def _divided(x: Array, total: Array, xp: Any) -> Array:
-    """``x / l`` of the sums of rows, written to x; rows without a key are divided by 1, which is written to l.
+    """Divide x by its row sums l in place, rows without a key by 1, which is also written to l.
 
     All other sums are at least 1.
     """
@@ -261,15 +261,15 @@ def _divided(x: Array, total: Array, xp: Any) -> Array:
 
 
 def _row_maxima(x: Array) -> Array:
-    """The largest element of each row of a CuPy array, -inf without elements: CuPy's reductions have no initial value."""
+    """Return the largest element of each row of a CuPy array, -inf for empty rows: CuPy's reductions take no initial value."""
     return x.max(axis=-1, keepdims=True) if x.shape[-1] else x.sum(axis=-1, keepdims=True) - np.inf  # type: ignore[no-any-return]
 
 
 def _bernoulli(node: Bernoulli, compiler: Compiler) -> Compute:
-    """Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"): 32 random bits per element.
+    """Draw 32 random bits per element with Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
 
-    The numbers differ from those of cuDNN. Like those, they depend only on the seed, the offset and the indices of the element,
-    and the heads of all batch items, counted together, are :data:`OFFSET_OF_HEADS` apart in units of the offset.
+    cuDNN draws different numbers. Both depend only on the seed, the offset and the element's indices. In units of the offset,
+    consecutive heads, counted through all batch items, are :data:`OFFSET_OF_HEADS` apart.
     """
     from ..problem.slices import OFFSET_OF_HEADS
 
@@ -301,7 +301,7 @@ def _pointwise(node: Pointwise, compiler: Compiler) -> Compute:
 
 
 def _masked(node: Masked, compiler: Compiler) -> Compute:
-    """-inf in the columns where not every row satisfies the conditions."""
+    """Write -inf where a condition does not hold; columns where every row satisfies it are skipped."""
     of_x, in_place = compiler.read(node.x), compiler.gives_memory(node.x, node.out)
 
     def compute(tile: Tile) -> Array:
@@ -343,7 +343,7 @@ def _fused(node: Fused, compiler: Compiler) -> Compute:
 def _reduction(node: Reduction, compiler: Compiler) -> Compute:
     name, of_x, xp = node.out.name, compiler.read(node.x), compiler.xp
     is_total, sums_rows = name in compiler.analysis.sums, node.out.shape[3] == 1 and node.x.shape[3] > 1
-    is_summed = node.x.name in compiler.analysis.grouped  # the product is this sum
+    is_summed = node.x.name in compiler.analysis.grouped  # the product already is this sum
     group = node.x.shape[1] // node.out.shape[1]
 
     def compute(tile: Tile) -> Array | None:
@@ -373,14 +373,14 @@ def _transpose(node: Transpose, compiler: Compiler) -> Compute:
 
 
 def _index_shape(node: Pointwise, tile: Tile) -> tuple[int, int, int, int]:
-    """The shape of indices: a vector, not a matrix; it is broadcast where it is read."""
+    """Return the shape of indices: a vector, which is broadcast where it is read."""
     shape = [1, 1, 1, 1]
     shape[node.axis or 0] = len(_positions(node, tile))
     return (shape[0], shape[1], shape[2], shape[3])
 
 
 def _positions(node: Pointwise, tile: Tile) -> range:
-    """The positions of the tile along the axis of a node."""
+    """Return the tile's positions along a node's axis."""
     axis = node.axis or 0
     if axis < 2:
         return (tile.batch, tile.heads)[axis]
@@ -406,7 +406,7 @@ def _select(node: Pointwise, compiler: Compiler) -> Compute:
 
     def compute(tile: Tile) -> Array:
         x, other, condition = operands(tile.values)
-        condition = condition != 0  # it may be 1 and 0
+        condition = condition != 0  # it may be numbers, 1 and 0
         if compiler.xp is not np:
             return compiler.xp.where(condition, x, other).astype(x.dtype, copy=False)  # type: ignore[no-any-return]
         if not in_place:
@@ -418,12 +418,12 @@ def _select(node: Pointwise, compiler: Compiler) -> Compute:
 
 
 def _truncated_division(x: Array, b: Array) -> Array:
-    quotient = x // b  # rounded down, and faster than numpy's remainder
+    quotient = x // b  # rounds down; faster than numpy's remainder
     return quotient + ((quotient < 0) & (quotient * b != x))  # type: ignore[no-any-return]
 
 
 def _elementwise(mode: str, integer: Callable[..., Array] | None = None) -> Callable[[Pointwise, Compiler], Compute]:
-    """Elementwise, in the dtype of the evaluation, or in 64-bit integers if the result is an integer; or a condition."""
+    """Return the rule of an elementwise mode: it computes a condition, 64-bit integers, or the evaluation's dtype."""
     name = MODES[mode].numpy
     assert isinstance(name, str), mode
 
@@ -465,7 +465,7 @@ def _identity(node: Pointwise, compiler: Compiler) -> Compute:
     return lambda tile: tile.values[of_x]
 
 
-#: The meaning of every pointwise mode of a graph.
+#: What each pointwise mode of a graph means.
 POINTWISE: dict[str, Callable[[Pointwise, Compiler], Compute]] = {
     **{mode: _elementwise(mode) for mode, of in MODES.items() if isinstance(of.numpy, str) and isinstance(of.cudnn, str)},
     "div": _elementwise("div", _truncated_division),
@@ -476,7 +476,7 @@ POINTWISE: dict[str, Callable[[Pointwise, Compiler], Compute]] = {
     "binary_select": _select,
 }
 
-#: The meaning of every node.
+#: What each node means.
 RULES: dict[type[Node], Callable[[Any, Compiler], Compute]] = {
     Bernoulli: _bernoulli,
     Checked: checked,

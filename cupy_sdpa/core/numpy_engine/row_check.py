@@ -1,4 +1,4 @@
-"""The check of the log-sum-exp and the output that a backward pass gets on the CPU."""
+"""Check the log-sum-exp and the output that are passed to a backward pass on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checked(Node):
-    """``out = x`` after a check of the rows of x: of P, or of dS with ``dout`` and the ``result`` of the forward pass."""
+    """``out = x`` after a check of its rows: x is P, or dS with ``dout`` and the forward pass's ``result``."""
 
     x: Tensor
     dout: Tensor | None = None
@@ -32,36 +32,36 @@ class Checked(Node):
 
 
 class RowCheck:
-    """Whether the log-sum-exp and the output that a backward pass gets are those of its forward pass.
+    """Check that the log-sum-exp and the output passed to a backward pass came from its forward pass.
 
-    The pass computes ``P = exp(S - L)`` and ``dS = P o (dO V^T - D)`` with ``D = rowsum(dO o O)`` in any case. Rows of P add up
-    to 1, or to ``1 - exp(sink - L)``, and rows of dS to ``D (1 - sum(P))``. If the call has only a part of the keys of its rows
-    (``whole`` is False), rows of P add up to less. The ``appended`` last rows along the head dim of dO and O are no part of the
-    output: D of the graph has them (:mod:`.core.programs.stats_gradient`).
+    The backward pass computes ``P = exp(S - L)`` and ``dS = P o (dO V^T - D)`` with ``D = rowsum(dO o O)`` in any case. Each
+    row of P must add up to 1, or to ``1 - exp(sink - L)``, and each row of dS to ``D (1 - sum(P))``. If the call has only some
+    of the rows' keys (``whole`` is False), rows of P add up to less. The ``appended`` last rows of dO and O along the head dim
+    do not belong to the output, but the graph's D includes them (:mod:`.core.programs.stats_gradient`).
 
-    The tolerance is a bound of the rounding errors, in float32 for every dtype: statistics of a GPU and of merged parts were
-    computed in float32. With u = 2^-23, a unit of float32 for the sums of tensor cores, which truncate:
+    The tolerance bounds the rounding errors. It assumes float32 for every dtype, because a GPU and merges compute the
+    log-sum-exp in float32. With u = 2^-23, a unit of float32 for sums on tensor cores, which truncate:
 
-    - L is a sum of a maximum and a logarithm, each of at most ``|L| + log n``, and S of terms that are added to the scores:
-      eight roundings of ``u (|L| + log n)``;
+    - L is the sum of a maximum and a logarithm, each at most ``|L| + log n``, and terms are added to the scores S: eight
+      rounding errors of ``u (|L| + log n)``;
     - each pass computes the D products of a score: ``u D |scale| |q| |k|``;
     - a sum over n keys: ``u n``;
-    - O is rounded to its dtype, and so are the weights by which the forward pass multiplies V. An element of O has an error of
-      at most ``unit |O|``, or of half of the smallest subnormal number where it is subnormal, so
-      D has one of at most ``unit |dO| |O| + half sum |dO|``.
+    - O is rounded to its dtype, and so are the weights by which the forward pass multiplies V. The error of an element of O is
+      at most ``unit |O|``, or half the smallest subnormal number if the element is subnormal; the error of D is therefore at
+      most ``unit |dO| |O| + half sum |dO|``.
 
-    The tanh of a soft cap is exact on the CPU. Hardware computes it with a relative error of 2^-11, so statistics of a GPU may
-    be refused. Score functions may magnify these errors without a bound: their rows are not checked.
+    The tanh of a soft cap is exact on the CPU. Hardware computes it with a relative error of 2^-11, so the check may raise for
+    a log-sum-exp that a GPU computed. Score functions may magnify these errors without bound, so their rows are not checked.
     """
 
     def __init__(self, graph: Graph, sinks: Array | None, dropout: float, *, whole: bool, appended: int = 0) -> None:
         self.sinks, self.keep, self.whole, self.appended = sinks, 1 - dropout, whole, appended
         self.tensors = analyze(graph).inputs
-        #: The sums of the rows of P of the current tile.
+        #: The row sums of P in the current tile.
         self.sums = np.zeros(0)
 
     def after(self, nodes: Sequence[Node]) -> Iterator[Node]:
-        """The nodes of a graph, with the checks after those that compute P and dS."""
+        """Yield the nodes, and the checks after the nodes that compute P and dS."""
         for node in nodes:
             yield node
             if node.out.name == WEIGHTS:
@@ -70,7 +70,7 @@ class RowCheck:
                 yield Checked("check the rows of dS", node.out, node.out, self.tensors["dout"], self.tensors["out"])
 
     def check_stats(self, tile: Tile, p: Array) -> None:
-        """Check the sums of the rows of P: at first with the part of the tolerance that is the same for all rows."""
+        """Check the row sums of P, first with the part of the tolerance that is the same for all rows."""
         self.sums = total = np.add.reduce(p, axis=-1)
         if self.sinks is not None:
             total = total + np.exp(self.sinks[tile.heads.start : tile.heads.stop, None] - self.read(tile, "stats")[..., 0])
@@ -79,67 +79,67 @@ class RowCheck:
             self.check_every_total(tile, total)
 
     def check_every_total(self, tile: Tile, total: Array) -> None:
-        """Check the sums of the rows of P with the tolerance of each row."""
+        """Check the row sums of P with each row's tolerance."""
         stats = self.read(tile, "stats")[..., 0]
         expected = np.where(np.isfinite(stats), 1.0, 0.0)
         excess = total - expected if not self.whole else np.abs(total - expected)
         remedy = f"pass the stats that the forward call returned for the same q, k and options. {_CHANGED}"
-        text = "exp(score - stats) of the keys must add up to {1:g} and adds up to {0:.6g}"
+        text = "exp(score - stats) must add up to {1:g} over the keys, but adds up to {0:.6g}"
         self.refuse("stats", tile, excess, np.expm1(self.tolerance(tile)), (total, expected), f"{text}: {remedy}")
 
     def tolerance(self, tile: Tile) -> Array:
-        """The tolerance of the scores of each row."""
+        """Return the tolerance of each row's scores."""
         stats = self.read(tile, "stats")[..., 0]
         size = np.abs(np.where(np.isfinite(stats), stats, 0)) + math.log(tile.all_columns + 2)
         products = abs(tile.run.scalars["scale"]) * _norms(self.read(tile, "q"), -1) * self.largest(tile, "k")
         return _UNIT * (8 * size + tile.all_columns + 2 * (self.tensors["q"].shape[3] + 8) * products)  # type: ignore[no-any-return]
 
     def check_out(self, tile: Tile, ds: Array, dout: Array, out: Array) -> None:
-        """Check the sums of the rows of dS: at first without the parts of the tolerance that depend on the scores and out."""
+        """Check the row sums of dS, first without the parts of the tolerance that depend on the scores and on out."""
         subtracted = d = self.keep * _row_products(dout, out)
         if self.appended:
             own = slice(dout.shape[-1] - self.appended)
             d = self.keep * _row_products(dout[..., own], out[..., own])
-        found = np.add.reduce(ds, axis=-1) + subtracted * self.sums  # the sums of the rows of P o dP
+        found = np.add.reduce(ds, axis=-1) + subtracted * self.sums  # the row sums of P o dP
         units = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-9, 2.0**-134)}
         unit, subnormal = units.get(self.tensors["out"].dtype, (_UNIT, 2.0**-150))
         columns, head_dim = tile.all_columns, dout.shape[-1]
         # weights below the smallest normal float16 are rounded by up to 2^-25
         least = 2 * unit + columns * 2.0**-25 + _UNIT * (head_dim + columns)
-        values = self.largest(tile, "v") + (self.appended > 0)  # the gradient of L is added to dP as it is
+        values = self.largest(tile, "v") + (self.appended > 0)  # the gradient of L is added to dP without a factor
         if (np.square(found - d) < _row_products(dout, dout) * np.square(values * least)).all():
             return
         errors = least + 2 * np.expm1(self.tolerance(tile))
         tolerance = _norms(dout, -1) * (values * errors + unit * _norms(out, -1)) + subnormal * np.abs(dout).sum(axis=-1)
         remedy = f"pass the out that the forward call returned for the same q, k, v and options. {_CHANGED}"
-        text = "sum(dout * out) is {1:.6g}, and the weights and v give {0:.6g}"
+        text = "sum(dout * out) is {1:.6g}, but the weights and v give {0:.6g}"
         self.refuse("out", tile, np.abs(found - d), tolerance, (found, d), f"{text}: {remedy}")
 
     def refuse(self, name: str, tile: Tile, error: Array, tolerance: Array, values: tuple[Array, Array], text: str) -> None:
-        """Raise ValueError if an error of a row of the sequence exceeds its tolerance; NaN does not."""
+        """Raise ValueError if the error of one of the sequence's rows exceeds its tolerance; NaN does not."""
         rows = np.arange(tile.rows.start, tile.rows.start + error.shape[2])
         exists = rows < self.length(tile, "seq_lens_q", tile.all_rows)
         wrong = exists & (error > tolerance)
         if wrong.any():
             entry, head, row = (int(n) for n in np.argwhere(wrong)[0])
-            place = f"query {tile.rows[row]}, head {tile.heads[head]} and batch entry {tile.batch[entry]}"
+            place = f"query {tile.rows[row]}, head {tile.heads[head]} and batch item {tile.batch[entry]}"
             numbers = text.format(*(x[entry, head, row] for x in values))
             count = f"{int(wrong[entry, head].sum())} of {int(exists.sum())} rows of this head are wrong"
-            raise ValueError(f"{name} is of another call: at {place} {numbers} ({count})")
+            raise ValueError(f"{name} is from another call: at {place}, {numbers} ({count})")
 
     def read(self, tile: Tile, name: str) -> Array:
-        """The rows of an input that the tile reads, in the dtype of the evaluation."""
+        """Return the rows of an input that the tile reads, in the evaluation's dtype."""
         return tile.part_of(self.tensors[name]).astype(tile.run.dtype, copy=False)
 
     def length(self, tile: Tile, name: str, full: int) -> int:
-        """The length of the batch entry."""
+        """Return the batch item's length."""
         return int(tile.run.views[name][tile.batch.start, 0, 0, 0]) if name in tile.run.views else full
 
     def largest(self, tile: Tile, name: str) -> Array:
-        """The largest norm of the keys or values of each head, ``(batch, heads, 1)``: the same for all tiles of the heads."""
+        """Return the largest norm of each head's keys or values, ``(batch, heads, 1)``, cached for all tiles of the heads."""
         key = f"largest norm of {name}"
         if key not in tile.cache:
-            # transposed: (head_dim, keys); 16-bit arrays as converted for the products
+            # transposed: (head_dim, keys); 16-bit arrays are already converted for the products
             columns = tile.cache.get(name)
             columns = tile.part_of(self.tensors[name], every_column=True) if columns is None else columns
             columns = columns[..., : self.length(tile, "seq_lens_kv", columns.shape[3])]
@@ -151,7 +151,7 @@ class RowCheck:
 
 
 def checked(node: Checked, compiler: Compiler) -> Callable[[Tile], Array]:
-    """The rule of :class:`Checked`."""
+    """Compile a :class:`Checked` node."""
     operands, is_weights = (
         compiler.operands([getattr(node, name) for name in node.operands if getattr(node, name)]),
         node.dout is None,
@@ -168,21 +168,21 @@ def checked(node: Checked, compiler: Compiler) -> Callable[[Tile], Array]:
     return compute
 
 
-#: The end of the message of statistics that do not belong to the other arrays. A pullback passes its own.
+#: The end of the message if stats or out does not belong to the other arrays. A pullback passes its own message.
 _CHANGED = "If an array was changed in place after that call, as by q *= 2, pass that call a copy: q.copy(order='F')"
 #: The unit of the tolerance of :class:`RowCheck`.
 _UNIT = 2.0**-23
-#: Sums of squares are those of float32 numbers from this one to its inverse: neither too small nor too large.
+#: From this number to its inverse, sums of squares in float32 neither underflow nor overflow.
 _SMALL = 1e-30
 
 
 def _row_products(a: Array, b: Array) -> Array:
-    """The sums of the products of the elements of each row."""
+    """Return each row's sum of the products of its elements."""
     return np.add.reduce(np.multiply(a, b, out=buffers.empty(a.shape, a.dtype)), axis=-1)  # type: ignore[no-any-return]
 
 
 def _norms(matrix: Array, axis: int) -> Array:
-    """The Euclidean norms of the rows or columns of a matrix; 0 of those that are not finite."""
+    """Return the Euclidean norms of a matrix's rows or columns, 0 instead of norms that are not finite."""
     rows = (matrix if axis == -1 else matrix.swapaxes(-1, -2)).astype(np.float64)
     norms = np.sqrt(np.einsum("...i,...i->...", rows, rows))
     return np.where(np.isfinite(norms), norms, 0)

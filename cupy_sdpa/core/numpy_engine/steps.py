@@ -1,8 +1,8 @@
-"""Steps: a graph is compiled once to a list of functions of a tile, each of which returns the value of a tensor.
+"""Steps: compile a graph once to a list of functions; each takes a tile and returns a tensor's value.
 
-The rules of the interpreter (:data:`.interpreter.RULES`) compile the nodes. What does not depend on arrays is decided once:
-which inputs a tile reads, which results are rounded and written to the caller's arrays, which operands give their memory to a
-result, and when a value is no longer needed.
+The interpreter's rules (:data:`.interpreter.RULES`) compile the nodes. What does not depend on arrays is decided once:
+which inputs a tile reads, which results are rounded and written to the caller's arrays, which operands' memory a result may
+overwrite, and when a value is no longer needed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 #: What a step computes.
 Compute = Callable[[Tile], Any]
-#: For each of the four axes of a value, whether its length is that of the tile; other axes have the length 1.
+#: For each of a value's four axes, True if it has the tile's length; the other axes have length 1.
 Extent = tuple[bool, bool, bool, bool]
 
 
 class Step(NamedTuple):
-    """A function of a tile, the tensor whose value it returns, and the tensors that no later step reads."""
+    """A function of a tile, the name of the tensor whose value it returns, and the tensors that no later step reads."""
 
     compute: Compute
     name: str
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[Any, Compiler], Compute]]) -> list[Step]:
-    """The steps of a tile. The analysis of the graph keeps them."""
+    """Return a tile's steps, which the graph's analysis keeps."""
     key = tile.is_whole, tile.last, run.xp is np, run.exact, run.check is not None and run.check.whole, run.check is None
     found: list[Step] | None = run.analysis.steps.get(key)
     if found is None:
@@ -55,12 +55,12 @@ def steps_of(run: Evaluation, tile: Tile, rules: Mapping[type[Node], Callable[[A
 
 
 class Compiler:
-    """The steps so far, and what rules ask when they compile a node.
+    """The steps compiled so far, and what rules need to know to compile a node.
 
     Attributes:
         steps: the steps.
         analysis, xp, dtype, exact: see :class:`.tiles.Evaluation`.
-        whole: whether the tile is the only one of the graph.
+        whole: True if the tile is the graph's only one.
     """
 
     def __init__(self, run: Evaluation, tile: Tile) -> None:
@@ -71,13 +71,13 @@ class Compiler:
         #: The tensors that have a value.
         self._known = set(tile.values)
         self._last_reads: frozenset[str] = frozenset()
-        #: The values that are views of other values, and those with the dtype of the evaluation.
+        #: The values that are views of other values, and the values with the evaluation's dtype.
         self._views: set[str] = set()
         self._numbers: set[str] = set()
         self._extents: dict[str, Extent] = {}
 
     def add(self, node: Node, last_reads: frozenset[str], rule: Callable[[Any, Compiler], Compute]) -> None:
-        """Add the steps of a node: it reads inputs, computes, and writes and rounds its results."""
+        """Add a node's steps: read inputs, compute, write and round the results."""
         self._last_reads = last_reads
         compute = rule(node, self)
         self._describe(node)
@@ -92,7 +92,7 @@ class Compiler:
         self.steps[-1] = self.steps[-1]._replace(unread=unread)
 
     def read(self, tensor: Tensor) -> str:
-        """The name of an operand of the node, which a step before it reads if it is an array of the caller."""
+        """Return the name of an operand; if it is a caller's array that is not read yet, first add a step that reads it."""
         name = tensor.name
         if name not in self._known:
             self._known.add(name)
@@ -101,17 +101,17 @@ class Compiler:
         return name
 
     def operands(self, tensors: Sequence[Tensor]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
-        """What returns the values of tensors, of all values of a tile."""
+        """Return a function that picks the tensors' values from all values of a tile."""
         names = [self.read(t) for t in tensors]
         first = names[0] if names else ""
         return operator.itemgetter(*names) if len(names) > 1 else lambda values: [values[first]] if first else []
 
     def is_needed(self, tensor: Tensor) -> bool:
-        """Whether a result of the node is one of the call, or is read by a later step."""
+        """Return True if a result of the node is an output of the graph, or a later step reads it."""
         return tensor.role == "output" or tensor.name not in self._last_reads
 
     def gives_memory(self, tensor: Tensor, *others: Tensor | None) -> bool:
-        """Whether the result of the node may overwrite an operand: no later step reads it, and no other operand is larger."""
+        """Return True if the node's result may overwrite an operand: no later step reads it, and no other operand is larger."""
         name = tensor.name
         if name not in self._last_reads or name not in self._numbers or name in self._views:
             return False
@@ -119,14 +119,14 @@ class Compiler:
         return all(mine or not theirs for extent in extents for mine, theirs in zip(self._extents[name], extent, strict=True))
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Whether a value is a view of another one."""
+        """Return True if a value shares memory with another value."""
         return tensor.name in self._views
 
     def _append(self, compute: Compute, name: str) -> None:
         self.steps.append(Step(compute, name, ()))
 
     def _describe(self, node: Node) -> None:
-        """Note the extent of the result of a node, whether it has the dtype of the evaluation, and whether it is a view."""
+        """Record the extent of a node's result, whether it has the evaluation's dtype, and whether it is a view."""
         name = node.out.name
         self._extents[name] = _extent(node.out)
         if isinstance(node, Pointwise):
@@ -153,7 +153,7 @@ class Compiler:
             self._append(_rounded(tensor, self), name)
 
     def _is_rounded(self, node: Node, tensor: Tensor) -> bool:
-        """Whether a result has more digits than its dtype. Views have those of their values; a softmax in FP8 has rounded."""
+        """Return True if a result has more digits than its dtype. Views are already rounded, and so is a softmax in FP8."""
         if self.exact or tensor.dtype == self._dtype_name or isinstance(node, PagedLoad):
             return False
         if isinstance(node, Softmax) and node.scale is not None and tensor is node.out:
@@ -167,7 +167,7 @@ def _extent(tensor: Tensor) -> Extent:
 
 
 def _is_number(node: Node, numbers: set[str]) -> bool:
-    """Whether the value of a node has the dtype of the evaluation, if ``numbers`` are the values before it that have."""
+    """Return True if a node's value has the evaluation's dtype; ``numbers`` are the earlier values that have it."""
     if not isinstance(node, Pointwise):
         return not isinstance(node, Fused)
     if node.mode in CONDITIONS or node.mode == "gen_index":
@@ -178,7 +178,7 @@ def _is_number(node: Node, numbers: set[str]) -> bool:
 
 
 def _written(tensor: Tensor, compiler: Compiler) -> Compute:
-    """Write a result to the caller's array: of packed sequences only the tokens that exist."""
+    """Return the step that writes a result to the caller's array; of packed sequences, it writes only the tokens that exist."""
     name, packed = tensor.name, tensor.name in compiler.analysis.packed
     saturates, whole = tensor.dtype in FP8_LARGEST, compiler.whole
 
@@ -193,7 +193,7 @@ def _written(tensor: Tensor, compiler: Compiler) -> Compute:
 
 
 def _rounded(tensor: Tensor, compiler: Compiler) -> Compute:
-    """Round a value to the dtype of its tensor, in its own memory unless other values are views of it. Integers remain."""
+    """Return the step that rounds a value to its tensor's dtype, in place unless a view shares its memory; integers stay."""
     name, dtype, working, on_gpu = tensor.name, tensor.dtype, compiler.dtype, compiler.xp is not np
     in_place = not compiler.is_view(tensor)
 

@@ -1,6 +1,6 @@
-"""Tiles: the interpreter computes a block of rows of some heads and batch entries at a time, with the columns they attend to.
+"""Tiles: the interpreter computes one block of rows of some heads and batch items at a time, with the columns they attend to.
 
-Attention of 4096 queries and 4096 keys therefore needs megabytes, not gigabytes.
+Attention of 4096 queries to 4096 keys therefore takes megabytes, not gigabytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
     Array = NDArray[Any]
-#: Elements of one tile of scores on the CPU.
+#: The elements of a tile of scores on the CPU.
 TILE_ELEMENTS = buffers.NBYTES // 4
-#: The same on a GPU: 64 MiB in float32. Smaller tiles launch more kernels: with a quarter both passes of 16384 queries take 3
-#: times as long on an H200; with twice as many elements they take 7 % less.
+#: The elements of a tile on a GPU: 64 MiB in float32. Smaller tiles launch more kernels: with a quarter of the elements, both
+#: passes of 16384 queries take 3 times as long on an H200; with twice as many elements, they take 7 % less time.
 GPU_TILE_ELEMENTS = 1 << 24
-#: With a mask on positions a tile has an eighth of the rows, so that what it excludes is not computed, but at least these.
+#: With a mask on positions, a tile has only an eighth of the rows, so that masked columns are skipped; but at least these.
 MASKED_ROWS, GPU_MASKED_ROWS = 64, 1024
 
 _ALL = slice(None)
@@ -38,14 +38,14 @@ _DTYPES = {name: np.dtype(name) for name in ("float32", "float64")}
 
 
 class Place(NamedTuple):
-    """A block of some heads of some batch entries.
+    """A block of rows and columns, for some heads of some batch items.
 
     Attributes:
         batch, heads, rows, columns: the block.
-        all_rows, all_columns: the numbers of rows and columns of its batch entries.
-        last: whether it has the last rows of its heads.
-        is_whole: whether it is the only one of a graph.
-        lengths: of the block, and of all rows and columns: the shapes of all values depend on these alone.
+        all_rows, all_columns: how many rows and columns its batch items have.
+        last: True if the block contains its heads' last rows.
+        is_whole: True if the block is the graph's only one.
+        lengths: the lengths of the block, then all_rows and all_columns: only these determine the shapes of all values.
     """
 
     batch: range
@@ -60,26 +60,27 @@ class Place(NamedTuple):
 
 
 class Analysis:
-    """What all evaluations of a graph have in common.
+    """What all evaluations of a graph share.
 
     Attributes:
-        views: name, axes and the index that adds new axes, of the arrays of the caller.
-        axes: the last two axes of every tensor; see :func:`.matrix_axes`.
-        products: the axes of every product by the name of its result: rows, columns, and what is summed over.
-        grouped: the products of every head that only a sum over groups of heads reads, with the heads of a group: the product
-            is this sum.
-        narrow: the products whose left operand does not depend on the scores: it is a row, a column, or the same in all heads.
-        undivided: the softmax weights that only a product reads: the product is divided by the sums of rows in their place.
+        views: for each caller's array: its name, its axes, and the index that adds new axes.
+        axes: what every tensor's last two axes are; see :func:`.matrix_axes`.
+        products: by the name of a product's result: its row axis, its column axis, and the axis that it sums over.
+        grouped: the products that only a sum over groups of heads reads, with the heads of a group; the product computes this
+            sum directly.
+        narrow: the products whose left operand does not depend on the scores, and may be a row, a column, or shared by all
+            heads.
+        undivided: the softmax weights that only a product reads: the product is divided by the row sums instead of the weights.
         on_host: the names of the integers that the interpreter reads one by one: lengths, offsets, page tables and seeds.
-        nodes: the nodes that numpy computes; ``is_small``: whether a thread keeps the memory of all their results.
-        sums: the shapes of the sums over tiles, by the name of the result; ``over_tiles``: these, and the largest magnitudes.
-        lengths: the lengths of each batch entry, if only these are computed.
-        by_entry: whether a tile has one batch entry, because entries have lengths of their own.
-        blocks: how a block of rows is computed without the other rows; None if it is not.
-        scales: the factors of products, by the names of their results.
-        inputs: the inputs by name; ``direct``: those that are read without a conversion.
-        visible: the conditions on positions that hold where a weight is not 0.
-        shape: batch, heads, rows and columns of the scores; ``group``: the heads that are computed together.
+        nodes: the nodes that numpy computes; ``is_small``: True if a thread keeps the memory of all their results.
+        sums: the shapes of the sums over tiles, by the result's name; ``over_tiles``: also the largest magnitudes.
+        lengths: each batch item's lengths, if only these queries and keys are computed.
+        by_entry: True if a tile has a single batch item, because each item has its own lengths.
+        blocks: how to compute a block of rows without the other rows; None if that is impossible.
+        scales: the factors of products, by their results' names.
+        inputs: the inputs by name; ``direct``: the inputs that are read without conversion.
+        visible: the conditions on positions that hold wherever a weight is not 0.
+        shape: batch, heads, rows and columns of the scores; ``group``: how many heads are computed together.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -105,7 +106,7 @@ class Analysis:
         self.nodes = rewritten
         elements = sum(math.prod(node.out.shape) for node in nodes)
         self.is_small = elements * _DTYPES[graph.compute_dtype].itemsize <= buffers.NBYTES
-        #: The steps of tiles, by the kind of the tile and of the evaluation; see :func:`.steps.steps_of`.
+        #: The steps for each kind of tile and evaluation; see :func:`.steps.steps_of`.
         self.steps: dict[tuple[bool, ...], list[Any]] = {}
         self.products = {
             node.out.name: (self.axes[node.a.name][0], self.axes[node.b.name][1], self.axes[node.b.name][0])
@@ -127,7 +128,7 @@ class Analysis:
         return fuse(self._graph)
 
     def places(self, on_gpu: bool) -> list[Place]:
-        """The places of all tiles, if batch entries have no lengths of their own; they are kept."""
+        """Return the places of all tiles, and keep them; batch items must not have their own lengths."""
         elements = GPU_TILE_ELEMENTS if on_gpu else TILE_ELEMENTS
         found = self._places.get((on_gpu, elements))
         if found is None:
@@ -140,7 +141,7 @@ class Analysis:
         return found
 
     def places_of(self, batch: range, rows: int, columns: int, bounds: Sequence[Bound], *, on_gpu: bool) -> Iterator[Place]:
-        """The places of the tiles of some batch entries, in the order of heads and rows."""
+        """Yield the places of some batch items' tiles, in the order of heads and rows."""
         heads = self.shape[1]
         step, tile_heads, _ = self.block(rows, columns, on_gpu=on_gpu)
         every = range(columns)
@@ -153,7 +154,7 @@ class Analysis:
                 yield Place(*block, rows, columns, part.stop >= rows, lengths == self.shape, (*lengths, rows, columns))
 
     def block(self, rows: int, columns: int, *, on_gpu: bool) -> tuple[int, int, int]:
-        """The rows, heads and batch entries of a tile."""
+        """Return how many rows, heads and batch items a tile has."""
         batch, heads, *_ = self.shape
         elements, fine = (GPU_TILE_ELEMENTS, GPU_MASKED_ROWS) if on_gpu else (TILE_ELEMENTS, MASKED_ROWS)
         of_row = max(1, columns) * self.group
@@ -161,14 +162,14 @@ class Analysis:
         if any(condition.row and condition.column for condition in self.visible):
             step = min(step, max(fine, -(-rows // 8)))
         groups = max(1, min(heads // self.group, elements // (of_row * step)))
-        entries = 1  # on a GPU: a product of more matrices may run another kernel, so bits would depend on the batch
+        entries = 1  # 1 on a GPU: with more matrices, a product may run another kernel, so bits would depend on the batch
         if groups * self.group == heads and not self.by_entry and not on_gpu:
             entries = max(1, min(batch, elements // (max(1, columns) * heads * step)))
         return step, groups * self.group, entries
 
 
 def analyze(graph: Graph) -> Analysis:
-    """The analysis of a graph; the graph keeps it."""
+    """Return the analysis of a graph, which the graph keeps."""
     found: Analysis | None = graph.notes.get("analysis")
     if found is None:
         found = graph.notes["analysis"] = Analysis(graph)
@@ -176,15 +177,15 @@ def analyze(graph: Graph) -> Analysis:
 
 
 class Evaluation:
-    """One evaluation of a graph: the state that all tiles share. Arguments and other attributes are those of :func:`.evaluate`
-    and :class:`Analysis`.
+    """One evaluation of a graph: the state that all tiles share. :func:`.evaluate` and :class:`Analysis` describe the arguments
+    and the other attributes.
 
     Attributes:
-        xp: the module of the arrays, numpy or CuPy.
+        xp: the arrays' module, numpy or CuPy.
         views: the caller's arrays with the axes of their tensors, by name.
         dtype: the dtype of intermediate results.
         row_sums: unfinished sums over the tiles of some heads.
-        totals, largest: sums over tiles, and the largest magnitudes so far, by the name of the result.
+        totals, largest: the sums over tiles and the largest magnitudes so far, by the result's name.
     """
 
     def __init__(
@@ -218,15 +219,15 @@ class Evaluation:
         self.largest: dict[str, Any] = {}
 
     def tiles(self) -> Iterator[Tile]:
-        """All tiles, in the order of batch entries, heads and rows."""
+        """Yield all tiles, in the order of batch items, heads and rows."""
         cache: dict[str, Array] = {}
         for place in self.analysis.places(self.xp is not np) if not self.analysis.by_entry else self._places_by_entry():
             if place.rows.start == 0:
-                cache = {}  # the keys and values of these heads: the same for every block of queries
+                cache = {}  # these heads' keys and values: the same for every block of queries
             yield Tile(self, place, cache)
 
     def _places_by_entry(self) -> Iterator[Place]:
-        """The places of all tiles, with the lengths of each batch entry."""
+        """Yield the places of all tiles, with each batch item's lengths."""
         analysis, on_gpu = self.analysis, self.xp is not np
         batch, _, rows, columns = analysis.shape
         for b in range(batch):
@@ -236,7 +237,7 @@ class Evaluation:
             yield from analysis.places_of(range(b, b + 1), rows, columns, bounds, on_gpu=on_gpu)
 
     def bound(self, condition: Linear, entry: int) -> Bound:
-        """A condition with the lengths of a batch entry."""
+        """Return a condition with a batch item's lengths filled in."""
         number = condition.number
         for name, times in condition.lengths:
             number += times * int(self.views[name][entry, 0, 0, 0])
@@ -244,13 +245,13 @@ class Evaluation:
 
 
 class Tile:
-    """A place, and the values of the tensors there: arrays with four axes.
+    """A place, and the tensors' values there: arrays with four axes.
 
     Attributes:
         batch, heads, rows, columns, all_rows, all_columns, last, is_whole, lengths: see :class:`Place`.
-        cache: the values of the tensors without rows, the same for all tiles of the heads.
+        cache: the values of tensors without rows, which all tiles of the heads share.
         values: the tensors computed or read so far, in ``run.dtype``, and the scalars.
-        memory: the arrays to which the steps of an earlier tile of the same sizes wrote; see :class:`.buffers.Memory`.
+        memory: the arrays that the steps of an earlier tile of the same size wrote; see :class:`.buffers.Memory`.
     """
 
     __slots__ = (
@@ -269,7 +270,7 @@ class Tile:
                 self.values[name] = run.views[name]
 
     def read(self, tensor: Tensor) -> Any:
-        """Read an input; tensors without rows that are converted are read once for all tiles of the heads."""
+        """Read an input. Tensors without rows that need a conversion are read once for all tiles of the heads."""
         name, run = tensor.name, self.run
         row_axis, column_axis = run.analysis.axes[name]
         kept = ROWS not in (row_axis, column_axis) and (tensor.dtype != run.dtype_name or name in run.analysis.packed)
@@ -284,21 +285,21 @@ class Tile:
         return value
 
     def number(self, tensor: Tensor) -> int:
-        """The integer of this batch entry in an input such as the lengths, which is in the memory of the host."""
+        """Return this batch item's integer in an input in host memory, such as the lengths."""
         return int(self.run.views[tensor.name][self.batch.start, 0, 0, 0])
 
     def start(self, axis: str | None) -> int:
-        """The first position of the tile along an axis of a matrix."""
+        """Return the tile's first position along a matrix axis."""
         return self.rows.start if axis == ROWS else self.columns.start if axis == COLUMNS else 0
 
     def part(self, axis: str | None, length: int) -> slice:
-        """The part of an axis of an array that the tile reads or writes; an array of length 1 is broadcast."""
+        """Return the part of an array's axis that the tile reads or writes; an axis of length 1 is broadcast."""
         if length == 1 or axis is None:
             return _ALL
         return slice(self.rows.start, self.rows.stop) if axis == ROWS else slice(self.columns.start, self.columns.stop)
 
     def add_to_rows(self, tensor: Tensor, value: Array) -> Array | None:
-        """Add to a sum over the tiles of some heads; returns the sum in the last tile, else None."""
+        """Add to a sum over some heads' tiles; return the sum in the last tile, else None."""
         by_columns = self.run.analysis.axes[tensor.name][0] == COLUMNS
         sums = self.run.row_sums.get(tensor.name)
         if sums is None and self.last and not (by_columns and len(self.columns) < self.all_columns):
@@ -323,13 +324,13 @@ class Tile:
         part += value.sum(axis=summed, keepdims=True) if summed else value
 
     def add_to_largest(self, tensor: Tensor, value: Array) -> None:
-        """Take the largest magnitude of all tiles."""
+        """Update the largest magnitude over all tiles."""
         largest, name = self.run.largest, tensor.name
-        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # of FP8, on the CPU only
+        largest[name] = np.maximum(largest.get(name, 0.0), np.abs(value).max(initial=0))  # for FP8, only on the CPU
         self.run.views[name][...] = largest[name]
 
     def part_of(self, tensor: Tensor, *, writes: bool = False, every_column: bool = False) -> Array:
-        """The part of an array that the tile reads or writes. Sums over rows, and what reads them, have all columns."""
+        """Return the part of an array that the tile reads or writes. Sums over rows, and what reads them, have all columns."""
         name, run = tensor.name, self.run
         row_axis, column_axis = run.analysis.axes[name]
         if name in run.analysis.packed:
@@ -347,9 +348,9 @@ class Tile:
         ]
 
     def _sequence(self, tensor: Tensor, *, writes: bool, every_column: bool) -> Array:
-        """The part of a packed tensor that is in the sequence of this batch entry, as far as the graph has positions.
+        """Return this batch item's part of a packed tensor: its sequence, up to the graph's number of positions.
 
-        What is read is padded with zeros if the tile goes beyond the sequence.
+        When reading, positions of the tile beyond the sequence are zeros.
         """
         assert tensor.ragged
         view = self.run.views[tensor.name]
@@ -369,7 +370,7 @@ class Tile:
         return part
 
     def heads_of(self, view: Array) -> slice:
-        """The heads of a tensor, each of which serves a group of consecutive query heads."""
+        """Return the heads of a tensor that the tile reads; each serves a group of consecutive query heads."""
         heads, every = view.shape[1], self.run.heads
         if heads == 1 or len(self.heads) == every:
             return _ALL
@@ -377,7 +378,7 @@ class Tile:
 
 
 def _visible_columns(bounds: Sequence[Bound], rows: range, columns: range) -> range:
-    """The columns that some row attends to."""
+    """Return the columns that some row attends to."""
     for bound in bounds:
         rows = bound.rows(rows)
     for bound in bounds:
@@ -386,7 +387,7 @@ def _visible_columns(bounds: Sequence[Bound], rows: range, columns: range) -> ra
 
 
 def _read_on_host(node: Node) -> Iterator[Tensor]:
-    """The integers of batch entries that the interpreter reads one by one."""
+    """Yield the tensors of integers per batch item that the interpreter reads one by one."""
     names = {Matmul: ("m", "n", "k"), PagedLoad: ("table", "lengths"), Softmax: ("rows",)}
     yield from (t for name in names.get(type(node), ()) if (t := getattr(node, name)) is not None)
     yield from (t.ragged for t in (*node.inputs, *node.outputs) if t.ragged is not None and t.ragged.role == "input")
@@ -397,14 +398,14 @@ def _seeds(node: Node) -> tuple[Tensor, ...]:
 
 
 def _grouped(node: Node) -> tuple[Tensor, ...]:
-    """The tensor of a node whose heads serve groups."""
+    """Return the tensor of a node whose heads serve groups of query heads."""
     if isinstance(node, Matmul):
         return (node.b,)
     return (node.out,) if _sums_heads(node) else ()
 
 
 def _narrow_products(graph: Graph) -> set[str]:
-    """The names of :attr:`Analysis.narrow`: a score function may compute with positions and captured arrays alone."""
+    """Return the names in :attr:`Analysis.narrow`: a score function may use only positions and captured arrays."""
     wide = {t.name for t in graph.by_role("input")}
     narrow: set[str] = set()
     for node in graph.nodes:
@@ -422,7 +423,7 @@ def _narrow_products(graph: Graph) -> set[str]:
 
 
 def _merged_steps(graph: Graph) -> tuple[dict[str, int], set[str]]:
-    """The names of :attr:`Analysis.grouped` and :attr:`Analysis.undivided`."""
+    """Return :attr:`Analysis.grouped` and :attr:`Analysis.undivided`."""
     readers: dict[str, list[Node]] = {}
     for node in graph.nodes:
         for t in node.inputs:
@@ -445,7 +446,7 @@ def _merged_steps(graph: Graph) -> tuple[dict[str, int], set[str]]:
 
 
 class TileSize(NamedTuple):
-    """The largest tile of an evaluation on a GPU: queries and heads, of how many, and the bytes of all matrices at once."""
+    """The largest tile on a GPU: its queries and heads, the totals, and the bytes of all matrices that exist at once."""
 
     rows: int
     of: int
@@ -460,7 +461,7 @@ class TileSize(NamedTuple):
 
 
 def tile_of(graph: Graph) -> TileSize:
-    """The size of the tiles of a graph on a GPU, for reports."""
+    """Return the size of a graph's tiles on a GPU, for reports."""
     analysis, itemsize = analyze(graph), np.dtype(graph.compute_dtype).itemsize
     _, of_heads, of, columns = analysis.shape
     rows, heads, entries = analysis.block(of, columns, on_gpu=True)
@@ -480,28 +481,28 @@ def tile_of(graph: Graph) -> TileSize:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor holds packed sequences; that of a padded batch has constant offsets, and is read as a dense one."""
+    """Return True if a tensor holds packed sequences. Constant offsets mean a padded batch, which is read like a dense one."""
     return tensor.ragged is not None and tensor.ragged.role == "input"
 
 
 def _constant(tensor: Tensor) -> Array:
-    """The integers ``0, step, 2 step, ...`` with the strides of the tensor."""
+    """Return the integers ``0, step, 2 step, ...`` with the tensor's strides."""
     numbers = tensor.step * np.arange(tensor.span, dtype=tensor.dtype)
     strides = [numbers.itemsize * stride for stride in tensor.strides]
     return np.lib.stride_tricks.as_strided(numbers, tensor.shape, strides, writeable=False)
 
 
 def _axes(tensor: Tensor) -> tuple[list[int], tuple[slice | None, ...]]:
-    """The axes of the caller's array in the order of the tensor, and the index that adds new axes; empty if there are none."""
+    """Return the array's axes in the tensor's order, and the index that adds new axes; empty if there are no new axes."""
     axes = [axis for axis in tensor.axes if axis >= 0]
     index = tuple(None if axis < 0 else slice(None) for axis in tensor.axes)
     return axes, index if None in index else ()
 
 
 def _packed_lengths(graph: Graph) -> tuple[Tensor, Tensor] | None:
-    """The lengths of each batch entry, if only these queries and keys need to be computed.
+    """Return each batch item's lengths if only these queries and keys must be computed, else None.
 
-    This is the case for packed sequences, unless a result has elements for all queries and keys of the longest sequence.
+    Packed sequences are computed this way, unless a result has elements for all queries and keys of the longest sequence.
     """
     first = next((node for node in graph.nodes if isinstance(node, Matmul)), None)
     if first is None or not _is_packed(first.a) or first.m is None or first.n is None:
@@ -517,7 +518,7 @@ def _sums_heads(node: Node | None) -> bool:
 
 
 def _sums_over_tiles(node: Node) -> bool:
-    """Whether a node sums over tiles, so that its result is complete only after the last tile."""
+    """Return True if a node sums over tiles, so that its result is complete only after the last tile."""
     if not isinstance(node, Reduction) or node.amax or node.out.role != "output":
         return False
     (b, h, m, n), (_, out_heads, _, _) = node.x.shape, node.out.shape
@@ -525,7 +526,7 @@ def _sums_over_tiles(node: Node) -> bool:
 
 
 def last_reads_of(nodes: Sequence[Node]) -> list[tuple[Node, frozenset[str]]]:
-    """Every node with the names of its tensors that no later node reads."""
+    """Return every node with the names of its tensors that no later node reads."""
     read: set[str] = set()
     steps: list[tuple[Node, frozenset[str]]] = []
     for node in reversed(nodes):

@@ -16,7 +16,8 @@ def read_scale(scale: Any, head_dim: int) -> float:
     check_number(
         "scale", scale,
         ": convert an array of one element with float(...). attention, attention_backward, attention_vjp, prepare and explain "
-        "also take an array (Hq,), a scale for each head; for other calls multiply q by it, and pass scale=1",
+        "also take a scale for each head, an array (Hq,), except in FP8; in other calls, multiply q by it and pass scale=1. "
+        "With attention_jvp, also multiply dq by it",
     )  # fmt: skip
     value = as_float(scale)
     if not abs(value) <= LARGEST:  # also true for NaN
