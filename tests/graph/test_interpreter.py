@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from functions import OPERATIONS, ZOO
 
-from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, problem, reference
+from cupy_sdpa import attention, attention_backward, attention_vjp, dropout_mask, explain, problem, reference
 from cupy_sdpa.check.case import Case
 from cupy_sdpa.check.draw import draw
 from cupy_sdpa.check.execute import execute
@@ -104,6 +105,21 @@ def test_tiles_of_a_gpu(elements, count, fake, monkeypatch):
     outcomes = [execute(case) for case in cases]
     assert not [outcome.message for outcome in outcomes if outcome.kind not in ("passed", "refused")]
     assert sum(outcome.kind == "passed" for outcome in outcomes) > 0.7 * count
+
+
+def test_a_tile_of_a_gpu_has_one_batch_item(fake):
+    """With several, the bits of an item might depend on the others."""
+    sizes = [str(explain(*[fake.zeros((8, 2, 16, b), "f4", order="F")] * 3, engine="cupy")) for b in (1, 3)]
+    assert len({re.search(r"[\d.]+ MB at once", text).group() for text in sizes}) == 1
+
+
+def test_queries_beyond_the_lengths_read_no_keys():
+    """A tile with queries that do not exist reads the keys of the others only."""
+    x = np.ones((8, 1, 40, 1), np.float32, order="F")
+    v = x.copy(order="F")
+    v[:, :, 30] = np.nan
+    out = attention(x, x, v, causal=True, seq_lens_q=np.int32([2]), seq_lens_kv=np.int32([40]))
+    assert not np.isnan(out).any()
 
 
 def test_long_attention_fits_a_laptop():

@@ -125,3 +125,11 @@ def test_kernels_and_their_numpy_functions_agree(name, seed, engine):
         found.append([engine.get(y) for x, y in zip(arguments, wholes, strict=True) if isinstance(x, Part)])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_sequences_without_keys_have_one_for_the_kernel(engine):
+    """The kernel of FP8 does not end for a length of 0."""
+    lengths = engine.put(np.int32([0, 3, 1]))
+    copy = engine.put(np.zeros(3, np.int32))
+    ragged.at_least_one(copy, lengths)
+    assert engine.get(copy).tolist() == [1, 3, 1]

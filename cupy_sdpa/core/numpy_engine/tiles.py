@@ -361,7 +361,6 @@ class Tile:
         wanted = self.rows if label == ROWS else range(tensor.shape[axis])
         if label == COLUMNS:
             wanted = range(self.all_columns) if every_column or (writes and tensor.name in self.run.later) else self.columns
-        end = min(end, begin + tensor.shape[axis])
         tokens = slice(min(end, begin + wanted.start), min(end, begin + wanted.stop))
         part = view[:, self.heads_of(view), :, tokens] if axis == 3 else view[:, self.heads_of(view), tokens]
         missing = 0 if writes else len(wanted) - part.shape[axis]
